@@ -1,0 +1,89 @@
+"""Arrays: a dataset that is in memory, gathered by whole batches instead of sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import Dataset, TensorDataset
+
+from grappe.errors import TaskError
+
+DEVICE_SHARE = 0.25  # of a GPU's free memory that a dataset may take, so that gathers need no transfer
+
+
+class Arrays(Dataset):
+    """Samples held as whole arrays, each with the samples along its first dimension.
+
+    Args:
+        inputs: array or tensor [N, ...], or any nesting of them; small types (uint8) stay small.
+        targets: likewise, of the same N.
+        prepare: makes a gathered batch of inputs what the model takes (normalisation, say); runs on the
+            device, on [B, ...], and must treat each row by itself.
+
+    Raises:
+        TaskError: the arrays' lengths differ.
+    """
+
+    def __init__(self, inputs: Any, targets: Any, *, prepare: Callable[[Any], Any] | None = None) -> None:
+        self.inputs = tree_map(torch.as_tensor, inputs)
+        self.targets = tree_map(torch.as_tensor, targets)
+        self.prepare = prepare
+        lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
+        if len(lengths) != 1:
+            raise TaskError(f"Arrays: inputs and targets have different lengths: {sorted(lengths)}")
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        inputs, targets = self.gather(np.array([index]))
+        return tree_map(lambda leaf: leaf[0], (inputs, targets))
+
+    def gather(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
+        """The samples `ids` [B] as a prepared batch on `device`."""
+        index = torch.from_numpy(ids)
+
+        def pick(stored: Tensor) -> Tensor:
+            rows = stored.index_select(0, index.to(stored.device))
+            return rows if device is None or rows.device == device else _send(rows, device)
+
+        inputs = tree_map(pick, self.inputs) if not isinstance(self.inputs, Tensor) else pick(self.inputs)
+        targets = tree_map(pick, self.targets) if not isinstance(self.targets, Tensor) else pick(self.targets)
+        return (self.prepare(inputs) if self.prepare else inputs), targets
+
+    def to_device(self, device: torch.device) -> None:
+        """Moves the arrays to a GPU when they take no more than a quarter of its free memory."""
+        leaves = tree_flatten((self.inputs, self.targets))[0]
+        size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        if device.type == "cuda" and size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
+            self.inputs, self.targets = tree_map(lambda leaf: leaf.to(device), (self.inputs, self.targets))
+
+
+def in_memory(dataset: Dataset) -> Arrays | None:
+    """The dataset as Arrays, if its samples are in memory already; else None."""
+    if isinstance(dataset, Arrays):
+        return dataset
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return Arrays(*dataset.tensors)
+    return None
+
+
+def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tensor], Tensor]:
+    """A `prepare` for images: uint8 [B, C, H, W] to float32, (x / 255 - mean) / std per channel."""
+    shift = torch.tensor(mean).view(-1, 1, 1) * 255
+    scale = 1 / (torch.tensor(std).view(-1, 1, 1) * 255)
+
+    def prepare(images: Tensor) -> Tensor:
+        return images.float().sub_(shift.to(images.device)).mul_(scale.to(images.device))
+
+    return prepare
+
+
+def _send(rows: Tensor, device: torch.device) -> Tensor:
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)

@@ -1,0 +1,39 @@
+"""Batch: one optimizer step's worth of samples for this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """What goes through the model at once."""
+
+    inputs: Any
+    """Tensors [B, ...] on the device, nested as the dataset nests them."""
+    targets: Any
+    rows: int
+    """How many of the B rows are samples; 0: one row that only keeps the collectives in step, and counts 0."""
+    weights: Tensor | None
+    """What each value of the loss counts; None: every row the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One optimizer step's worth for this process."""
+
+    epoch: int
+    step: int
+    """Steps before this one since the training began."""
+    microbatches: tuple[Microbatch, ...]
+    samples: int
+    """Samples in the global batch."""
+    count: float | Tensor
+    """What the global sum of losses is divided by, known before the first backward."""
+    ids: np.ndarray
+    """The sample ids of this process's slice, int64."""

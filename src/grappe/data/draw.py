@@ -1,0 +1,91 @@
+"""Randomness that belongs to a sample: the same bits whatever process, worker, slice or device draws them.
+
+Nothing here has a state. Every number is a hash of what it is for: the finaliser of splitmix64 (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) over a key and a counter.
+
+Shapes: B samples of a slice, n numbers for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # the ledger needs keys before torch is worth importing
+    import torch
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def mix(*words: int) -> int:
+    """A hash of integers, in order, to derive keys and seeds from: in [0, 2^63).
+
+    Words are taken modulo 2^64, so negative ones may be given. With the other words held, two different words
+    share a hash for at most one pair in 2^63: the chain is a bijection of each word, and one bit is dropped.
+    """
+    return _chain(len(words), words) >> 1
+
+
+def sample_keys(seed: int, epoch: int, ids: np.ndarray) -> np.ndarray:
+    """The keys of samples: int64 (B,), each `mix(seed, epoch, id)`, for `ids` int64 (B,)."""
+    head = np.uint64(_chain(3, (seed, epoch)))
+    bits = (ids.astype(np.uint64) ^ head) + np.uint64(_GAMMA)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+    bits ^= bits >> np.uint64(31)
+    return (bits >> np.uint64(1)).astype(np.int64)
+
+
+def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float32 (B, n), multiples of 2^-24, on the device of `keys` int64 (B,).
+
+    Row i depends on `keys[i]` alone, and its first m numbers are those of `draw(keys, m)`. Drawing twice with the
+    same keys gives the same numbers: draw once, as many as are needed.
+    """
+    import torch
+
+    counters = torch.arange(1, n + 1, device=keys.device) * _signed(_GAMMA)
+    bits = keys[:, None] + counters
+    bits ^= _shifted(bits, 30)
+    bits *= _signed(_FIRST)
+    bits ^= _shifted(bits, 27)
+    bits *= _signed(_SECOND)
+    bits ^= _shifted(bits, 31)
+    return _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
+
+
+def partners(n: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Which row each of a slice's `n` rows is mixed with: int64 (n,), rows 2j and 2j+1 with each other.
+
+    The last row of an odd slice is its own partner. Since `grappe.data.ledger.cut` starts slices at even
+    positions, these are the pairs of the global batch, however it was divided.
+    """
+    import torch
+
+    return (torch.arange(n, device=device) ^ 1).clamp_(max=n - 1)
+
+
+def _chain(count: int, words: Iterable[int]) -> int:
+    """The hash of the first of `count` words; the count keeps (a,) and (a, 0) apart."""
+    bits = count
+    for word in words:
+        bits = ((bits ^ (word & _WORD)) + _GAMMA) & _WORD
+        bits = ((bits ^ (bits >> 30)) * _FIRST) & _WORD
+        bits = ((bits ^ (bits >> 27)) * _SECOND) & _WORD
+        bits ^= bits >> 31
+    return bits
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """A logical shift to the right: torch's own repeats the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same bits: torch refuses larger numbers, and its product keeps the low 64 bits."""
+    return word - (1 << 64)

@@ -1,0 +1,217 @@
+"""Feed: turns a dataset and a ledger into this process's batches, on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from grappe.data.arrays import in_memory
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.draw import sample_keys
+from grappe.data.keyed import Keyed
+from grappe.data.ledger import Ledger, cut
+from grappe.errors import TaskError
+from grappe.plan import Plan
+from grappe.task import Task, overrides
+from grappe.world import World, cores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Which samples of one step are this process's, cut into microbatches."""
+
+    step: int
+    epoch: int
+    samples: int
+    ids: np.ndarray
+    pieces: tuple[np.ndarray, ...]
+    """Sample ids by microbatch; an empty piece is filled with one row that counts 0."""
+
+
+class Feed:
+    """The batches of one split for this process.
+
+    Args:
+        training: whether to augment, and to know the global count before the first backward.
+    """
+
+    def __init__(
+        self, task: Task, dataset: Dataset, ledger: Ledger, plan: Plan, world: World, *, training: bool
+    ) -> None:
+        self.ledger = ledger
+        self.dataset = dataset
+        self._task, self._plan, self._world = task, plan, world
+        self._training = training
+        self._augments = training and overrides(task, "augment")
+        self._counts = overrides(task, "counts")
+        self._parts = plan.microbatches if training else 1
+        self._arrays = in_memory(dataset)
+        if self._arrays is not None:
+            self._arrays.to_device(world.device)
+
+    def slices(self, start: int, stop: int) -> Iterator[Slice]:
+        """This process's part of steps `start` to `stop`, a pure function of the ledger."""
+        per_epoch = self.ledger.steps_per_epoch
+        for step in range(start, stop):
+            epoch, within = divmod(step, per_epoch)
+            everyone = self.ledger.ids(epoch, within)
+            first, last = cut(len(everyone), self._world.data_size, self._world.data_rank)
+            ids = everyone[first:last]
+            if self._parts == 1:
+                pieces = (ids,)
+            else:
+                bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
+                pieces = tuple(ids[a:b] for a, b in bounds)
+            yield Slice(step=step, epoch=epoch, samples=len(everyone), ids=ids, pieces=pieces)
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """The batches of steps `start` to `stop`. Collective where the task counts its targets."""
+        fetched = self._fetched(start, stop)
+        for part in self.slices(start, stop):
+            micros = tuple(self._microbatch(part, ids, *next(fetched)) for ids in part.pieces)
+            yield Batch(
+                epoch=part.epoch,
+                step=part.step,
+                microbatches=micros,
+                samples=part.samples,
+                count=self._count(part, micros),
+                ids=part.ids,
+            )
+
+    def _fetched(self, start: int, stop: int) -> Iterator[tuple[Any, Any]]:
+        requests = ((part, filled(piece)) for part in self.slices(start, stop) for piece in part.pieces)
+        if self._arrays is not None:
+            device = self._world.device
+            return (self._arrays.gather(ids, device) for _, ids in requests)
+        return iter(self._loader(requests))
+
+    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]]) -> DataLoader:
+        # Validation draws the same in every evaluation, so that losses can be compared.
+        sampler = _Requests(
+            ((part.epoch if self._training else -1, int(index)) for index in ids) for part, ids in requests
+        )
+        workers = self._workers()
+        return DataLoader(
+            Keyed(self.dataset, self.ledger.seed),
+            batch_sampler=sampler,
+            collate_fn=self._task.collate,
+            num_workers=workers,
+            worker_init_fn=_ignore_signals if workers else None,
+            pin_memory=self._world.device.type == "cuda",
+        )
+
+    def _workers(self) -> int:
+        if self._plan.workers is not None:
+            return self._plan.workers
+        mine = cores() // self._world.place.local_size
+        # On a CPU the cores are busy computing; feeding a GPU is all that they have to do.
+        return min(8, max(0, mine - 1)) if self._world.device.type == "cuda" else min(8, mine // 4)
+
+    def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
+        if self._arrays is None:
+            inputs, targets = self._to_device((inputs, targets))
+        if self._augments:
+            keys = torch.from_numpy(sample_keys(self.ledger.seed, part.epoch, filled(ids)))
+            inputs, targets = self._task.augment(inputs, targets, keys.to(self._world.device))
+        if self._plan.channels_last:
+            inputs = tree_map(_channels_last, inputs)
+        weights = None
+        if self._counts:
+            weights = self._task.counts(targets)
+            if weights is not None:
+                weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
+        return Microbatch(inputs=inputs, targets=targets, rows=len(ids), weights=weights)
+
+    def _to_device(self, batch: Any) -> Any:
+        device = self._world.device
+        if device.type == "cpu":
+            return batch
+        return tree_map(
+            lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+        )
+
+    def _count(self, part: Slice, micros: tuple[Microbatch, ...]) -> float | Tensor:
+        if not self._counts or micros[0].weights is None or not self._training:
+            return float(part.samples)
+        total = sum(micro.weights.sum() for micro in micros)
+        if self._world.data_group is not None:
+            torch.distributed.all_reduce(total, group=self._world.data_group)
+        return total
+
+
+class _Requests:
+    """A batch sampler that reads an iterator of requests once."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return (list(batch) for batch in self._batches)
+
+
+def filled(ids: np.ndarray) -> np.ndarray:
+    """`ids`, or sample 0 where there are none: a row has to go through the model all the same."""
+    return ids if len(ids) else np.zeros(1, dtype=np.int64)
+
+
+def check(dataset: object, split: str, task: Task) -> int:
+    """The dataset's length.
+
+    Raises:
+        TaskError: it is not map-style, or it is empty.
+    """
+    name = type(task).__name__
+    if isinstance(dataset, IterableDataset):
+        raise TaskError(
+            f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
+            "the ledger asks for samples by index. Give a map-style dataset (__len__ and __getitem__)"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise TaskError(
+            f"{name}.data({split!r}) gave {type(dataset).__name__}: it needs __len__ and __getitem__"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split")
+    return len(dataset)  # type: ignore[arg-type]
+
+
+def training_feed(task: Task, dataset: Dataset, plan: Plan, world: World) -> Feed:
+    """Shuffled batches of `task.batch_size` samples over the whole world."""
+    ledger = Ledger(seed=task.seed, length=len(dataset), batch_size=task.batch_size)  # type: ignore[arg-type]
+    return Feed(task, dataset, ledger, plan, world, training=True)
+
+
+def evaluation_feed(task: Task, dataset: Dataset, plan: Plan, world: World) -> Feed:
+    """All samples in order, once; twice a training microbatch at a time, as no gradient is kept."""
+    micro = -(-task.batch_size // (plan.data_parallel * plan.microbatches))
+    ledger = Ledger(
+        seed=task.seed,
+        length=len(dataset),  # type: ignore[arg-type]
+        batch_size=max(2, 2 * micro) * plan.data_parallel,
+        shuffle=False,
+    )
+    return Feed(task, dataset, ledger, plan, world, training=False)
+
+
+def rows_of(tree: Any) -> int:
+    """The number of rows of a batch, read from its first tensor."""
+    return len(tree_flatten(tree)[0][0])
+
+
+def _channels_last(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point():
+        return leaf.contiguous(memory_format=torch.channels_last)
+    return leaf
+
+
+def _ignore_signals(_: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,70 @@
+"""A user's dataset whose own random draws belong to the sample, not to the process that happens to load it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from grappe.data.draw import mix
+
+
+class Keyed(Dataset[Any]):
+    """A map-style dataset that is asked for (epoch, id) and draws the same for it wherever it is loaded.
+
+    Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
+    `mix(seed, epoch, id)`; after each batch the three are as they were, since dropout draws from torch's in the
+    same process. A generator that the dataset made for itself cannot be reached.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, request: tuple[int, int]) -> Any:
+        """One sample, for a request (epoch, id)."""
+        return self.__getitems__([request])[0]
+
+    def __getitems__(self, requests: Sequence[tuple[int, int]]) -> list[Any]:
+        """The samples of a batch, in order, for requests (epoch, id).
+
+        One by one even where the dataset has a `__getitems__` of its own: inside that, no sample could be keyed.
+        """
+        samples = []
+        with _generators_kept():
+            for epoch, index in requests:
+                _seed_generators(mix(self.seed, epoch, index))
+                samples.append(self.dataset[int(index)])
+        return samples
+
+
+def _seed_generators(key: int) -> None:
+    """Seed the three global generators from a key of 63 bits."""
+    random.seed(key)
+    # NumPy's and torch's are both Mersenne Twisters that take 32 bits: from the same ones they would draw the same
+    np.random.seed(key >> 31)
+    torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the three global generators as they were found."""
+    of_python, of_numpy, of_torch = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.default_generator.get_state(),
+    )
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.default_generator.set_state(of_torch)

@@ -1,0 +1,45 @@
+"""The engines, found by their file's name: adding one is adding one file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from grappe.engines.base import Engine
+from grappe.errors import PlanError, nearest
+from grappe.plan import Plan
+
+NOT_ENGINES = frozenset({"base"})
+
+
+def names() -> list[str]:
+    """The engines there are."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NOT_ENGINES)
+
+
+def find(name: str) -> type[Engine]:
+    """The engine class of file `engines/NAME.py`.
+
+    Raises:
+        PlanError: there is no such engine, or what it needs is not installed.
+    """
+    if name not in names():
+        raise PlanError(f"engine={name}: {nearest(name, names())}")
+    return importlib.import_module(f"{__name__}.{name}").ENGINE
+
+
+def check(plan: Plan) -> type[Engine]:
+    """The plan's engine, if it can honour every key of the plan. Pure: no process is started.
+
+    Raises:
+        PlanError: it cannot; the message names engines that can.
+    """
+    engine = find(plan.engine)
+    for key in sorted(plan.asked() - {"engine"} - engine.axes):
+        able = [name for name in names() if key in find(name).axes]
+        others = f"engines that have: {', '.join(able)}" if able else "no engine has yet"
+        raise PlanError(f"engine={plan.engine} has no {key}: {others}")
+    reason = engine.refuse(plan)
+    if reason:
+        raise PlanError(reason)
+    return engine

@@ -1,0 +1,105 @@
+"""Engine: what executes optimizer steps of a task under a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, final
+
+from torch import Tensor
+
+from grappe.data.batch import Batch
+from grappe.loop import After, StepResult, loop
+from grappe.plan import Plan
+from grappe.scores import Scores
+from grappe.task import Task
+from grappe.weights import Weights
+from grappe.world import World
+
+COMMON = frozenset({"device", "backend", "threads", "workers", "per_device"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything a training's future depends on, but for its position."""
+
+    tensors: Mapping[str, Tensor]
+    """By name; sharded ones stay sharded. `model.NAME`, `optimizer.NAME.KEY`, and per process `local.RANK.NAME`."""
+    values: Mapping[str, Any]
+    """JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A State read back: whole tensors, read when asked for."""
+
+    tensors: Weights
+    values: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an engine is made from."""
+
+    task: Task
+    plan: Plan
+    world: World
+    weights: Weights
+    """The model's initial parameters and buffers."""
+    total_steps: int
+    flag: Callable[[], float]
+    """What this process wants the others to know with the next step: above 0, to stop."""
+
+
+class Engine(ABC):
+    """What executes optimizer steps; made from a Setting. Collective in all it does."""
+
+    axes: ClassVar[frozenset[str]]
+    """The keys of a plan that it can honour; the support table is made from it."""
+    about: ClassVar[str]
+    """One line for the table of engines."""
+
+    @classmethod
+    def refuse(cls, plan: Plan) -> str | None:
+        """Why a combination of its axes cannot be honoured. Pure."""
+        return None
+
+    @abstractmethod
+    def __init__(self, setting: Setting) -> None: ...
+
+    @abstractmethod
+    def train(self, batches: Iterator[Batch], after: After) -> None:
+        """Steps through `batches`, calling `after` behind each step, until they end or it returns True."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """The scores over all data slices, `samples` in all; callable from inside `after`."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """What to save."""
+
+    @abstractmethod
+    def restore(self, saved: Saved) -> None:
+        """Goes on from what `state` gave, perhaps under another plan."""
+
+    @abstractmethod
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class Stepper(Engine):
+    """An engine that lets us own the loop."""
+
+    @abstractmethod
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step."""
+
+    @final
+    def train(self, batches: Iterator[Batch], after: After) -> None:
+        loop(self.step, batches, after)

@@ -1,0 +1,198 @@
+"""The native engine: one process, DDP, FSDP2, tensor parallelism and their products, on torch alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.draw import mix
+from grappe.data.feed import rows_of
+from grappe import optimizer_state
+from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
+from grappe.loop import StepResult
+from grappe.losses import Losses
+from grappe.plan import Plan
+from grappe.prepare import prepare
+from grappe.prepare.batchnorm import agreed, buffers_agreed, statistics_frozen
+from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.precision import LossScale, set_tf32
+from grappe.prepare.shard import uses_shard
+from grappe.scores import Scorer, Scores
+from grappe.weights import copy_into, whole
+
+
+class Native(Stepper):
+    """Owns the model, the optimizer and the schedule; every degree is a property of the prepared model."""
+
+    axes = COMMON | {
+        "replicate", "shard", "zero", "tensor", "microbatches", "precision", "batchnorm",
+        "channels_last", "recompute", "compile", "offload",
+    }  # fmt: skip
+    about = "torch's own: DDP, FSDP2 (ZeRO 1-3), tensor parallelism and their products"
+
+    @classmethod
+    def refuse(cls, plan: Plan) -> str | None:
+        if plan.offload.startswith("nvme:"):
+            return (
+                "engine=native offloads to the CPU only: use offload=cpu, or an engine with offload to disk"
+            )
+        if plan.tensor > 1 and plan.batchnorm == "sync":
+            return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
+        return None
+
+    def __init__(self, setting: Setting) -> None:
+        self._task, self._plan, self._world = setting.task, setting.plan, setting.world
+        self._flag = setting.flag
+        set_tf32(self._plan.precision)
+        self._prepared = prepare(self._task, self._plan, self._world, setting.weights)
+        self._model = self._prepared.model
+        self._losses = Losses(self._task)
+        self._scale = LossScale(self._plan.precision)
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        self._optimizer = self._task.optimizer(named)
+        self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
+        self._group = self._optimizer.param_groups[0]
+        # DDP averages where FSDP2 is told to sum.
+        summed = uses_shard(self._plan) or self._world.data_group is None
+        self._ways = 1.0 if summed else float(self._world.data_size)
+        self._needs_norm = self._task.clip is not None or self._plan.precision == "fp16"
+        self._default_rng = torch.default_generator
+        self._model.train()
+
+    def step(self, batch: Batch) -> StepResult:
+        self._seed_dropout(batch.step)
+        total: Tensor | None = None
+        last = batch.microbatches[-1]
+        for micro in batch.microbatches:
+            if self._prepared.synchronise is not None:
+                self._prepared.synchronise(micro is last)
+            total = self._accumulate(batch, micro, total, micro is last)
+        sums = self._prepared.tally.sums()
+        lr = self._group["lr"]
+        norm, skipped = self._update()
+        return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
+
+    def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
+        """Forward and backward of a microbatch; the sum of losses so far."""
+        with self._forward_context(micro):
+            output = self._prepared.forward(micro.inputs)
+            rows = micro.rows or rows_of(micro.targets)
+            values = self._losses.values(output, micro, rows)
+        seed = self._losses.seed(values, micro, batch, rows, self._ways * self._scale.value)
+        total = self._losses.total(values, micro, rows)
+        total = total if before is None else before + total
+        roots = self._prepared.tally.roots(total, self._flag()) if last else ()
+        torch.autograd.backward((values, *roots), (seed, *[None] * len(roots)))
+        return total
+
+    @contextlib.contextmanager
+    def _special_forward(self, micro: Microbatch) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._prepared.autocast is not None:
+                stack.enter_context(self._prepared.autocast)
+            if not micro.rows:
+                if self._prepared.rows is None:
+                    stack.enter_context(statistics_frozen(self._model))
+                else:
+                    self._prepared.rows.real = False
+                    stack.callback(setattr, self._prepared.rows, "real", True)
+            yield
+
+    def _forward_context(self, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
+        if micro.rows and self._prepared.autocast is None:
+            return _PLAIN
+        return self._special_forward(micro)
+
+    def _update(self) -> tuple[Tensor | None, bool]:
+        norm, skipped = None, False
+        if self._needs_norm:
+            norm, skipped = self._clip()
+        if not skipped:
+            self._optimizer.step()
+            if self._schedule is not None:
+                self._schedule.step()
+        self._scale.update(skipped)
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm, skipped
+
+    def _clip(self) -> tuple[Tensor, bool]:
+        norm = gradient_norm(self._parameters) / self._scale.value
+        factor = 1 / self._scale.value
+        if self._plan.precision == "fp16" and not torch.isfinite(norm):
+            return norm, True
+        if self._task.clip is not None:
+            scale(self._parameters, torch.clamp(self._task.clip / (norm + 1e-6), max=1.0) * factor)
+        elif factor != 1:
+            scale(self._parameters, factor)
+        return norm, False
+
+    def _seed_dropout(self, step: int) -> None:
+        """Dropout's stream is a function of (seed, step, data slice), so resuming needs no generator's state."""
+        seed = mix(self._task.seed, step, self._world.data_rank)
+        self._default_rng.manual_seed(seed)
+        if self._world.device.type == "cuda":
+            torch.cuda.default_generators[self._world.device.index].manual_seed(seed)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        self._model.eval()
+        scorer = Scorer(self._task, self._world)
+        try:
+            with buffers_agreed(self._model, self._world.data_group), self._prepared.autocast or _PLAIN:
+                for batch in batches:
+                    for micro in batch.microbatches:
+                        scorer.add(self._model(micro.inputs), micro)
+        finally:
+            self._model.train()
+        return scorer.scores(samples)
+
+    def state(self) -> State:
+        tensors, values = optimizer_state.save(self._model, self._optimizer)
+        tensors.update({f"model.{name}": tensor for name, tensor in self._model.named_parameters()})
+        for rank, buffers in enumerate(self._world.gather_data(self._buffers())):
+            tensors.update({f"local.{rank}.{name}": buffer for name, buffer in buffers.items()})
+        tensors.update({f"model.{name}": buffer for name, buffer in self._agreed_buffers()})
+        steps = self._schedule.last_epoch if self._schedule is not None else 0
+        return State(
+            tensors=tensors, values={**values, "scale": self._scale.state(), "schedule_steps": steps}
+        )
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.cpu() for name, buffer in self._model.named_buffers()}
+
+    def _agreed_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self._model.named_buffers():
+            group = self._world.data_group if buffer.is_floating_point() else None
+            yield name, agreed(buffer, group) if group is not None else buffer
+
+    def restore(self, saved: Saved) -> None:
+        for name, parameter in self._model.named_parameters():
+            copy_into(parameter, saved.tensors.read(f"model.{name}"))
+        mine = f"local.{self._world.data_rank}."
+        alike = saved.values.get("data_parallel", self._world.data_size) == self._world.data_size
+        for name, buffer in self._model.named_buffers():
+            own = mine + name
+            copy_into(buffer, saved.tensors.read(own if alike and own in saved.tensors else f"model.{name}"))
+        optimizer_state.load(self._model, self._optimizer, saved)
+        self._scale.restore(saved.values.get("scale", {}))
+        for _ in range(saved.values.get("schedule_steps", 0) if self._schedule is not None else 0):
+            self._schedule.step()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, whole(parameter)
+        for name, buffer in self._agreed_buffers():
+            yield name, whole(buffer)
+
+    def close(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+_PLAIN: Any = contextlib.nullcontext()
+ENGINE = Native

@@ -1,0 +1,117 @@
+"""Reads `name=value` texts into the typed fields of a dataclass: the one grammar of plans and of tasks' fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grappe.errors import UsageError, nearest
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """The resolved type of each dataclass field of `cls`, by name."""
+    try:
+        resolved = get_type_hints(cls)
+    except NameError as error:
+        raise UsageError(f"{cls.__name__}: a field's type cannot be resolved: {error}") from error
+    return {field.name: resolved[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def split(texts: Iterable[str]) -> dict[str, str]:
+    """`["lr=0.2", "deep"]` to `{"lr": "0.2", "deep": "true"}`: a bare name is a flag.
+
+    Raises:
+        UsageError: a text is empty, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name, value = name.strip(), value.strip()
+        if not name or (equals and not value):
+            raise UsageError(f"'{text}' is not of the form name=value")
+        if name in found:
+            raise UsageError(f"{name} is given twice: {found[name]} and {value or 'true'}")
+        found[name] = value if equals else "true"
+    return found
+
+
+def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
+    """Typed values for the fields of dataclass `cls` named in `texts`.
+
+    Args:
+        what: how a message calls these names, "plan" say.
+
+    Raises:
+        UsageError: no such field, or a value that is not of its type.
+    """
+    types_by_name = hints(cls)
+    values = {}
+    for name, text in texts.items():
+        if name not in types_by_name:
+            raise UsageError(f"{what} has no '{name}': {nearest(name, types_by_name)}")
+        try:
+            values[name] = convert(types_by_name[name], text)
+        except ValueError as error:
+            raise UsageError(f"{what}: {name}={text} is not {error}") from error
+    return values
+
+
+def convert(kind: Any, text: str) -> Any:
+    """`text` as a value of type `kind`: int, float, bool, str, Literal, or a union of those with None.
+
+    Raises:
+        ValueError: it is not one; the message says what would be ("a whole number").
+    """
+    origin = get_origin(kind)
+    if origin is Literal:
+        return _choice(get_args(kind), text)
+    if origin in (Union, types.UnionType):
+        return _first_that_fits(get_args(kind), text)
+    if kind is bool:
+        return _boolean(text)
+    if kind is int:
+        return _number(int, text.replace("_", ""), "a whole number")
+    if kind is float:
+        return _number(float, text, "a number")
+    if kind is type(None):
+        if text.lower() in ("none", "auto", "null"):
+            return None
+        raise ValueError("none")
+    if kind is str:
+        return text
+    raise ValueError(f"settable from text (its type is {kind}): set it in Python")
+
+
+def _choice(choices: tuple[Any, ...], text: str) -> Any:
+    for choice in choices:
+        if str(choice) == text:
+            return choice
+    raise ValueError(f"one of {', '.join(str(choice) for choice in choices)}")
+
+
+def _first_that_fits(kinds: tuple[Any, ...], text: str) -> Any:
+    messages = []
+    # None before str, so that `none` means nothing and not the word.
+    for kind in sorted(kinds, key=lambda kind: (kind is str, kind is not type(None))):
+        try:
+            return convert(kind, text)
+        except ValueError as error:
+            messages.append(str(error))
+    raise ValueError(" or ".join(messages))
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "yes", "on", "1"):
+        return True
+    if text.lower() in ("false", "no", "off", "0"):
+        return False
+    raise ValueError("true or false")
+
+
+def _number(kind: Any, text: str, what: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(what) from None

@@ -1,0 +1,115 @@
+"""Plan: how one optimizer step is spread over processes. Frozen, pure, with one text form used everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from grappe import fields
+from grappe.errors import PlanError, UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one optimizer step is spread. Processes = pipeline x replicate x shard x tensor."""
+
+    engine: str = "native"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    replicate: int = 1
+    shard: int = 1
+    zero: Literal[1, 2, 3] = 3
+    pipeline: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    tensor: int = 1
+    microbatches: int = 1
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    batchnorm: Literal["local", "sync"] = "local"
+    channels_last: bool = False
+    recompute: bool = False
+    compile: bool = False
+    offload: str = "none"
+    per_device: int = 1
+    exact: int = 0
+    threads: int | None = None
+    """CPU threads of each process; None: the cores this process has, divided among its node's processes."""
+    workers: int | None = None
+    """Data-loading processes of each process; None: chosen from the cores; 0: the process loads by itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicate", "shard", "pipeline", "tensor", "microbatches", "per_device"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
+        for name, least in (("threads", 1), ("workers", 0), ("exact", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise PlanError(f"{name}={value}: it must be at least {least}")
+        if self.offload not in ("none", "cpu") and not self.offload.startswith("nvme:"):
+            raise PlanError(f"offload={self.offload}: it must be none, cpu or nvme:FOLDER")
+        if self.zero != 3 and self.shard == 1:
+            raise PlanError(f"zero={self.zero} says what shard processes split: add shard=2, or more")
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            raise PlanError(f"schedule={self.schedule} is a pipeline's: add pipeline=2, or more")
+
+    @property
+    def processes(self) -> int:
+        """How many processes the plan runs on."""
+        return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def data_parallel(self) -> int:
+        """Into how many slices each global batch is cut."""
+        return self.replicate * self.shard
+
+    def asked(self) -> frozenset[str]:
+        """The names of the keys that differ from their default."""
+        return frozenset(
+            field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default
+        )
+
+    def check_fits(self, processes: int) -> None:
+        """Raises PlanError when the plan's product is not the number of processes there are."""
+        if self.processes == processes:
+            return
+        names = [name for name in ("pipeline", "replicate", "shard", "tensor") if getattr(self, name) > 1]
+        product = " x ".join(f"{name}={getattr(self, name)}" for name in names) or "one process"
+        raise PlanError(
+            f"plan needs {self.processes} process{'es' if self.processes > 1 else ''} ({product}), "
+            f"this job has {processes}: {self._remedy(processes, names)}"
+        )
+
+    def _remedy(self, processes: int, names: list[str]) -> str:
+        name = names[-1] if names else "replicate"
+        rest = self.processes // getattr(self, name)
+        if processes % rest == 0 and processes > 1:
+            return f"use {name}={processes // rest}, or ask for {self.processes}"
+        return f"ask for {self.processes}, or choose degrees whose product is {processes}"
+
+    def __str__(self) -> str:
+        """The plan's text: what differs from the default, `replicate=2,precision=bf16`; empty for one process."""
+        parts = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(field.name if value is True else f"{field.name}={value}")
+        return ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan that `text` writes, `"replicate=2,precision=bf16"`; "" is one plain process.
+
+        Raises:
+            PlanError: an unknown key, a value of the wrong type, a key given twice, or a contradiction.
+        """
+        parts = [part for part in text.split(",") if part.strip()]
+        try:
+            return cls(**fields.parse(cls, fields.split(parts), "plan"))
+        except PlanError:
+            raise
+        except UsageError as error:
+            raise PlanError(str(error)) from error
+
+
+def as_plan(plan: Plan | str) -> Plan:
+    """A Plan from a Plan or its text."""
+    return plan if isinstance(plan, Plan) else Plan.parse(plan)

@@ -1,0 +1,152 @@
+"""Batch normalisation over the global batch, on any device, and agreement of per-process statistics.
+
+Shapes: x [B, C, ...]; per-channel vectors [C]; W processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / std with mean and variance over all processes' rows, and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, eps: float, rows: int, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels = x.shape[1]
+        real = x[:rows]
+        count = torch.full((1,), float(real.numel() // channels), device=x.device)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        if rows:
+            mean = real.mean(dims, dtype=torch.float32)
+            second = (real.float() - _spread(mean, x)).square().sum(dims)
+        else:
+            mean = second = torch.zeros(channels, device=x.device)
+        mean, variance, total = _combine(mean, second, count, group)
+        inverse = torch.rsqrt(variance + eps)
+        normal = (x.float() - _spread(mean, x)) * _spread(inverse, x)
+        ctx.save_for_backward(normal, inverse, total)
+        ctx.group, ctx.dims = group, dims
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normal.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        normal, inverse, total = ctx.saved_tensors
+        g = gradient.float()
+        sums = torch.stack([g.sum(ctx.dims), (g * normal).sum(ctx.dims)])
+        dist.all_reduce(sums, group=ctx.group)
+        mean_g, mean_gn = sums / total
+        result = (g - _spread(mean_g, g) - normal * _spread(mean_gn, g)) * _spread(inverse, g)
+        return result.to(gradient.dtype), None, None, None
+
+
+def _combine(
+    mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count over all processes, from each one's own.
+
+    Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+    mine = torch.cat([mean, second, count])
+    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    everyone = everyone.view(-1, mine.numel())
+    channels = mean.numel()
+    means, seconds, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+    total = counts.sum()
+    overall = (means * counts).sum(0) / total
+    variance = (seconds + counts * (means - overall).square()).sum(0) / total
+    return overall, variance, total
+
+
+def _spread(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+class Rows:
+    """Whether the rows of the microbatch under way are samples, or one that is only filled in."""
+
+    real: bool = True
+
+
+def synchronise_batchnorm(model: nn.Module, group: ProcessGroup, rows: Rows) -> None:
+    """Makes every batch normalisation of the model use the statistics of all processes' rows while training."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            _patch(module, group, rows)
+
+
+def _patch(module: _BatchNorm, group: ProcessGroup, rows: Rows) -> None:
+    plain = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not module.training:
+            return plain(x)
+        real = len(x) if rows.real else 0
+        normal, mean, variance, total = _Normalise.apply(x, module.eps, real, group)
+        if module.track_running_stats:
+            _track(module, mean, variance * (total / (total - 1)))
+        if module.affine:
+            normal = normal * _spread(module.weight, x) + _spread(module.bias, x)
+        return normal
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """Running statistics as nn.BatchNorm keeps them, the variance unbiased."""
+    module.num_batches_tracked.add_(1)
+    momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+    module.running_mean.lerp_(mean, momentum)
+    module.running_var.lerp_(variance, momentum)
+
+
+@contextlib.contextmanager
+def statistics_frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, batch normalisation neither uses nor changes the statistics of the rows it sees."""
+    modules = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
+
+
+@contextlib.contextmanager
+def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
+    """Inside, float buffers that differ between processes hold their mean. Collective over `group`."""
+    if group is None:
+        yield
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    before = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.copy_(agreed(buffer, group))
+    try:
+        yield
+    finally:
+        for buffer, kept in zip(buffers, before, strict=True):
+            buffer.copy_(kept)
+
+
+def agreed(buffer: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean of the processes' buffers, to the bit the buffer itself where all have the same."""
+    everyone = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, buffer.contiguous(), group=group)
+    stacked = torch.stack(everyone)
+    same = (stacked == stacked[0]).all(0)
+    return torch.where(same, stacked[0], stacked.mean(0))

@@ -1,0 +1,61 @@
+"""Clipping: the norm of the whole gradient, wherever its parts live, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together, a scalar alike on every process. Collective where they are sharded.
+
+    A gradient that is sharded over mesh axes is summed over those axes' processes; one that is replicated
+    over an axis is there on each of them and counts once.
+    """
+    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
+    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        axes = _sharded_groups(gradient)
+        key = tuple(id(group) for group in axes)
+        groups[key] = axes
+        by_axes.setdefault(key, []).append(
+            gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        )
+    total: Tensor | None = None
+    for key, gradients in by_axes.items():
+        norms = torch._foreach_norm(gradients)
+        square = torch.stack(norms).float().square().sum()
+        for group in groups[key]:
+            dist.all_reduce(square, group=group)
+        total = square if total is None else total + square
+    assert total is not None, "a step had no gradient at all"
+    return total.sqrt()
+
+
+def _sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
+    if not isinstance(gradient, DTensor):
+        return []
+    mesh = gradient.device_mesh
+    assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
+    return [
+        mesh.get_group(axis)
+        for axis, placed in enumerate(gradient.placements)
+        if isinstance(placed, Shard) or placed.is_shard()
+    ]
+
+
+def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiplies every gradient by `factor`, in place."""
+    gradients = [
+        parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+    torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,37 @@
+"""Recomputation: keeps only the inputs of each unit, and runs it again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_units(units: Sequence[nn.Module]) -> None:
+    """Wraps each unit's forward, so that names and hooks stay as they are."""
+    for unit in units:
+        contexts = functools.partial(_contexts, unit)
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    return contextlib.nullcontext(), _statistics_kept(unit)
+
+
+@contextlib.contextmanager
+def _statistics_kept(unit: nn.Module) -> Iterator[None]:
+    """The second forward must not count its batch into the running statistics again."""
+    tracking = [
+        module for module in unit.modules() if isinstance(module, _BatchNorm) and module.track_running_stats
+    ]
+    for module in tracking:
+        module.track_running_stats = False
+    try:
+        yield
+    finally:
+        for module in tracking:
+            module.track_running_stats = True

@@ -1,0 +1,51 @@
+"""Sharding: FSDP2's fully_shard over the shard and replicate axes, for ZeRO stages 1 to 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from grappe.plan import Plan
+from grappe.world import AXES, World
+
+
+def uses_shard(plan: Plan) -> bool:
+    """Whether the plan needs fully_shard: to shard, to replicate beside tensors, or to offload."""
+    return plan.shard > 1 or plan.offload != "none" or (plan.replicate > 1 and plan.tensor > 1)
+
+
+def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
+    """Shards each unit, then what is left with the root. Gradients are summed, never averaged. Collective."""
+    pin = world.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
+    mesh = _mesh(plan, world)
+    for module in [*units, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(plan: Plan, world: World) -> DeviceMesh:
+    mesh = world.mesh or init_device_mesh(world.device.type, (1,) * len(AXES), mesh_dim_names=AXES)
+    return mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
+
+
+def when_to_reduce(model: nn.Module, plan: Plan) -> Callable[[bool], None] | None:
+    """For zero=1 gradients add up whole and are reduced once a step; for 2 and 3 at each microbatch.
+
+    With replicas the all-reduce between them waits for the last microbatch either way.
+    """
+    if plan.microbatches == 1:
+        return None
+    assert isinstance(model, FSDPModule)
+    if plan.zero == 1:
+        return model.set_requires_gradient_sync
+    if plan.replicate > 1:
+        return model.set_requires_all_reduce
+    return None

@@ -1,0 +1,99 @@
+"""Tally: sums a step's loss and flags over all processes without waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grappe.world import World
+
+RIDER_SIZE = 2  # the loss's sum and the flag
+
+
+class Sums:
+    """The global sums of one step, on their way; `read` waits for them."""
+
+    def __init__(self, values: Tensor, work: dist.Work | None = None) -> None:
+        self._work = work
+        self._event = None
+        self._values = values
+        if values.is_cuda:
+            # Copied now and read a step later: a read at once would make the GPU wait for us, and we for it.
+            if work is not None:
+                work.wait()
+            self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Sequence[float]:
+        """[the loss's sum over all processes, the sum of their flags]."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._values.tolist()
+
+
+class Tally:
+    """The sums of one process alone; also the base of the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._payload = torch.zeros(RIDER_SIZE, device=device)
+        self._flag = 0.0
+
+    def put(self, loss: Tensor, flag: float) -> Tensor:
+        """[loss, flag] as one tensor that stays untouched until it is read."""
+        payload = self._payload = torch.empty_like(self._payload)
+        payload[0] = loss
+        payload[1] = flag
+        return payload
+
+    def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
+        """Further roots of the step's last backward, through which the sums travel."""
+        self.put(loss, flag)
+        return ()
+
+    def sums(self) -> Sums:
+        """The step's sums, once its last backward has been called."""
+        return Sums(self._payload)
+
+
+class RiderTally(Tally):
+    """The sums ride on DDP's own reduction, as the gradient of a parameter that nothing else uses."""
+
+    def __init__(self, rider: torch.nn.Parameter, processes: int) -> None:
+        super().__init__(rider.device)
+        self._rider = rider
+        self._processes = processes
+
+    def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
+        return (torch.dot(self._rider, self.put(loss, flag)),)
+
+    def sums(self) -> Sums:
+        assert self._rider.grad is not None
+        total = self._rider.grad * self._processes  # DDP has divided by them
+        self._rider.grad = None
+        return Sums(total)
+
+
+class ReduceTally(Tally):
+    """The sums have an all-reduce of their own, started before backward and over long before it is read."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.device)
+        # Over the whole world, since a flag may be raised anywhere; tensor peers have the same loss.
+        self._copies = world.size // world.data_size
+        self._work: dist.Work | None = None
+
+    def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
+        payload = self.put(loss / self._copies, flag)
+        if dist.is_initialized():
+            self._work = dist.all_reduce(payload, async_op=True)
+        return ()
+
+    def sums(self) -> Sums:
+        return Sums(self._payload, self._work)

@@ -1,0 +1,322 @@
+"""World: where this process stands. Rank, size, device, mesh; the environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from grappe.errors import PlanError, UsageError
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from grappe.plan import Plan
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which of how many processes this one is, before any of them talk."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "grappe"
+    job: str = ""
+    """Names this start of this job: two starts must not meet each other's rendezvous."""
+
+
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun or srun gave this process; None when neither started it.
+
+    A Slurm step is known by SLURM_STEP_ID with SLURM_PROCID, never by the job's name; inside `salloc` or a
+    bare batch shell those of a step are missing and this process is not one of the tasks.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return Place(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", 0)),
+            local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+            launcher="torchrun",
+            job=environment.get("TORCHELASTIC_RUN_ID", ""),
+        )
+    if _in_slurm_step(environment):
+        return Place(
+            rank=int(environment["SLURM_PROCID"]),
+            size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment["SLURM_LOCALID"]),
+            local_size=_local_tasks(environment),
+            launcher="srun",
+            job="-".join(
+                environment.get(name, "0")
+                for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+            ),
+        )
+    return None
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdigit() and all(
+        name in environment for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    )
+
+
+def _local_tasks(environment: Mapping[str, str]) -> int:
+    """How many of the step's processes are on this node, from a text like `2(x2),1`."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, repeat = part.partition("(x")
+        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
+    node = int(environment.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else counts[0]
+
+
+def cores() -> int:
+    """How many cores this process really has: its affinity mask, capped by its cgroup's quota."""
+    try:
+        mine = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        mine = os.cpu_count() or 1
+    return max(1, min(mine, _cgroup_quota() or mine))
+
+
+def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Whole cores of the cgroup's CPU quota, version 2 or 1; None without one."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if quota in ("max", "-1"):
+        return None
+    return max(1, int(quota) // int(period))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this process stands among those of a plan, and how it reaches them."""
+
+    place: Place
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """Axes pipeline, replicate, shard, tensor; None for one process."""
+    data_rank: int = 0
+    data_size: int = 1
+    data_group: ProcessGroup | None = None
+    """The processes that see different slices of a batch; None for one slice."""
+    control: ProcessGroup | None = None
+    """A gloo group over all processes, for objects and barriers; None for one process."""
+    threads: int = 1
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to size - 1."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.place.size
+
+    def share(self, value: T) -> T:
+        """Process 0's `value`, on every process. Collective."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather_data(self, value: T) -> list[T]:
+        """Every data slice's `value`, in the order of the slices. Collective over the data axes."""
+        if self.data_group is None:
+            return [value]
+        import torch.distributed as dist
+
+        box: list[T | None] = [None] * self.data_size
+        dist.all_gather_object(box, value, group=self.data_group)
+        return box  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Waits until every process is here. Collective."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.control)
+
+    def leave(self) -> None:
+        """Ends all communication."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def join(plan: Plan, place: Place, meet: Path) -> World:
+    """Joins the other processes and says where this one stands. Collective.
+
+    Args:
+        meet: a folder that every process sees, where process 0 publishes its address.
+
+    Raises:
+        PlanError: the plan's product is not the number of processes, or it asks for what is not here.
+    """
+    import torch
+
+    plan.check_fits(place.size)
+    device = choose_device(plan, place)
+    threads = plan.threads or max(1, cores() // place.local_size)
+    torch.set_num_threads(threads)
+    if place.size == 1:
+        return World(place=place, device=device, threads=threads)
+    backend = choose_backend(plan, device)
+    _start_communication(place, backend, device, meet)
+    return _with_mesh(plan, place, device, threads, backend)
+
+
+def choose_device(plan: Plan, place: Place) -> torch.device:
+    """The plan's device for this process: its own GPU, or a shared one when `per_device` says so."""
+    import torch
+
+    if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise PlanError(
+            "device=cuda: torch sees no GPU here; use device=cpu, or see `nvidia-smi` and torch's build"
+        )
+    visible = torch.cuda.device_count()
+    # Under --gpus-per-task each process sees one GPU only, whatever its local rank.
+    index = 0 if visible == 1 and place.local_size <= plan.per_device else place.local_rank // plan.per_device
+    if visible == 1 and place.launcher == "srun":
+        index = 0
+    if index >= visible:
+        raise PlanError(
+            f"plan needs {-(-place.local_size // plan.per_device)} GPUs on this node, torch sees {visible}: "
+            f"use fewer processes, per_device={-(-place.local_size // visible)}, or device=cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def choose_backend(plan: Plan, device: torch.device) -> str:
+    """The communication library of a plan on `device`: gloo on CPU; NCCL on GPU, one process to each."""
+    import torch.distributed as dist
+
+    backend = plan.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" and plan.per_device == 1 else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise PlanError(
+            "backend=nccl moves data between GPUs, and this plan runs on the CPU: use backend=gloo"
+        )
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if not available[backend]():
+        why = "torch's pip and conda builds have none; it needs one built from source against your MPI"
+        reason = why if backend == "mpi" else "this build of torch was made without it"
+        raise PlanError(
+            f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out"
+        )
+    return backend
+
+
+def _start_communication(place: Place, backend: str, device: torch.device, meet: Path) -> None:
+    import torch.distributed as dist
+
+    if place.size == place.local_size:
+        # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
+    store = _env_store() if place.launcher == "torchrun" else _published_store(place, meet)
+    # FSDP's offload and our own objects need CPU collectives beside NCCL's.
+    backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
+    dist.init_process_group(
+        backends,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=TIMEOUT,
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def _env_store() -> object:
+    import torch.distributed as dist
+
+    # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    return store
+
+
+def _published_store(place: Place, meet: Path) -> object:
+    """A TCP store on a port of the system's choice, its address published by process 0 in `meet`."""
+    import torch.distributed as dist
+
+    address = meet / f"rendezvous-{place.job or 'local'}"
+    if place.rank == 0:
+        alone = place.size == place.local_size
+        host = "127.0.0.1" if alone else socket.gethostname()
+        store = dist.TCPStore(host, 0, place.size, True, TIMEOUT, wait_for_workers=False)
+        beside = address.with_suffix(f".{os.getpid()}")
+        beside.write_text(f"{host} {store.port}")
+        beside.replace(address)
+        return store
+    host, port = _wait_for(lambda: address.read_text().split(), f"process 0's address in {meet}")
+    return dist.TCPStore(host, int(port), place.size, False, TIMEOUT, wait_for_workers=False)
+
+
+def _wait_for(read: Callable[[], list[str]], what: str, seconds: float = 120.0) -> list[str]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            found = read()
+        except OSError:
+            found = []
+        if found:
+            return found
+        time.sleep(0.02)
+    raise UsageError(
+        f"waited {seconds:.0f} s for {what}: is process 0 running, and do all nodes share that folder?"
+    )
+
+
+def _with_mesh(plan: Plan, place: Place, device: torch.device, threads: int, backend: str) -> World:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    degrees = tuple(getattr(plan, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
+    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+    group = None
+    if plan.data_parallel == place.size:
+        group = dist.group.WORLD
+    elif plan.data_parallel > 1:
+        group = mesh["replicate", "shard"]._flatten("data").get_group()
+    coordinate = dict(zip(AXES, mesh.get_coordinate(), strict=True))
+    return World(
+        place=place,
+        device=device,
+        mesh=mesh,
+        data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
+        data_size=plan.data_parallel,
+        data_group=group,
+        control=control,
+        threads=threads,
+    )
