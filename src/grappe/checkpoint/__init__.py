@@ -1,0 +1,1 @@
+"""Checkpoints: committed whole, or not there."""

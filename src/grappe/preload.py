@@ -1,0 +1,11 @@
+"""What the server that processes are forked from has imported before, so that they start at once."""
+
+from __future__ import annotations
+
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.nn.parallel
+import torchmetrics  # noqa: F401
+
+import grappe.engines.native
+import grappe.verbs.train  # noqa: F401

@@ -1,0 +1,125 @@
+"""Run: one training on disk. Its description, its curves, its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grappe.checkpoint import format as checkpoint_format
+from grappe.checkpoint.commit import read_json, write_json
+from grappe.errors import RunError
+
+DESCRIPTION = "run.json"
+METRICS = "metrics.jsonl"
+DONE = "done"
+
+
+class Run:
+    """A run's folder.
+
+    Raises:
+        RunError: the folder is no run.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / DESCRIPTION).is_file():
+            raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """run.json: task, fields, plan, versions, hosts, restarts."""
+        return read_json(self.folder / DESCRIPTION)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its training came to its end."""
+        return (self.folder / DONE).exists()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.folder / "checkpoints"
+
+    def latest(self) -> checkpoint_format.Checkpoint | None:
+        """Its newest checkpoint that verifies."""
+        return checkpoint_format.latest(self.checkpoints)
+
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The lines of its curves, of one `kind` ("step", "evaluation") or all; a half-written line ends them."""
+        try:
+            stream = (self.folder / METRICS).open()
+        except OSError:
+            return
+        with stream:
+            for line in stream:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    return
+                if isinstance(record, dict) and kind in (None, record.get("kind")):
+                    yield record
+
+    def cut_back(self, step: int) -> None:
+        """Drops what the curves say beyond `step`: the training goes on from there."""
+        kept = [json.dumps(record) for record in self.records() if record.get("step", 0) <= step]
+        beside = self.folder / f".{METRICS}.{os.getpid()}"
+        beside.write_text("".join(line + "\n" for line in kept))
+        beside.replace(self.folder / METRICS)
+
+    def describe(self, **changes: Any) -> None:
+        """Changes entries of run.json."""
+        write_json(self.folder / DESCRIPTION, {**self.description, **changes})
+
+    def finish(self) -> None:
+        """Says that the training came to its end."""
+        (self.folder / DONE).touch()
+
+    @staticmethod
+    def is_run(folder: Path) -> bool:
+        """Whether there is a run in `folder`."""
+        return (folder / DESCRIPTION).is_file()
+
+    @classmethod
+    def create(cls, folder: Path, description: dict[str, Any]) -> Run:
+        """A new run in `folder`, which may exist when it is empty.
+
+        Raises:
+            RunError: there is something else in the folder, or it cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            strangers = [entry.name for entry in folder.iterdir() if not entry.name.startswith(("rendezvous-", "logs"))]
+            if strangers:
+                raise RunError(f"{folder} holds {strangers[0]} and is no run: give an empty folder, or a new one")
+            for name in ("checkpoints", "logs"):
+                (folder / name).mkdir(exist_ok=True)
+            write_json(folder / DESCRIPTION, description)
+        except OSError as error:
+            raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --run") from error
+        return cls(folder)
+
+
+def new_folder(base: Path, task: str) -> Path:
+    """A name for a new run under `base`: the task's, the time, and four digits against a race."""
+    name = task.replace("/", "-").replace(":", "-").removesuffix(".py")
+    return base / f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def all_runs(base: Path) -> list[Run]:
+    """The runs under `base`, oldest first."""
+    if not base.is_dir():
+        return []
+    return [Run(entry) for entry in sorted(base.iterdir()) if (entry / DESCRIPTION).is_file()]
+
+
+
+
+def _neighbours(folder: Path) -> str:
+    runs = [run.folder.name for run in all_runs(folder.parent)][-3:]
+    return f"; in {folder.parent} there is: {', '.join(runs)}" if runs else ""

@@ -1,0 +1,208 @@
+"""Training: one training on this process, from its first step to its end; what happens behind each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from grappe.checkpoint import format as checkpoint_format
+from grappe.data.batch import Batch
+from grappe.data.feed import Feed
+from grappe.engines.base import Engine, Saved
+from grappe.errors import DivergedError
+from grappe.interrupt import Interrupt
+from grappe.loop import StepResult
+from grappe.run import Run
+from grappe.scores import Scores
+from grappe.watchers.base import Outcome, Record, Watcher
+from grappe.watchers.sample_ledger import SampleLedger
+from grappe.watchers.stop import Patience
+from grappe.world import World
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a training is watched; none of it changes what is learned."""
+
+    evaluate_every: int | None = None
+    """Steps between evaluations; None: at the end of each epoch."""
+    save_every: int | None = None
+    """Steps between checkpoints; None: at the end of each epoch."""
+    patience: int | None = None
+    """Stop after so many evaluations without a lower loss."""
+    steps: int | None = None
+    """Stop after so many steps in all."""
+    ledger: bool = False
+    """Write down the samples of each step."""
+
+
+class Training:
+    """Drives an engine through its steps; its `after` bundles all watchers, so that every engine gets the same ones."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        world: World,
+        run: Run,
+        options: Options,
+        feed: Feed,
+        validation: Feed,
+        total_steps: int,
+        watchers: Sequence[Watcher],
+        interrupt: Interrupt,
+        started: float,
+    ) -> None:
+        self.engine, self.world, self.run, self.options = engine, world, run, options
+        self.feed, self.validation = feed, validation
+        self.per_epoch = feed.ledger.steps_per_epoch
+        self.total_steps = min(total_steps, options.steps or total_steps)
+        self.start = 0
+        self.batch_size = feed.ledger.batch_size
+        self._watchers, self._interrupt = watchers, interrupt
+        self._patience = Patience(options.patience)
+        self._ledger = SampleLedger(run.folder / "ledger", world.rank) if options.ledger else None
+        self._pending: tuple[StepResult, float] | None = None
+        self._stop: str | None = None
+        self._step = 0
+        self._scores: Scores | None = None
+        self._clock = self._began = started
+        self.phases = {"start": 0.0, "data": 0.0, "steps": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+
+    def resume(self, found: checkpoint_format.Checkpoint) -> None:
+        """Goes on from a checkpoint. Collective."""
+        values = found.values
+        self.engine.restore(Saved(tensors=found.tensors, values=values.get("engine", {})))
+        self.start = self._step = found.step
+        self._patience.restore(values.get("patience", {}))
+
+    def run_to_end(self) -> Outcome:
+        """Trains until the last step, or until something says stop. Collective.
+
+        Raises:
+            DivergedError: the loss is not a number any more.
+        """
+        if self.start == 0 and not any(True for _ in checkpoint_format.found(self.run.checkpoints)):
+            self._save(0)
+        for watcher in self._watchers:
+            watcher.started(self)
+        if self._ledger is not None:
+            self._ledger.cut_back(self.start)
+        self._clock = time.perf_counter()
+        self.phases["start"] += self._clock - self._began
+        outcome = None
+        try:
+            self.engine.train(self._timed(self.feed.batches(self.start, self.total_steps)), self.after)
+            self._settle()
+            outcome = self._outcome()
+        finally:
+            for watcher in self._watchers:
+                watcher.ended(outcome)
+        return outcome
+
+    def after(self, result: StepResult) -> bool:
+        """What happens behind a step; True when the training should stop."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self._settle()
+        self._pending = (result, seconds)
+        self._step = step = result.batch.step + 1
+        last = step == self.total_steps
+        evaluate = last or self._due(step, self.options.evaluate_every)
+        save = last or self._due(step, self.options.save_every)
+        if evaluate or save:
+            self._settle()
+        if self._stop is None and evaluate:
+            self._evaluate(step)
+        if save or self._stop is not None:
+            self._settle()
+            self._save(step)
+        if evaluate or save:
+            self._clock = time.perf_counter()
+        return self._stop is not None
+
+    def _due(self, step: int, every: int | None) -> bool:
+        return step % (every or self.per_epoch) == 0
+
+    def _settle(self) -> None:
+        """Reads the numbers of the step before; done one step late, when the device has them ready."""
+        if self._pending is None:
+            return
+        (result, seconds), self._pending = self._pending, None
+        batch = result.batch
+        total, flag = result.sums.read()
+        record = Record(
+            step=batch.step + 1,
+            epoch=batch.epoch,
+            samples=batch.epoch * self.feed.ledger.length + self._within(batch),
+            loss=total / float(batch.count),
+            lr=result.lr,
+            seconds=seconds,
+            norm=float(result.norm) if result.norm is not None else None,
+            skipped=result.skipped,
+            flag=flag,
+        )
+        if not (math.isfinite(record.loss) or record.skipped):
+            self._diverged(record, batch)
+        for watcher in self._watchers:
+            watcher.stepped(record)
+        if flag > 0 and self._stop is None:
+            self._stop = "interrupted"
+
+    def _within(self, batch: Batch) -> int:
+        return min((batch.step % self.per_epoch + 1) * self.batch_size, self.feed.ledger.length)
+
+    def _diverged(self, record: Record, batch: Batch) -> None:
+        ids = self.feed.ledger.ids(batch.epoch, batch.step % self.per_epoch)
+        shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
+        raise DivergedError(
+            f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step} (sample ids {shown}). "
+            f"Nothing was saved over: the last checkpoint is from before. Try a lower lr, clip=1, or look at those samples"
+        )
+
+    def _evaluate(self, step: int) -> None:
+        began = time.perf_counter()
+        ledger = self.validation.ledger
+        batches: Iterator[Batch] = self.validation.batches(0, ledger.steps_per_epoch)
+        if self._ledger is not None:
+            batches = self._ledger.noted(batches, "evaluation", step)
+        self._scores = self.engine.evaluate(batches, ledger.length)
+        for watcher in self._watchers:
+            watcher.evaluated(step, self._scores)
+        if self._patience.exhausted(self._scores.loss):
+            self._stop = "stopped"
+        self.phases["evaluation"] += time.perf_counter() - began
+
+    def _save(self, step: int) -> None:
+        began = time.perf_counter()
+        for watcher in self._watchers:
+            watcher.saved(step)
+        if self._ledger is not None:
+            self._ledger.flush()
+        state = self.engine.state()
+        values: dict[str, Any] = {"engine": dict(state.values), "patience": self._patience.state()}
+        checkpoint_format.save(self.run.checkpoints, step, state.tensors, values, self.world)
+        self.phases["checkpoint"] += time.perf_counter() - began
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; the wait for each counts as data, what follows it as the step."""
+        if self._ledger is not None:
+            batches = self._ledger.noted(batches, "step")
+        phases, clock = self.phases, time.perf_counter
+        while True:
+            before = clock()
+            batch = next(batches, None)
+            phases["data"] += clock() - before
+            if batch is None:
+                return
+            yield batch
+
+    def _outcome(self) -> Outcome:
+        total = time.perf_counter() - self._began
+        others = sum(value for name, value in self.phases.items() if name != "steps")
+        self.phases["steps"] = total - others
+        status = self._stop or ("finished" if self._step >= self.total_steps else "interrupted")
+        return Outcome(status=status, step=self._step, scores=self._scores, phases=dict(self.phases))

@@ -1,0 +1,1 @@
+"""What happens behind each step: curves, console, evaluation, checkpoints, stopping."""

@@ -1,0 +1,67 @@
+"""Watcher: something that looks at a training from outside, behind each step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from grappe.scores import Scores
+
+if TYPE_CHECKING:
+    from grappe.training import Training
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One optimizer step, settled: its numbers are on the host. Steps and samples count from 1, over the whole world."""
+
+    step: int
+    epoch: int
+    samples: int
+    """Samples seen since the training began."""
+    loss: float
+    """Mean over the global batch."""
+    lr: float
+    seconds: float
+    """Wall time from the step before to this one, evaluation and saving left out."""
+    norm: float | None
+    skipped: bool
+    flag: float
+    """How many processes asked to stop."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a training ended."""
+
+    status: str
+    """"finished", "stopped" (patience) or "interrupted" (a signal or the time limit)."""
+    step: int
+    scores: Scores | None
+    phases: Mapping[str, float]
+    """Wall seconds of process 0 by what it was doing."""
+
+
+class Watcher:
+    """Looks at a training; every method may stay as it is. `acts` ones run on every process, others on process 0."""
+
+    def started(self, training: Training) -> None:
+        """The first step is about to be taken."""
+
+    def stepped(self, record: Record) -> None:
+        """A step is settled: one step late, or at once before an evaluation, a save or a stop."""
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        """An evaluation has ended."""
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is committed."""
+
+    def ended(self, outcome: Outcome | None) -> None:
+        """The training is over; None: by an error."""
+
+
+def as_json(value: float | None) -> Any:
+    """A number as JSON has it: infinities and NaN become null."""
+    return value if value is not None and value - value == 0 else None
