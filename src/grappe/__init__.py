@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from grappe.data.draw import draw, partners
 
 __version__ = "0.1.0"
-__all__ = ["Arrays", "GrappeError", "Plan", "Task", "draw", "evaluate", "load", "normalise", "partners", "predict", "train"]
+__all__ = [
+    "Arrays",
+    "GrappeError",
+    "Plan",
+    "Task",
+    "draw",
+    "evaluate",
+    "load",
+    "normalise",
+    "partners",
+    "predict",
+    "train",
+]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
 _LAZY = {

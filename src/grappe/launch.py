@@ -98,7 +98,9 @@ def _watch(children: list[_Child]) -> Any:
         waiting = {child.process.sentinel: child for child in children}
         while waiting:
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ended = wait([*waiting, *(child.pipe for child in waiting.values() if child.report is None)], patience)
+            ended = wait(
+                [*waiting, *(child.pipe for child in waiting.values() if child.report is None)], patience
+            )
             for child in list(waiting.values()):
                 if child.pipe in ended:
                     child.hear()

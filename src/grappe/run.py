@@ -94,14 +94,20 @@ class Run:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            strangers = [entry.name for entry in folder.iterdir() if not entry.name.startswith(("rendezvous-", "logs"))]
+            strangers = [
+                entry.name for entry in folder.iterdir() if not entry.name.startswith(("rendezvous-", "logs"))
+            ]
             if strangers:
-                raise RunError(f"{folder} holds {strangers[0]} and is no run: give an empty folder, or a new one")
+                raise RunError(
+                    f"{folder} holds {strangers[0]} and is no run: give an empty folder, or a new one"
+                )
             for name in ("checkpoints", "logs"):
                 (folder / name).mkdir(exist_ok=True)
             write_json(folder / DESCRIPTION, description)
         except OSError as error:
-            raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --run") from error
+            raise RunError(
+                f"{folder} cannot be written: {error.strerror}: give another with --run"
+            ) from error
         return cls(folder)
 
 
@@ -116,8 +122,6 @@ def all_runs(base: Path) -> list[Run]:
     if not base.is_dir():
         return []
     return [Run(entry) for entry in sorted(base.iterdir()) if (entry / DESCRIPTION).is_file()]
-
-
 
 
 def _neighbours(folder: Path) -> str:

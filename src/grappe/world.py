@@ -165,7 +165,7 @@ class World:
 
     def leave(self) -> None:
         """Ends all communication."""
-        if self.size > 1:
+        if self.mesh is not None:
             import torch.distributed as dist
 
             dist.destroy_process_group()
@@ -186,7 +186,7 @@ def join(plan: Plan, place: Place, meet: Path) -> World:
     device = choose_device(plan, place)
     threads = plan.threads or max(1, cores() // place.local_size)
     torch.set_num_threads(threads)
-    if place.size == 1:
+    if place.size == 1 and plan.offload == "none":
         return World(place=place, device=device, threads=threads)
     backend = choose_backend(plan, device)
     _start_communication(place, backend, device, meet)
@@ -244,7 +244,10 @@ def _start_communication(place: Place, backend: str, device: torch.device, meet:
     if place.size == place.local_size:
         # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
-    store = _env_store() if place.launcher == "torchrun" else _published_store(place, meet)
+    if place.size == 1:
+        store: object = dist.HashStore()  # FSDP2 offloads through a group, of one process too
+    else:
+        store = _env_store() if place.launcher == "torchrun" else _published_store(place, meet)
     # FSDP's offload and our own objects need CPU collectives beside NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
     dist.init_process_group(
@@ -305,7 +308,7 @@ def _with_mesh(plan: Plan, place: Place, device: torch.device, threads: int, bac
     mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
     group = None
-    if plan.data_parallel == place.size:
+    if plan.data_parallel == place.size > 1:
         group = dist.group.WORLD
     elif plan.data_parallel > 1:
         group = mesh["replicate", "shard"]._flatten("data").get_group()

@@ -39,7 +39,9 @@ class Checkpoint:
         return read_json(self.folder / STATE)
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], world: World) -> Path:
+def save(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], world: World
+) -> Path:
     """Writes a checkpoint from process 0; all come back once it is committed. Collective.
 
     Sharded tensors are made whole one at a time.

@@ -72,7 +72,7 @@ def partners(n: int, device: torch.device | str | None = None) -> torch.Tensor:
 
 
 def _chain(count: int, words: Iterable[int]) -> int:
-    """The hash of the first of `count` words; the count keeps (a,) and (a, 0) apart."""
+    """The hash of the first of `count` words; the count keeps a hash from being a longer one's beginning."""
     bits = count
     for word in words:
         bits = ((bits ^ (int(word) & _WORD)) + _GAMMA) & _WORD  # NumPy's integers hold no _WORD

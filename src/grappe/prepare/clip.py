@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -44,11 +44,8 @@ def _sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
         return []
     mesh = gradient.device_mesh
     assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
-    return [
-        mesh.get_group(axis)
-        for axis, placed in enumerate(gradient.placements)
-        if isinstance(placed, Shard) or placed.is_shard()
-    ]
+    # Not only Shard: under FSDP2 beside tensor parallelism there is _StridedShard, which is none.
+    return [mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()]
 
 
 def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:

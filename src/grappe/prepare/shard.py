@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from grappe.plan import Plan
-from grappe.world import AXES, World
+from grappe.world import World
 
 
 def uses_shard(plan: Plan) -> bool:
@@ -32,7 +32,8 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
 
 
 def _mesh(plan: Plan, world: World) -> DeviceMesh:
-    mesh = world.mesh or init_device_mesh(world.device.type, (1,) * len(AXES), mesh_dim_names=AXES)
+    mesh = world.mesh
+    assert mesh is not None
     return mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
 
 

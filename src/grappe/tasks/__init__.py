@@ -94,7 +94,11 @@ def blame(error: BaseException) -> str:
     """`error` with the innermost line of the user's own code that led to it."""
     ours = str(Path(__file__).parent.parent)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not _is_library(f.filename) and (not f.filename.startswith(ours) or "/tasks/" in f.filename)]
+    own = [
+        f
+        for f in frames
+        if not _is_library(f.filename) and (not f.filename.startswith(ours) or "/tasks/" in f.filename)
+    ]
     where = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
@@ -121,4 +125,6 @@ def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:
         return next(iter(mine.values()))
     if not mine:
         raise TaskError(f"{reference}: there is no class in it that derives from grappe.Task")
-    raise TaskError(f"{reference}: it has several tasks, say which: {', '.join(f'{reference}:{n}' for n in mine)}")
+    raise TaskError(
+        f"{reference}: it has several tasks, say which: {', '.join(f'{reference}:{n}' for n in mine)}"
+    )

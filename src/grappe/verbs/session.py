@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe import launch, tasks
-from grappe.errors import TaskError
+from grappe.errors import GrappeError, TaskError
 from grappe.plan import Plan
 from grappe.task import Task, fields
 from grappe.world import Place, place_from_environment
@@ -44,9 +45,8 @@ class TaskReference:
         return cls(name=f"{kind.__module__}:{kind.__qualname__}", value=value)
 
 
-def same_task(name: str, task: Task, description: Mapping[str, Any]) -> bool:
+def same_task(task: Task, description: Mapping[str, Any]) -> bool:
     """Whether a run's description is of this task: the same class, wherever its file lies now."""
-    del name
     return description.get("class") == type(task).__qualname__
 
 
@@ -64,8 +64,6 @@ def start(function: str, request: Any, plan: Plan) -> Any:
     place = place_from_environment()
     if place is None:
         return launch.local(function, request, plan.processes)
-    import importlib
-
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(request, place, meeting_place(place))
 
@@ -78,6 +76,18 @@ def meeting_place(place: Place) -> Path:
         folder = Path(tempfile.gettempdir()) / f"grappe-{os.getuid()}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
+
+
+def user_call(task: Task, method: str, *arguments: Any) -> Any:
+    """Calls a part of the task; an exception in it becomes one message that names its line."""
+    try:
+        return getattr(task, method)(*arguments)
+    except GrappeError:
+        raise
+    except NotImplementedError as error:
+        raise TaskError(f"{type(task).__name__} has no {method}(): a task needs it") from error
+    except Exception as error:
+        raise TaskError(f"{type(task).__name__}.{method}() failed: {tasks.blame(error)}") from error
 
 
 def _absolute(name: str) -> str:

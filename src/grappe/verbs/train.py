@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from grappe.errors import RunError, TaskError, UsageError
+from grappe.errors import RunError, UsageError
 from grappe.plan import Plan, as_plan
 from grappe.run import Run, new_folder
 from grappe.task import Task
 from grappe.training import Options, Training
-from grappe.verbs.session import TaskReference, field_texts, same_task, start
+from grappe.verbs.session import TaskReference, field_texts, same_task, start, user_call
 from grappe.world import Place, World
 
 DATA_FOLDER = "GRAPPE_DATA"
@@ -98,7 +98,9 @@ def run_training(asked: Request) -> Result:
     if asked.run is not None and Run.is_run(asked.run) and Run(asked.run).finished:
         finished = Run(asked.run)
         if not asked.options.steps:
-            return Result(run=finished.folder, status="finished before", step=finished.description.get("step", 0))
+            return Result(
+                run=finished.folder, status="finished before", step=finished.description.get("step", 0)
+            )
     return start("grappe.verbs.train:worker", asked, asked.plan)
 
 
@@ -131,7 +133,14 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
 
 
 def _assemble(
-    asked: Request, task: Task, here: World, run: Run, engine: Any, interrupt: Any, terminal: IO[str] | None, began: float
+    asked: Request,
+    task: Task,
+    here: World,
+    run: Run,
+    engine: Any,
+    interrupt: Any,
+    terminal: IO[str] | None,
+    began: float,
 ) -> Training:
     from grappe.checkpoint.initial import initial_weights
     from grappe.data import feed
@@ -139,8 +148,8 @@ def _assemble(
     from grappe.watchers.console import Console
     from grappe.watchers.curves import Curves
 
-    train_data = _user_call(task, "data", "train", asked.data)
-    held_out = _user_call(task, "data", "validation", asked.data)
+    train_data = user_call(task, "data", "train", asked.data)
+    held_out = user_call(task, "data", "validation", asked.data)
     for split, dataset in (("train", train_data), ("validation", held_out)):
         feed.check(dataset, split, task)
     training_feed = feed.training_feed(task, train_data, asked.plan, here)
@@ -180,7 +189,7 @@ def _open_run(asked: Request, task: Task, here: World) -> Path:
         return Run.create(folder, description(asked, task, here)).folder
     run = Run(asked.run)
     known = run.description
-    if not same_task(asked.task.name, task, known):
+    if not same_task(task, known):
         raise RunError(
             f"{run.folder} is a run of the task {known.get('task')}, not of {asked.task.name}: "
             "give another folder with --run, or none for a new one"
@@ -210,7 +219,11 @@ def description(asked: Request, task: Task, here: World) -> dict[str, Any]:
         "device": str(here.device),
         "host": platform.node(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {"grappe": grappe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "grappe": grappe.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "restarts": 0,
         "status": "running",
     }
@@ -228,21 +241,6 @@ def _on_process_0(here: World, make: Any) -> Any:
     if error is not None:
         raise error
     return made
-
-
-def _user_call(task: Task, method: str, *arguments: Any) -> Any:
-    """Calls a part of the task; an exception in it becomes one message that names its line."""
-    from grappe.errors import GrappeError
-    from grappe.tasks import blame
-
-    try:
-        return getattr(task, method)(*arguments)
-    except GrappeError:
-        raise
-    except NotImplementedError as error:
-        raise TaskError(f"{type(task).__name__} has no {method}(): a task needs it") from error
-    except Exception as error:
-        raise TaskError(f"{type(task).__name__}.{method}() failed: {blame(error)}") from error
 
 
 def _announce(terminal: IO[str], asked: Request, task: Task, here: World, run: Run, samples: int) -> None:

@@ -85,13 +85,21 @@ class Console(Watcher):
             return
         text = f"loss {self._record.loss:.4f}{_metrics(self._scores)}  {self._rate:,.0f} {self._sample}/s"
         self._progress.update(
-            self._bar, completed=self._record.step, description=text, epoch=self._record.epoch + 1, refresh=True
+            self._bar,
+            completed=self._record.step,
+            description=text,
+            epoch=self._record.epoch + 1,
+            refresh=True,
         )
 
     def _closing(self, outcome: Outcome) -> Table:
         assert self._training is not None
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        words = {"finished": "finished", "stopped": "stopped: no better for a while", "interrupted": "interrupted, saved"}
+        words = {
+            "finished": "finished",
+            "stopped": "stopped: no better for a while",
+            "interrupted": "interrupted, saved",
+        }
         table.add_row("training", f"{words[outcome.status]}, {outcome.step} steps")
         if outcome.scores is not None:
             for name, value in outcome.scores.metrics.items():
@@ -107,7 +115,9 @@ class Console(Watcher):
 def _metrics(scores: Scores | None) -> str:
     if scores is None:
         return ""
-    return "".join(f"   {name} {value:.4f}" for name, value in scores.metrics.items() if isinstance(value, float))
+    return "".join(
+        f"   {name} {value:.4f}" for name, value in scores.metrics.items() if isinstance(value, float)
+    )
 
 
 def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:

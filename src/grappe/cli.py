@@ -1,0 +1,238 @@
+"""The command line: a thin face over the verbs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, UsageError
+
+HELP = """Train a PyTorch model on whatever machines you were given.
+
+The learning task is described once; a plan says how each optimizer step is spread over processes. Changing
+the plan does not change what is learned.
+
+    grappe train digits                              one process, this machine's cores
+    grappe train digits epochs=3 --plan replicate=2  two processes, the same numbers
+    grappe train my_task.py lr=0.2                   your own task
+    grappe runs                                      what was trained, and how well
+"""
+
+app = App(
+    name="grappe",
+    help=HELP,
+    help_format="plaintext",
+    version_flags=["--version"],
+    result_action="return_value",
+)
+app["--help"].group = app["--version"].group = Group("About")
+PlanText = Annotated[
+    str,
+    Parameter(
+        help="How a step is spread: replicate=2, shard=4,zero=2, precision=bf16, … (see: grappe engines)"
+    ),
+]
+DataFolder = Annotated[Path | None, Parameter(help="Where datasets are. Default: $GRAPPE_DATA, or ./data.")]
+
+
+@app.command
+def train(
+    task: Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")],
+    /,
+    *fields: Annotated[str, Parameter(help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")],
+    plan: PlanText = "",
+    run: Annotated[
+        Path | None, Parameter(help="The run's folder; if it holds a run, goes on with it.")
+    ] = None,
+    data: DataFolder = None,
+    from_: Annotated[
+        Path | None,
+        Parameter(name="--from", help="A run, or a .safetensors file, to take the first weights from."),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, Parameter(help="Steps between evaluations. Default: each epoch.")
+    ] = None,
+    save_every: Annotated[
+        int | None, Parameter(help="Steps between checkpoints. Default: each epoch.")
+    ] = None,
+    patience: Annotated[
+        int | None, Parameter(help="Stop after so many evaluations without a lower loss.")
+    ] = None,
+    steps: Annotated[int | None, Parameter(help="Stop after so many steps in all.")] = None,
+    ledger: Annotated[bool, Parameter(negative="", help="Write down the sample ids of each step.")] = False,
+    smoke: Annotated[
+        bool, Parameter(negative="", help="One step, evaluation, save, resume: does it work under this plan?")
+    ] = False,
+) -> int:
+    """Train a task under a plan, or go on with a run."""
+    from grappe.fields import split
+    from grappe.training import Options
+    from grappe.verbs import train as verb
+
+    for name, value in (
+        ("evaluate-every", evaluate_every),
+        ("save-every", save_every),
+        ("patience", patience),
+        ("steps", steps),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}={value}: it must be at least 1")
+    options = Options(
+        evaluate_every=evaluate_every, save_every=save_every, patience=patience, steps=steps, ledger=ledger
+    )
+    asked = verb.request(task, plan, run, data, split(fields), from_, options)
+    if smoke:
+        from grappe.verbs.smoke import smoke as check
+
+        print(check(asked))
+        return EXIT_OK
+    result = verb.run_training(asked)
+    if result.status == "finished before":
+        print(f"{result.run} is finished (step {result.step}): nothing to do")
+    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+
+
+@app.command
+def evaluate(
+    run: Path,
+    /,
+    *,
+    split: str = "validation",
+    plan: PlanText = "",
+    data: DataFolder = None,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Score a run's newest checkpoint on a split, every sample counted once."""
+    from grappe.verbs.evaluate import evaluate as verb
+
+    scores = verb(run, split, plan, data=data)
+    if json_:
+        print(json.dumps(dataclasses.asdict(scores)))
+        return EXIT_OK
+    table = _table("", "")
+    table.add_row("samples", f"{scores.samples:,} of {split}, each once")
+    table.add_row("loss", f"{scores.loss:.6f}")
+    for name, value in scores.metrics.items():
+        table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value))
+    _show(table)
+    return EXIT_OK
+
+
+@app.command
+def predict(
+    run: Path,
+    inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
+    /,
+    *,
+    data: DataFolder = None,
+    out: Annotated[
+        Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
+    ] = None,
+) -> int:
+    """Print what a run's model says of inputs: one JSON line a sample."""
+    from grappe.verbs.predict import predict as verb
+
+    outputs = verb(run, inputs, data=data)
+    if out is not None:
+        import numpy as np
+        import torch
+
+        np.save(out, torch.stack(list(outputs)).numpy())
+        return EXIT_OK
+    for index, output in enumerate(outputs):
+        line: dict[str, Any] = {"sample": index}
+        if output.dim() == 1 and output.numel() > 1:
+            probability = output.softmax(0)
+            line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}
+        else:
+            line["output"] = output.tolist()
+        print(json.dumps(line))
+    return EXIT_OK
+
+
+@app.command
+def runs(
+    run: Path | None = None, /, *, base: Annotated[Path, Parameter(help="The folder of runs.")] = Path("runs")
+) -> int:
+    """List the runs, or describe one: what it is, where it stands, its checkpoints."""
+    from grappe.verbs.runs import describe, listing
+
+    _show(describe(run) if run is not None else listing(base))
+    return EXIT_OK
+
+
+@app.command
+def tasks(name: str | None = None, /) -> int:
+    """List the shipped tasks, or one task's fields."""
+    from grappe.verbs.catalogue import task_fields, task_list
+
+    _show(task_fields(name) if name else task_list())
+    return EXIT_OK
+
+
+@app.command
+def engines() -> int:
+    """Show what each engine can do: the keys of a plan."""
+    from grappe.verbs.catalogue import plan_table
+
+    _show(plan_table())
+    return EXIT_OK
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
+    return table
+
+
+def _show(content: Any) -> None:
+    width = None if sys.stdout.isatty() else 200
+    Console(highlight=False, width=width).print(content)
+
+
+def main() -> None:
+    """The `grappe` command: exit codes 0 done, 1 failed, 2 wrong use, 75 interrupted and saved."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False)
+    except GrappeError as error:
+        code = _complain(error, debug)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OK
+    except Exception as error:
+        if type(error).__module__.startswith("cyclopts"):
+            code = _complain(UsageError(str(error)), debug)
+        elif debug:
+            raise
+        else:
+            print(
+                f"grappe: {type(error).__name__}: {error} (a mistake of grappe's own; --debug shows more)",
+                file=sys.stderr,
+            )
+            code = EXIT_FAILURE
+    sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _complain(error: GrappeError, debug: bool) -> int:
+    if debug:
+        import traceback
+
+        print(getattr(error, "details", None) or "".join(traceback.format_exception(error)), file=sys.stderr)
+    print(f"grappe: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""CIFAR-10 with the small network of the Alliance's PyTorch page, or with a ResNet-18.
+
+Shapes: B images of a slice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+
+from grappe import Arrays, Task, draw, normalise, partners
+from grappe.data.formats import cifar10_binary, cifar10_python, locate
+from grappe.errors import TaskError
+
+SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
+PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
+PADDING = 4  # pixels
+
+
+class Small(nn.Sequential):
+    """`Net` of the page's cifar10-cpu.py."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU()),
+            nn.Sequential(nn.Linear(120, 84), nn.ReLU()),
+            nn.Linear(84, 10),
+        )
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut, which is a 1 x 1 convolution where the shape changes."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            *_convolution(before, after, 3, stride), nn.ReLU(), *_convolution(after, after, 3, 1)
+        )
+        alike = stride == 1 and before == after
+        self.shortcut = nn.Identity() if alike else nn.Sequential(*_convolution(before, after, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
+class ResNet18(nn.Sequential):
+    """He et al. (2015), "Deep residual learning", for 32 x 32 images: 3 x 3 stem, no pooling."""
+
+    def __init__(self) -> None:
+        widths = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
+        blocks = [
+            block
+            for before, after, stride in widths
+            for block in (Residual(before, after, stride), Residual(after, after, 1))
+        ]
+        stem = nn.Sequential(*_convolution(3, 64, 3, 1), nn.ReLU())
+        super().__init__(
+            stem, *blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+        )
+
+
+def _convolution(before: int, after: int, side: int, stride: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(before, after, side, stride, side // 2, bias=False), nn.BatchNorm2d(after)
+
+
+class Cifar10(Task):
+    """CIFAR-10 with a small network, or a ResNet-18 (try momentum=0.9 weight_decay=5e-4 flip_and_crop)."""
+
+    epochs: int = 10
+    batch_size: int = 512
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    network: Literal["small", "resnet18"] = "small"
+    flip_and_crop: bool = False
+    mixup: float = 0.0
+    """The most that another image may weigh in one, 0 to 1. 1 is "mixup" (Zhang et al. 2018) with alpha=1."""
+    holdout: float = 0.1
+    """The last share of the training images, kept for validation. With 0, the test images are validation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.mixup <= 1 and 0 <= self.holdout < 1):
+            raise TaskError(f"mixup={self.mixup},holdout={self.holdout}: both are shares, from 0 to 1")
+
+    def model(self) -> nn.Module:
+        return Small() if self.network == "small" else ResNet18()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        test = split == "test" or (split == "validation" and self.holdout == 0)
+        names = ["test_batch"] if test else [f"data_batch_{number}" for number in range(1, 6)]
+        paths = locate(names, folder, PLACES, SOURCE, endings=(".bin", ""))
+        images, labels = (cifar10_binary if paths[0].suffix == ".bin" else cifar10_python)(paths)
+        cut = len(labels) - round(len(labels) * self.holdout)
+        rows = slice(None) if test else {"train": slice(cut), "validation": slice(cut, None)}[split]
+        return Arrays(images[rows], labels[rows], prepare=normalise((0.5,) * 3, (0.5,) * 3))
+
+    def augment(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        numbers = draw(keys, 4)
+        if self.flip_and_crop:
+            inputs = _flipped_and_cropped(inputs, numbers)
+        return _mixed(inputs, targets, numbers[:, 3] * self.mixup) if self.mixup else (inputs, targets)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
+        return torch.optim.SGD(
+            named_parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
+        if self.network == "small":
+            return None  # the page's rate is constant
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+
+    def metrics(self) -> dict[str, torchmetrics.Metric]:
+        return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model)
+
+
+def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
+    """[B, C, H, W], each mirrored or not and shifted by up to PADDING; `numbers` [B, 3 or more] in [0, 1)."""
+    images = torch.where(numbers[:, 0, None, None, None] < 0.5, images.flip(3), images)
+    height, width = images.shape[2:]
+    windows = F.pad(images, (PADDING,) * 4).unfold(2, height, 1).unfold(3, width, 1)  # a view: every crop
+    top, left = (numbers[:, 1:3] * (2 * PADDING + 1)).long().T
+    return windows[torch.arange(len(images), device=images.device), :, top, left]
+
+
+def _mixed(images: Tensor, labels: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Each image with a `share` [B] of its partner in it, and the probabilities [B, 10] of the classes."""
+    other = partners(len(images), images.device)
+    first = torch.minimum(torch.arange(len(images), device=images.device), other)
+    share = share[first]  # the two images of a pair are mixed alike
+    mixed = []
+    for values in (images, F.one_hot(labels, 10).to(images.dtype)):
+        weight = share.view(-1, *[1] * (values.dim() - 1))
+        # Not torch.lerp: what it rounds may depend on where a slice begins.
+        mixed.append(values * (1 - weight) + values[other] * weight)
+    return mixed[0], mixed[1]

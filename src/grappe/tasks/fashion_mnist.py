@@ -1,0 +1,64 @@
+"""LeNet on Fashion-MNIST, as the multi-GPU chapter of Dive into Deep Learning trains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+
+from grappe import Arrays, Task, normalise
+from grappe.data.formats import locate, mnist
+
+SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"
+PLACES = ("", "FashionMNIST/raw", "fashion_mnist")  # below the data folder; the second is torchvision's
+
+
+class LeNet(nn.Sequential):
+    """The chapter's `lenet`, for 28 x 28 images, its weights drawn as there."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
+            nn.Sequential(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
+            nn.Sequential(nn.Flatten(), nn.Linear(50 * 4 * 4, 128), nn.ReLU()),
+            nn.Linear(128, 10),
+        )
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.01)
+            else:
+                nn.init.zeros_(parameter)
+
+
+class FashionMnist(Task):
+    """LeNet on Fashion-MNIST; the last twelfth of the training images is kept for validation."""
+
+    epochs: int = 10
+    batch_size: int = 256
+    lr: float = 0.2
+
+    def model(self) -> nn.Module:
+        return LeNet()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        part = "t10k" if split == "test" else "train"
+        names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
+        images, labels = mnist(*locate(names, folder, PLACES, SOURCE, endings=("", ".gz")))
+        cut = len(labels) - len(labels) // 12  # 55,000 of 60,000
+        rows = {"train": slice(cut), "validation": slice(cut, None), "test": slice(None)}[split]
+        return Arrays(images[rows], labels[rows], prepare=normalise((0.0,), (1.0,)))
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
+        return torch.optim.SGD(named_parameters, lr=self.lr)
+
+    def metrics(self) -> dict[str, torchmetrics.Metric]:
+        return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model)

@@ -1,0 +1,181 @@
+"""A small GPT, byte by byte, on the source of Python's own standard library: real text on every machine.
+
+Shapes: B windows of T bytes, W the width, H the heads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torchmetrics.text import Perplexity
+
+from grappe import Arrays, Task
+from grappe.errors import TaskError
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+HELD_OUT = {"validation": 8, "test": 9}  # of each ten files in order; the others are for training
+IGNORED = -1  # the target that counts nothing: a file's first byte, of which no other file tells
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Attention, then two layers on each byte, each normalised first and added to what came in: [B, T, W]."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.merge = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attend(self.norm1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def attend(self, x: Tensor) -> Tensor:
+        # As many heads as came out: under tensor parallelism, this process's share of them.
+        q, k, v = (
+            layer(x).view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, W / H]
+        return self.merge(heads.transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019) without its tokeniser: [B, T] to the next bytes' logits [B, T, 256]."""
+
+    def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("merge.weight", "down.weight")):  # 2 * depth of these add up
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class BitsPerByte(Perplexity):
+    """The logarithm of the perplexity: 8 for who knows nothing of the text."""
+
+    def compute(self) -> Tensor:
+        return super().compute().log2()
+
+
+class PySource(Task):
+    """A byte-level GPT on the standard library's source; needs no download."""
+
+    epochs: int = 1
+    batch_size: int = 32
+    clip: float | None = 1.0
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.05
+    """The share of the steps in which the learning rate rises."""
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    context: int = 128
+    """Bytes in a sample."""
+    dropout: float = 0.0
+    megabytes: float = 2.0
+    """About how much source is read, for all splits together; the whole library has about 11."""
+
+    def model(self) -> nn.Module:
+        if self.width % self.heads:
+            raise TaskError(f"width={self.width} cannot be cut into heads={self.heads}: make it a multiple")
+        return GPT(self.width, self.depth, self.heads, self.context, self.dropout)
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        mine = {HELD_OUT[split]} if split in HELD_OUT else set(range(10)) - set(HELD_OUT.values())
+        files = enumerate(_sources(self.megabytes * 1e6))
+        text = np.frombuffer(b"\0".join(file for number, file in files if number % 10 in mine), np.uint8)
+        count = max(0, len(text) - 1) // self.context
+        if not count:
+            raise TaskError(
+                f"megabytes={self.megabytes} leaves no {split} sample of context={self.context} bytes"
+            )
+        targets = text[1 : count * self.context + 1].astype(np.int64)
+        targets[text[: len(targets)] == 0] = IGNORED
+        inputs = text[: len(targets)].copy()
+        shape = (count, self.context)
+        return Arrays(inputs.reshape(shape), targets.reshape(shape), prepare=Tensor.long)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        values = F.cross_entropy(
+            output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        return values.view_as(target)
+
+    def counts(self, target: Tensor) -> Tensor:
+        return (target != IGNORED).float()
+
+    def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
+        matrices, vectors = [], []
+        for name, parameter in named_parameters:
+            (vectors if name.endswith("bias") or "norm" in name else matrices).append((name, parameter))
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
+        rising = max(1, round(self.warmup * total_steps))
+
+        def factor(step: int) -> float:
+            if step < rising:
+                return (step + 1) / rising
+            return 0.5 + 0.5 * math.cos(math.pi * (step - rising) / max(1, total_steps - rising))
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def metrics(self) -> dict[str, BitsPerByte]:
+        return {"bits_per_byte": BitsPerByte(ignore_index=IGNORED)}
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.blocks)
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        styles = {}
+        for number in range(len(model.blocks)):
+            styles |= {
+                f"blocks.{number}.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")
+            }
+            styles |= {f"blocks.{number}.{name}": RowwiseParallel() for name in ("merge", "down")}
+        return styles
+
+
+def _sources(size: float) -> Iterator[bytes]:
+    """The library's files, in the same order everywhere, until there are `size` bytes of them."""
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = sorted(set(folders) - SKIPPED)
+        for name in sorted(name for name in names if name.endswith(".py")):
+            if size <= 0:
+                return
+            text = Path(folder, name).read_bytes()
+            size -= len(text)
+            yield text

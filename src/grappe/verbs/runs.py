@@ -1,0 +1,86 @@
+"""grappe runs: what was trained, where it stands, and whether its checkpoints verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from grappe.checkpoint.commit import verify
+from grappe.checkpoint.format import found
+from grappe.errors import RunError
+from grappe.run import Run, all_runs
+
+
+def listing(base: Path) -> Table | str:
+    """A table of the runs under `base`."""
+    runs = all_runs(base)
+    if not runs:
+        return f"no run in {base}: grappe train digits makes one"
+    table = Table("run", "status", "step", "plan", "validation", box=None, padding=(0, 2, 0, 0))
+    for run in runs:
+        try:
+            known = run.description
+        except RunError:
+            table.add_row(run.folder.name, "run.json cannot be read", "", "", "")
+            continue
+        evaluation = _last(run, "evaluation")
+        step = evaluation.get("step", "")
+        table.add_row(
+            run.folder.name,
+            _status(run, known),
+            str(step),
+            known.get("plan") or "one process",
+            _scores(evaluation),
+        )
+    return table
+
+
+def describe(folder: Path) -> Table:
+    """All about one run."""
+    run = Run(folder)
+    known = run.description
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("run", str(run.folder))
+    table.add_row("task", str(known.get("task")))
+    table.add_row(
+        "fields", " ".join(f"{name}={value}" for name, value in (known.get("fields") or {}).items())
+    )
+    table.add_row("plan", str(known.get("plan") or "one process"))
+    table.add_row("status", f"{_status(run, known)}, restarts {known.get('restarts', 0)}")
+    table.add_row("started", f"{known.get('started')} on {known.get('host')}")
+    table.add_row(
+        "versions", " ".join(f"{name} {value}" for name, value in (known.get("versions") or {}).items())
+    )
+    step = _last(run, "step")
+    if step:
+        table.add_row("last step", f"{step['step']}, loss {step['loss']}")
+    if evaluation := _last(run, "evaluation"):
+        table.add_row(
+            "evaluation", f"step {evaluation['step']}, {evaluation['samples']} samples: {_scores(evaluation)}"
+        )
+    for checkpoint in found(run.checkpoints):
+        table.add_row("checkpoint", f"{checkpoint.folder.name}: {verify(checkpoint.folder) or 'verified'}")
+    return table
+
+
+def _status(run: Run, known: dict[str, Any]) -> str:
+    return "done" if run.finished else str(known.get("status", "unknown"))
+
+
+def _last(run: Run, kind: str) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+    for record in run.records(kind):
+        last = record
+    return last
+
+
+def _scores(evaluation: dict[str, Any]) -> str:
+    shown = {
+        name: value for name, value in evaluation.items() if name not in ("kind", "step", "samples", "count")
+    }
+    return ", ".join(
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown.items()
+    )

@@ -1,0 +1,27 @@
+"""--smoke: one step, evaluation, save and resume, under the real plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from grappe.training import Options
+from grappe.verbs.train import Request, run_training
+
+
+def smoke(asked: Request) -> str:
+    """Takes one step and saves, then resumes for a second one, in a folder that is thrown away.
+
+    Returns:
+        A line that says what worked.
+
+    Raises:
+        GrappeError: what did not.
+    """
+    with tempfile.TemporaryDirectory(prefix="grappe-smoke-") as folder:
+        first = dataclasses.replace(asked, run=Path(folder) / "run", options=Options(steps=1))
+        run_training(first)
+        second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))
+    plan = str(asked.plan) or "one process"
+    return f"smoke: step, evaluation, save and resume work under {plan} ({second.step} steps)"

@@ -1,0 +1,58 @@
+"""One cell of the parity grid: a task under a plan, on the processes of a pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grappe import engines
+from grappe.checkpoint.initial import built
+from grappe.data.feed import evaluation_feed, training_feed
+from grappe.engines.base import Setting
+from grappe.plan import Plan
+from grappe.task import Task
+from grappe.world import Place, join
+
+TOLERANCE = 1e-5  # contract 7: per tensor, in norm, after at most 10 steps in fp32
+
+
+def train(place: Place, meet: Path, task: Task, text: str, steps: int) -> dict[str, Any]:
+    """Losses, norms and, on process 0, the final weights; the evaluation's scores too."""
+    plan = Plan.parse(text + (",threads=1" if text else "threads=1"))
+    world = join(plan, place, meet)
+    dataset = task.data("train", Path())
+    feed = training_feed(task, dataset, plan, world)
+    setting = Setting(
+        task=task,
+        plan=plan,
+        world=world,
+        weights=built(task),
+        total_steps=task.epochs * feed.ledger.steps_per_epoch,
+        flag=lambda: 0.0,
+    )
+    engine = engines.check(plan)(setting)
+    results = []
+    engine.train(feed.batches(0, steps), lambda result: bool(results.append(result)))
+    losses = [result.sums.read()[0] / float(result.batch.count) for result in results]
+    norms = [float(result.norm) if result.norm is not None else None for result in results]
+    held_out = evaluation_feed(task, dataset, plan, world)
+    scores = engine.evaluate(held_out.batches(0, held_out.ledger.steps_per_epoch), held_out.ledger.length)
+    weights = {name: tensor.clone() for name, tensor in engine.export()}
+    ids = [result.batch.ids.tolist() for result in results]
+    skipped = [result.skipped for result in results]
+    engine.close()
+    world.leave()
+    return {"losses": losses, "norms": norms, "weights": weights, "scores": scores, "ids": ids, "skipped": skipped}
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest |a - b| / |a| over the tensors, and which; the tensors must have the same names."""
+    assert set(a) == set(b), set(a) ^ set(b)
+    worst = (0.0, "")
+    for name, tensor in a.items():
+        size = tensor.double().norm().item()
+        gap = (tensor.double() - b[name].double()).norm().item() / (size or 1.0)
+        worst = max(worst, (gap, name))
+    return worst

@@ -1,0 +1,74 @@
+"""The reference that every plan is compared with: a plain loop, written by hand, on one process.
+
+It shares with grappe only the initial weights and the order of the samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grappe.data.ledger import Ledger, cut
+from grappe.task import Task
+
+
+def train(task: Task, steps: int, pieces: int = 1, ways: int = 1) -> dict[str, Any]:
+    """Losses by step and final weights.
+
+    Args:
+        pieces: into how many parts each batch goes through the model one after the other, as microbatches do;
+            what batch normalisation sees.
+        ways: how many models with buffers of their own take turns, as processes with local statistics do.
+    """
+    torch.manual_seed(task.seed)
+    model = task.model().train()
+    models = [model, *(copy.deepcopy(model) for _ in range(ways - 1))]
+    dataset = task.data("train", Path())
+    ledger = Ledger(seed=task.seed, length=len(dataset), batch_size=task.batch_size)
+    optimizer = task.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    schedule = task.schedule(optimizer, task.epochs * ledger.steps_per_epoch)
+    losses, norms = [], []
+    for step in range(steps):
+        ids = torch.from_numpy(ledger.ids(*divmod(step, ledger.steps_per_epoch)).copy())
+        inputs, targets = dataset.inputs[ids], dataset.targets[ids]
+        counts = task.counts(targets)
+        total = len(ids) if counts is None else counts.sum()
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for way in range(ways):
+            first, last = cut(len(ids), ways, way)
+            _share_parameters(model, models[way])
+            for piece in range(pieces):
+                a, b = cut(last - first, pieces, piece)
+                if a == b:
+                    continue
+                values = task.loss(models[way](inputs[first + a : first + b]), targets[first + a : first + b])
+                part = (values if counts is None else values * counts[first + a : first + b]).sum() / total
+                part.backward()
+                loss += part.detach()
+        bound = task.clip if task.clip is not None else float("inf")
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": _weights(models)}
+
+
+def _share_parameters(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    if model is other:
+        return
+    modules = dict(other.named_modules())
+    for name, module in model.named_modules():
+        modules[name]._parameters = module._parameters
+
+
+def _weights(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    weights = {name: parameter.detach() for name, parameter in models[0].named_parameters()}
+    for name, buffer in models[0].named_buffers():
+        alike = [dict(model.named_buffers())[name] for model in models]
+        weights[name] = torch.stack(alike).mean(0) if buffer.is_floating_point() else buffer
+    return weights

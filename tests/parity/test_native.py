@@ -1,0 +1,97 @@
+"""Every plan of the native and textbook engines against one plain process: contract 7."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+
+from grappe.plan import Plan
+from grappe.task import Task
+from tests.parity import reference
+from tests.parity.cell import TOLERANCE, difference
+from tests.parity.tasks import Images, Tokens
+from tests.processes import Pool
+
+STEPS = 6
+TASKS = {
+    "sgd": Images(rule="sgd"),
+    "adam": Images(rule="adam", clip=0.5),
+    "tokens": Tokens(),
+    "tokens-sgd": Tokens(rule="sgd", clip=None, batch_size=5),
+    "tiny": Images(batch_size=3, samples=7, epochs=4, clip=0.5),
+    "frozen": Images(frozen=True, rule="adam"),
+}
+PLANS = [
+    "",
+    "replicate=2",
+    "replicate=3",
+    "replicate=4",
+    "shard=2",
+    "shard=2,zero=1",
+    "shard=2,zero=2",
+    "shard=3",
+    "shard=4,zero=2",
+    "replicate=2,shard=2",
+    "replicate=2,shard=2,zero=1,microbatches=2",
+    "microbatches=4",
+    "replicate=2,microbatches=3",
+    "shard=2,zero=1,microbatches=2",
+    "shard=2,zero=2,microbatches=2",
+    "shard=2,microbatches=3",
+    "recompute",
+    "replicate=2,recompute",
+    "shard=2,recompute",
+    "offload=cpu,shard=2",
+    "offload=cpu",
+    "engine=textbook",
+    "engine=textbook,replicate=2",
+    "engine=textbook,replicate=3",
+    "engine=textbook,replicate=4,microbatches=2",
+]
+SPLIT = ["tensor=2", "tensor=2,replicate=2", "tensor=2,shard=2", "tensor=2,microbatches=2", "tensor=2,recompute"]
+
+
+@functools.cache
+def expected(name: str, pieces: int = 1, ways: int = 1) -> dict:
+    """The plain loop's result, computed once for all plans."""
+    return reference.train(TASKS[name], STEPS, pieces, ways)
+
+
+def check(pool: Pool, task: Task, plan: str, wanted: dict) -> dict:
+    """Runs a cell and compares it; gives back what process 0 found."""
+    found = pool.run("tests.parity.cell:train", Plan.parse(plan).processes, task, plan, STEPS)
+    gap, name = difference(wanted["weights"], found[0]["weights"])
+    assert gap <= TOLERANCE, f"{plan}: {name} is {gap:.1e} away"
+    for one in found:
+        assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert one["scores"].loss == pytest.approx(found[0]["scores"].loss, rel=1e-12)
+        for mine, theirs in zip(one["norms"], wanted["norms"], strict=True):
+            assert mine is None or mine == pytest.approx(theirs, rel=1e-5)
+    return found[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", TASKS)
+def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
+    check(pool, TASKS[name], plan, expected(name))
+
+
+@pytest.mark.parametrize("plan", SPLIT)
+@pytest.mark.parametrize("name", ["tokens", "tokens-sgd"])
+def test_tensor_parallel_learns_the_same(pool: Pool, name: str, plan: str) -> None:
+    check(pool, TASKS[name], plan, expected(name))
+
+
+@pytest.mark.parametrize("plan", ["channels_last", "channels_last,replicate=2", "channels_last,shard=2"])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_channels_last_learns_the_same(pool: Pool, name: str, plan: str) -> None:
+    check(pool, TASKS[name], plan, expected(name))
+
+
+def test_the_tolerance_would_notice_a_learning_rate_off_by_a_thousandth() -> None:
+    wanted = expected("sgd")
+    off = {name: tensor * 1.0001 for name, tensor in wanted["weights"].items()}
+    assert difference(wanted["weights"], off)[0] > TOLERANCE
+    assert math.isfinite(wanted["losses"][-1])

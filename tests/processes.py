@@ -1,0 +1,96 @@
+"""A pool of processes that tests share: started once, given functions to run as the processes of a world."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import multiprocessing
+import shutil
+import tempfile
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from grappe.world import Place
+
+CALL_SECONDS = 120
+
+
+class Pool:
+    """Processes that wait for functions ("package.module:name"), called as function(place, meet, *arguments)."""
+
+    def __init__(self, size: int) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["grappe.preload"])
+        self._meet = Path(tempfile.mkdtemp(prefix="grappe-test-"))
+        self._calls = itertools.count()
+        self._size = size
+        self._members: list[tuple[Any, Connection]] = []
+        self._start()
+
+    def _start(self) -> None:
+        for _ in range(self._size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+
+    def run(self, function: str, size: int, *arguments: Any) -> list[Any]:
+        """What each of `size` processes returned. Raises AssertionError with the first traceback."""
+        job = f"call{next(self._calls)}"
+        members = self._members[:size]
+        for rank, (_, pipe) in enumerate(members):
+            place = Place(rank=rank, size=size, local_rank=rank, local_size=size, job=job)
+            pipe.send(cloudpickle.dumps((function, place, self._meet, arguments)))
+        answers: list[Any] = [None] * size
+        missing = {pipe: rank for rank, (_, pipe) in enumerate(members)}
+        while missing:
+            ready = wait(list(missing), CALL_SECONDS)
+            if not ready:
+                self._restart()
+                raise AssertionError(f"{function}: processes {sorted(missing.values())} hang")
+            for pipe in ready:
+                rank = missing.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "it died"
+                if not ok:
+                    self._restart()
+                    raise AssertionError(f"process {rank} of {size}: {value}")
+                answers[rank] = cloudpickle.loads(value)
+        return answers
+
+    def _restart(self) -> None:
+        self._kill()
+        self._start()
+
+    def _kill(self) -> None:
+        for process, pipe in self._members:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._members.clear()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._kill()
+        shutil.rmtree(self._meet, ignore_errors=True)
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        function, place, meet, arguments = cloudpickle.loads(pipe.recv())
+        try:
+            module, _, name = function.partition(":")
+            value = getattr(importlib.import_module(module), name)(place, meet, *arguments)
+            pipe.send((True, cloudpickle.dumps(value)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
