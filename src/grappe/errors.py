@@ -25,6 +25,8 @@ class GrappeError(Exception):
     """Something asked for cannot be done. `str(error)` is the whole message for the user."""
 
     exit_code = EXIT_USAGE
+    details: str | None = None
+    """The traceback of the process that raised it, for --debug."""
 
 
 class UsageError(GrappeError):

@@ -53,6 +53,7 @@ class Losses:
         if not micro.rows:
             return torch.zeros_like(values)
         per_row = values.numel() // rows
+        assert isinstance(batch.count, float), "a count on the device comes with weights"
         key = (values.shape, values.dtype, batch.count, scale)
         if self._seed is None or self._seed[0] != key:
             self._seed = (key, torch.full_like(values, scale / (batch.count * per_row)).detach())

@@ -72,7 +72,7 @@ class Scorer:
             raise TaskError(
                 f"evaluation saw {samples} samples of a dataset of {expected}: its length changed"
             )
-        total, count = sum(one["totals"] for one in everyone).tolist()
+        total, count = torch.stack([one["totals"] for one in everyone]).sum(0).tolist()
         metrics = {}
         for name, metric in self._metrics.items():
             _merge(metric, [one["states"][name] for one in everyone if one["samples"]])

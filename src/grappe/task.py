@@ -86,13 +86,13 @@ class Task:
         """Samples as the dataset gave them, to a batch (inputs, targets)."""
         from torch.utils.data import default_collate
 
-        return default_collate(samples)
+        return default_collate(list(samples))
 
-    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+    def units(self, model: Any) -> Sequence[nn.Module]:
         """The model's blocks in order: what is sharded, recomputed, compiled, cut into stages."""
         return ()
 
-    def tensor_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle]:
+    def tensor_plan(self, model: Any) -> Mapping[str, ParallelStyle]:
         """How modules, by name, are split over `tensor` processes."""
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class Weights(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def __iter__(self) -> Iterable[str]: ...
+    def __iter__(self) -> Iterator[str]: ...
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
@@ -35,7 +35,7 @@ class InMemory:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def read(self, name: str) -> Tensor:
@@ -62,7 +62,7 @@ class InFiles:
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._handles
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         start = len(self._prefix)
         return iter([name[start:] for name in self._handles if name.startswith(self._prefix)])
 

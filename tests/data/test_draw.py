@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data.draw import draw, mix, partners, sample_keys
 from grappe.data.ledger import Ledger, cut
+
+# a busy machine is no reason to fail
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 WORDS = st.integers(-(2**63), 2**64 - 1)
 KEYS = st.lists(st.integers(0, 2**63 - 1), max_size=20)
@@ -41,6 +44,7 @@ def test_draws_are_the_published_splitmix64() -> None:
     assert drawn.tolist() == [bits >> 40 for bits in published]
 
 
+@untimed
 @given(words=st.lists(WORDS, min_size=2, max_size=4))
 def test_a_hash_is_a_key_and_tells_words_apart(words: list[int]) -> None:
     key = mix(*words)
@@ -49,12 +53,14 @@ def test_a_hash_is_a_key_and_tells_words_apart(words: list[int]) -> None:
     assert (key == mix(*words[::-1])) == (words == words[::-1])
 
 
+@untimed
 @given(word=WORDS, bit=st.integers(0, 63))
 def test_one_bit_of_a_word_turns_about_half_of_the_hash(word: int, bit: int) -> None:
     # 63 fair coins stray this far from the middle once in 10^8
     assert 9 <= (mix(5, word) ^ mix(5, word ^ (1 << bit))).bit_count() <= 54
 
 
+@untimed
 @given(seed=WORDS, epoch=st.integers(0, 10**6), ids=st.lists(st.integers(0, 2**62), max_size=20))
 def test_many_keys_are_the_single_ones(seed: int, epoch: int, ids: list[int]) -> None:
     keys = sample_keys(seed, epoch, np.array(ids, np.int64))
@@ -68,6 +74,7 @@ def test_samples_epochs_and_seeds_have_keys_of_their_own() -> None:
     assert len(np.unique(keys)) == 90_000
 
 
+@untimed
 @given(keys=KEYS, n=st.integers(0, 9), data=st.data())
 def test_a_draw_depends_on_its_key_and_place_alone(keys: list[int], n: int, data: st.DataObject) -> None:
     whole = draw(torch.tensor(keys, dtype=torch.int64), n)
@@ -78,6 +85,7 @@ def test_a_draw_depends_on_its_key_and_place_alone(keys: list[int], n: int, data
     assert torch.equal(again, whole[some, :fewer])
 
 
+@untimed
 @given(
     length=st.integers(1, 100),
     batch_size=st.integers(1, 40),

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import time
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -115,11 +116,14 @@ def test_a_damaged_gzip_is_refused(tmp_path):
 
 
 def test_a_gzip_of_much_more_than_its_header_says_is_not_unpacked(tmp_path):
-    path = write(tmp_path, gzip.compress(idx_bytes(np.ones((1, 28, 28), np.uint8)) + bytes(200_000_000)))
-    start = time.perf_counter()
-    with pytest.raises(DataError, match="trailing bytes"):
-        idx(path)
-    assert time.perf_counter() - start < 0.1
+    path = write(tmp_path, gzip.compress(idx_bytes(np.ones((1, 28, 28), np.uint8)) + bytes(20_000_000), 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="trailing bytes"):
+            idx(path)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_mnist_pairs(tmp_path):
@@ -193,7 +197,9 @@ class Run:
 def test_code_is_refused_and_does_not_run(tmp_path, pixels, protocol, function):
     marker = tmp_path / "ran"
     command = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w')"
-    name = "posix.system" if function is os.system else ("builtins" if protocol > 2 else "__builtin__") + ".eval"
+    name = (
+        "posix.system" if function is os.system else ("builtins" if protocol > 2 else "__builtin__") + ".eval"
+    )
     hostile = Run(function, command)
     for content in (hostile, [hostile], {"data": pixels, "labels": hostile}, {hostile: 1}, {"data": hostile}):
         path = write(tmp_path, pickle.dumps(content, protocol))
@@ -264,7 +270,7 @@ def test_hostile_or_broken_pickles_are_refused_quickly(tmp_path, content):
     start = time.perf_counter()
     with pytest.raises(DataError, match="data_batch_1"):
         cifar10_python([write(tmp_path, content)])
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5  # seconds; a hang would be hours
 
 
 def test_a_pickle_of_something_else_is_refused(tmp_path, pixels):
@@ -292,12 +298,11 @@ def test_a_truncated_pickle_is_refused_wherever_it_stops(tmp_path, pixels):
             cifar10_python([write(tmp_path, content[:stop])])
 
 
-def test_a_whole_batch_is_read_in_no_time(tmp_path):
-    images = np.zeros((10_000, 3072), np.uint8)
-    path = write(tmp_path, python2_batch(images, [3] * 10_000))
-    start = time.perf_counter()
-    cifar10_python([path])
-    assert time.perf_counter() - start < 2
+def test_a_batch_of_the_official_size(tmp_path):
+    images, labels = cifar10_python(
+        [write(tmp_path, python2_batch(np.zeros((10_000, 3072), np.uint8), [3] * 10_000))]
+    )
+    assert images.shape == (10_000, 3, 32, 32) and labels.tolist() == [3] * 10_000
 
 
 # where files are

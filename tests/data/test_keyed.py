@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from grappe.data.keyed import Keyed
 from grappe.data.ledger import Ledger, cut
+
+# a busy machine is no reason to fail
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 LENGTH = 23
 
@@ -90,6 +93,7 @@ def test_neither_processes_nor_workers_change_a_sample(
     assert all(torch.equal(sample, alone[int(sample[0])]) for sample in loaded)
 
 
+@untimed
 @given(order=st.lists(st.tuples(st.just(1), st.integers(0, LENGTH - 1)), min_size=1, max_size=12))
 def test_what_was_read_before_changes_nothing(order: list[tuple[int, int]]) -> None:
     keyed = Keyed(Drawing(), seed=5)

@@ -9,11 +9,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data import ledger as module
 from grappe.data.ledger import Ledger, cut, permute
+
+# a busy machine is no reason to fail
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SEEDS = st.integers(0, 2**63 - 1)
 TINY_BLOCKS = {"_FIRST_BLOCK": 8, "_GROWTH": 2, "_LARGEST_BLOCK": 64}  # many block edges in few samples
@@ -30,6 +33,7 @@ def permutations(length: int, count: int) -> np.ndarray:
     return np.stack([permute(np.arange(length), key=key, length=length) for key in range(count)])
 
 
+@untimed
 @given(key=SEEDS, length=st.integers(1, 3000))
 def test_every_sample_has_one_position(key: int, length: int) -> None:
     assert sorted(permute(np.arange(length), key=key, length=length)) == list(range(length))
@@ -40,6 +44,7 @@ def test_every_small_length_is_permuted() -> None:
         assert sorted(permute(np.arange(length), key=length, length=length)) == list(range(length))
 
 
+@untimed
 @given(key=SEEDS, length=st.integers(10_000, 2**62), start=st.integers(0, 2**62))
 def test_no_length_is_too_large(key: int, length: int, start: int) -> None:
     start %= length - 999
@@ -48,6 +53,7 @@ def test_no_length_is_too_large(key: int, length: int, start: int) -> None:
     assert image.min() >= 0 and image.max() < length
 
 
+@untimed
 @given(key=SEEDS, length=st.integers(1, 2000), data=st.data())
 def test_a_position_does_not_depend_on_the_others_asked_for(
     key: int, length: int, data: st.DataObject
@@ -98,6 +104,7 @@ def test_the_order_never_changes_silently() -> None:
     assert Ledger(seed=1, length=1000, batch_size=4).ids(2, 3).tolist() == [579, 307, 720, 123]
 
 
+@untimed
 @given(seed=SEEDS, length=st.integers(1, 2000), batch_size=st.integers(1, 300), shuffle=st.booleans())
 def test_an_epoch_sees_each_sample_once(seed: int, length: int, batch_size: int, shuffle: bool) -> None:
     ledger = Ledger(seed=seed, length=length, batch_size=batch_size, shuffle=shuffle)
@@ -112,6 +119,7 @@ def test_an_epoch_sees_each_sample_once(seed: int, length: int, batch_size: int,
             assert np.array_equal(seen, np.arange(length))
 
 
+@untimed
 @given(
     length=st.integers(1, 600),
     batch_size=st.integers(1, 40),
@@ -136,6 +144,7 @@ def test_the_slices_of_a_step_are_that_step(
         assert np.array_equal(np.concatenate(pieces), whole)
 
 
+@untimed
 @given(size=st.integers(0, 10**13), parts=st.integers(1, 64))
 def test_slices_cover_in_order_and_are_even(size: int, parts: int) -> None:
     slices = [cut(size, parts, part) for part in range(parts)]
@@ -146,13 +155,13 @@ def test_slices_cover_in_order_and_are_even(size: int, parts: int) -> None:
     assert min(pairs) >= 0 and max(pairs) - min(pairs) <= 1
 
 
+@settings(untimed, max_examples=200)
 @given(
     length=st.integers(1, 400),
     batch_size=st.integers(1, 20),
     shuffle=st.booleans(),
     visits=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 399)), max_size=30),
 )
-@settings(max_examples=200)
 def test_steps_may_be_read_in_any_order(
     length: int, batch_size: int, shuffle: bool, visits: list[tuple[int, int]]
 ) -> None:
@@ -173,6 +182,7 @@ def test_reading_on_through_blocks_of_the_real_sizes() -> None:
         assert np.array_equal(np.concatenate(read), ledger.order(epoch, 0, 50_001))
 
 
+@untimed
 @given(seed=SEEDS, other=SEEDS, length=st.integers(50, 2000))
 def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, length: int) -> None:
     ledger = Ledger(seed=seed, length=length, batch_size=8)

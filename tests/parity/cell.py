@@ -41,10 +41,10 @@ def train(place: Place, meet: Path, task: Task, text: str, steps: int) -> dict[s
     scores = engine.evaluate(held_out.batches(0, held_out.ledger.steps_per_epoch), held_out.ledger.length)
     weights = {name: tensor.clone() for name, tensor in engine.export()}
     ids = [result.batch.ids.tolist() for result in results]
-    skipped = [result.skipped for result in results]
+    told = {"skipped": [result.skipped for result in results], "lr": [result.lr for result in results]}
     engine.close()
     world.leave()
-    return {"losses": losses, "norms": norms, "weights": weights, "scores": scores, "ids": ids, "skipped": skipped}
+    return {"losses": losses, "norms": norms, "weights": weights, "scores": scores, "ids": ids, **told}
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -15,12 +15,13 @@ from grappe.data.ledger import Ledger, cut
 from grappe.task import Task
 
 
-def train(task: Task, steps: int, pieces: int = 1, ways: int = 1) -> dict[str, Any]:
+def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | None = None) -> dict[str, Any]:
     """Losses by step and final weights.
 
     Args:
         pieces: into how many parts each batch goes through the model one after the other, as microbatches do;
             what batch normalisation sees.
+        skip: a step after which nothing is updated, as fp16 does after an infinity.
         ways: how many models with buffers of their own take turns, as processes with local statistics do.
     """
     torch.manual_seed(task.seed)
@@ -51,9 +52,10 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1) -> dict[str, A
                 loss += part.detach()
         bound = task.clip if task.clip is not None else float("inf")
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
+        if step != skip:
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
         losses.append(loss.item())
     return {"losses": losses, "norms": norms, "weights": _weights(models)}
 

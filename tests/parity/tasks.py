@@ -27,8 +27,9 @@ class Images(Task):
 
     def model(self) -> nn.Module:
         norm = nn.BatchNorm2d(8) if self.batchnorm else nn.Identity()
+        # A bias in front of batch normalisation has a gradient of 0 but for rounding, which Adam blows up.
         model = nn.Sequential(
-            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU()),
+            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=not self.batchnorm), norm, nn.ReLU()),
             nn.Sequential(nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Dropout(self.dropout)),
             nn.Sequential(nn.Flatten(), nn.Linear(8 * 9, 16), nn.Tanh()),
             nn.Linear(16, 5),
@@ -55,7 +56,9 @@ class Images(Task):
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
     def schedule(self, optimizer, total_steps: int):
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps + 3) if self.scheduled else None
+        return (
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps + 3) if self.scheduled else None
+        )
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(model)

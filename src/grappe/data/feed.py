@@ -100,7 +100,7 @@ class Feed:
         )
         workers = self._workers()
         return DataLoader(
-            Keyed(self.dataset, self.ledger.seed),
+            Keyed(self.dataset, seed=self.ledger.seed),
             batch_sampler=sampler,
             collate_fn=self._task.collate,
             num_workers=workers,
@@ -139,9 +139,10 @@ class Feed:
         )
 
     def _count(self, part: Slice, micros: tuple[Microbatch, ...]) -> float | Tensor:
-        if not self._counts or micros[0].weights is None or not self._training:
+        weights = [micro.weights for micro in micros if micro.weights is not None]
+        if not weights or not self._training:
             return float(part.samples)
-        total = sum(micro.weights.sum() for micro in micros)
+        total = torch.stack([one.sum() for one in weights]).sum()
         if self._world.data_group is not None:
             torch.distributed.all_reduce(total, group=self._world.data_group)
         return total

@@ -22,6 +22,7 @@ from grappe.prepare.batchnorm import agreed, buffers_agreed, statistics_frozen
 from grappe.prepare.clip import gradient_norm, scale
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import uses_shard
+from grappe.schedule import replay
 from grappe.scores import Scorer, Scores
 from grappe.weights import copy_into, whole
 
@@ -181,8 +182,8 @@ class Native(Stepper):
             copy_into(buffer, saved.tensors.read(own if alike and own in saved.tensors else f"model.{name}"))
         optimizer_state.load(self._model, self._optimizer, saved)
         self._scale.restore(saved.values.get("scale", {}))
-        for _ in range(saved.values.get("schedule_steps", 0) if self._schedule is not None else 0):
-            self._schedule.step()
+        if self._schedule is not None:
+            replay(self._schedule, saved.values.get("schedule_steps", 0))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():

@@ -57,11 +57,11 @@ def prepare(task: Task, plan: Plan, world: World, weights: Weights) -> Prepared:
         shard(model, units, plan, world)
     fill(model, weights, world.device)
     if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # pyrefly: ignore
     rows = Rows()
-    synchronised = plan.batchnorm == "sync" and world.data_group is not None
-    if synchronised:
-        synchronise_batchnorm(model, world.data_group, rows)
+    group = world.data_group if plan.batchnorm == "sync" else None
+    if group is not None:
+        synchronise_batchnorm(model, group, rows)
     forward, synchronise, tally = _communication(model, plan, world)
     return Prepared(
         model=model,
@@ -69,7 +69,7 @@ def prepare(task: Task, plan: Plan, world: World, weights: Weights) -> Prepared:
         synchronise=synchronise,
         tally=tally,
         autocast=autocast(plan.precision, world.device),
-        rows=rows if synchronised else None,
+        rows=rows if group is not None else None,
     )
 
 
@@ -127,7 +127,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     for first, *others in ties:
         tensor = first[0]._parameters.get(first[1], first[0]._buffers.get(first[1]))
         for module, name in others:
-            home = module._parameters if name in module._parameters else module._buffers
+            home: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
             home[name] = tensor
     for name, tensor in named_tensors(model).items():
         if name not in weights:

@@ -36,19 +36,21 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(variance + eps)
         normal = (x.float() - _spread(mean, x)) * _spread(inverse, x)
         ctx.save_for_backward(normal, inverse, total)
-        ctx.group, ctx.dims = group, dims
+        ctx.group, ctx.dims, ctx.real = group, dims, bool(rows)
         ctx.mark_non_differentiable(mean, variance, total)
         return normal.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         normal, inverse, total = ctx.saved_tensors
-        g = gradient.float()
+        g = gradients[0].float()
         sums = torch.stack([g.sum(ctx.dims), (g * normal).sum(ctx.dims)])
         dist.all_reduce(sums, group=ctx.group)
+        if not ctx.real:
+            return torch.zeros_like(gradients[0]), None, None, None  # no part of the statistics
         mean_g, mean_gn = sums / total
         result = (g - _spread(mean_g, g) - normal * _spread(mean_gn, g)) * _spread(inverse, g)
-        return result.to(gradient.dtype), None, None, None
+        return result.to(gradients[0].dtype), None, None, None
 
 
 def _combine(
@@ -107,10 +109,12 @@ def _patch(module: _BatchNorm, group: ProcessGroup, rows: Rows) -> None:
 @torch.no_grad()
 def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     """Running statistics as nn.BatchNorm keeps them, the variance unbiased."""
-    module.num_batches_tracked.add_(1)
-    momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    module.running_mean.lerp_(mean, momentum)
-    module.running_var.lerp_(variance, momentum)
+    batches, running_mean, running_var = module.num_batches_tracked, module.running_mean, module.running_var
+    assert batches is not None and running_mean is not None and running_var is not None
+    batches.add_(1)
+    momentum = module.momentum if module.momentum is not None else 1.0 / float(batches)
+    running_mean.lerp_(mean, momentum)
+    running_var.lerp_(variance, momentum)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,9 @@ def _sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
     mesh = gradient.device_mesh
     assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
     # Not only Shard: under FSDP2 beside tensor parallelism there is _StridedShard, which is none.
-    return [mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()]
+    return [
+        mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()
+    ]
 
 
 def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:

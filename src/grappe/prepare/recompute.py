@@ -25,13 +25,17 @@ def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, conte
 @contextlib.contextmanager
 def _statistics_kept(unit: nn.Module) -> Iterator[None]:
     """The second forward must not count its batch into the running statistics again."""
-    tracking = [
-        module for module in unit.modules() if isinstance(module, _BatchNorm) and module.track_running_stats
+    kept = [
+        (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
+        for module in unit.modules()
+        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
     ]
-    for module in tracking:
-        module.track_running_stats = False
+    for module, *_ in kept:
+        # Not track_running_stats=False: backward would find fewer tensors than forward saved.
+        module.momentum = 0.0
     try:
         yield
     finally:
-        for module in tracking:
-            module.track_running_stats = True
+        for module, momentum, batches, before in kept:
+            module.momentum = momentum
+            batches.copy_(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from grappe.plan import Plan
 from grappe.prepare.tally import RIDER_SIZE
 from grappe.world import World
+
+
+# Renamed in torch 2.13.
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
 class Carrier(nn.Module):
@@ -31,7 +37,8 @@ def replicate(carrier: Carrier, plan: Plan, world: World) -> DistributedDataPara
         carrier,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         process_group=world.data_group,
-        broadcast_buffers=False,  # statistics are each process's own; they are made to agree for evaluation
         init_sync=False,  # every process has read the same weights
         gradient_as_bucket_view=True,
+        # Statistics are each process's own; they are made to agree for evaluation.
+        **{_SYNC_BUFFERS: False},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class Digits(Task):
             from sklearn.datasets import load_digits
         except ImportError:
             raise TaskError("the digits ship with scikit-learn: pip install 'grappe[demo]'") from None
-        bunch = load_digits()
+        bunch: Any = load_digits()
         # Every fifth image is kept for validation: the writers are mixed throughout the file.
         held = np.arange(len(bunch.target)) % 5 == 0
         keep = ~held if split == "train" else held
@@ -61,5 +62,5 @@ class Digits(Task):
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    def units(self, model: LeNet) -> list[nn.Module]:
         return list(model)

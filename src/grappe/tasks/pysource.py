@@ -34,7 +34,8 @@ class Block(nn.Module):
         super().__init__()
         self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        # No biases: a key's would have no gradient but rounding errors, which AdamW makes as large as any other.
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.merge = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)

@@ -1,0 +1,54 @@
+# grappe's commands: `make help` lists them. Everything is installed into .venv, once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
+	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
+
+test: .venv/test  ## run the tests
+	@$(BIN)/python -m pytest -q
+
+lint: .venv/dev  ## style, import directions, README's generated parts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/python docs/generate.py --check
+
+types: .venv/dev  ## check types
+	@$(BIN)/pyrefly check
+
+docs: .venv/test  ## regenerate the README's tables
+	@$(BIN)/python docs/generate.py
+
+bench: .venv/test  ## compare with the rivals; makes an environment of its own for them
+	@benchmarks/run
+
+clean:  ## forget the environment
+	rm -rf .venv .bench
+
+.venv/bin/pip:
+	@echo "making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+
+# torch first and pinned: another package asking for plain `torch` would bring a build with gigabytes of CUDA.
+.venv/train: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "installing grappe and what it needs"
+	@$(PIP) torch && $(PIP) --editable '.[demo]'
+	@touch $@
+
+.venv/test: .venv/train
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/dev: .venv/test
+	@$(PIP) --editable '.[test,dev]'
+	@touch $@
+
+.PHONY: help train test lint types docs bench clean

@@ -1,0 +1,293 @@
+"""The textbook engine: data parallelism with nothing hidden, to be read from top to bottom.
+
+It builds what the section "Training on Multiple GPUs" of Dive into Deep Learning (Zhang, Lipton, Li, Smola)
+builds, on processes where the book has one process with several GPUs. Every process holds the whole model:
+
+    1. each computes the gradient of its own slice of the batch;
+    2. the gradients are summed over the processes, and each gets the sum;
+    3. each makes the same update, so that the models stay the same.
+
+Shapes: W processes, of which this one is `rank`; P parameters; n numbers in the flat vector that is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grappe import optimizer_state
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.draw import mix
+from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
+from grappe.loop import StepResult
+from grappe.losses import Losses
+from grappe.prepare import fill, on_meta
+from grappe.prepare.batchnorm import agreed, buffers_agreed
+from grappe.prepare.precision import set_tf32
+from grappe.prepare.tally import RIDER_SIZE, Sums
+from grappe.scores import Scorer, Scores
+from grappe.task import Task
+from grappe.weights import Weights, copy_into, named_tensors, whole
+from grappe.world import choose_backend
+
+# ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
+
+
+def get_params(task: Task, weights: Weights, device: torch.device) -> nn.Module:
+    """The model with the values of `weights`, on `device`.
+
+    The book copies from one GPU to the others. Here every process makes the model without values and reads
+    the same ones, so nothing is sent. From then on the models stay the same because their updates are the
+    same: to the last bit, or they would drift apart.
+    """
+    model = on_meta(task)
+    fill(model, weights, device)
+    return model
+
+
+# ---- 2. Summing a vector over the processes (the book's allreduce) -------------------------------------
+
+
+def naive_all_reduce(vector: Tensor, rank: int, size: int) -> None:
+    """Replaces `vector` [n] by its sum over the processes, as the book does: process 0 does all the work.
+
+    First W - 1 vectors come in, one after the other, then W - 1 go out: 2 (W - 1) n numbers pass over the
+    link of process 0, while the others wait. With each process that joins, everybody waits longer.
+    """
+    if rank == 0:
+        incoming = torch.empty_like(vector)
+        for other in range(1, size):
+            dist.recv(incoming, src=other)
+            vector += incoming
+        for other in range(1, size):
+            dist.send(vector, dst=other)
+    else:
+        dist.send(vector, dst=0)
+        dist.recv(vector, src=0)
+
+
+# The book's exercise 3 asks for an allreduce that aggregates different parameters on different GPUs, and why
+# that is more efficient. Cut the vector into W chunks, and let each process sum up another one. The processes
+# stand in a ring, 0 -> 1 -> ... -> W-1 -> 0; in each turn everybody sends a chunk to the right while another
+# comes in from the left. For W = 3 and the chunks a b c, where a01 is the sum of what 0 and 1 had of a:
+#
+#                           process 0            process 1            process 2
+#                           a0    b0    c0       a1    b1    c1       a2    b2    c2
+#    reduce-scatter
+#      turn 0, sends        a                    b                    c
+#      and adds             a0    b0    c02      a01   b1    c1       a2    b12   c2
+#      turn 1, sends        c                    a                    b
+#      and adds             a0    b012  c02      a01   b1    c012     a012  b12   c2
+#    all-gather
+#      turn 0, sends        b                    c                    a
+#      and replaces         a012  b012  c02      a01   b012  c012     a012  b12   c012
+#      turn 1, sends        a                    b                    c
+#      and replaces         a012  b012  c012     a012  b012  c012     a012  b012  c012
+#
+# That is 2 (W - 1) turns of n / W numbers, and every link is busy in each: 2 (W - 1) / W x n numbers pass
+# over a link one after the other, against 2 (W - 1) x n over that of process 0 above. It is never more than
+# 2 n, however many processes there are, and the least that they can do among themselves (Patarasuk and Yuan,
+# 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). The price: a short vector
+# waits for the latency of 2 (W - 1) messages, one behind the other.
+#
+# Each chunk is summed up once, in one order, and then copied, so all processes get the same bits. If each
+# summed for itself, in an order of its own, they would not.
+
+
+def ring_all_reduce(vector: Tensor, rank: int, size: int) -> None:
+    """Replaces `vector` [n] by its sum over the processes: reduce-scatter, then all-gather.
+
+    Where W does not divide n, the first n mod W chunks are longer by one; where n < W, some are empty. A
+    process that is alone has one chunk, no turn, and its vector as it was.
+    """
+    chunks = torch.tensor_split(vector, size)  # views: what is written to them is written to the vector
+    reduce_scatter(chunks, rank)
+    all_gather(chunks, rank)
+
+
+def reduce_scatter(chunks: tuple[Tensor, ...], rank: int) -> None:
+    """After it, process r has the sum of chunk r + 1, and sums of some processes in the others."""
+    size = len(chunks)
+    room = torch.empty_like(chunks[0])  # the first is the longest
+    for turn in range(size - 1):
+        outgoing, target = chunks[(rank - turn) % size], chunks[(rank - turn - 1) % size]
+        incoming = room[: len(target)]
+        pass_on(outgoing, incoming, rank, size)
+        target += incoming
+
+
+def all_gather(chunks: tuple[Tensor, ...], rank: int) -> None:
+    """From process r, which has chunk r + 1, to every process, which has them all."""
+    size = len(chunks)
+    for turn in range(size - 1):
+        pass_on(chunks[(rank + 1 - turn) % size], chunks[(rank - turn) % size], rank, size)
+
+
+def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
+    """Sends to the right neighbour and receives from the left one, both at once.
+
+    If everybody first sent and then received, each could wait for ever for its neighbour to start receiving.
+    """
+    right, left = (rank + 1) % size, (rank - 1) % size
+    both = [dist.P2POp(dist.isend, outgoing, right), dist.P2POp(dist.irecv, incoming, left)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+# ---- 3. One step, seen from one process (the book's train_batch) ---------------------------------------
+
+
+class Textbook(Stepper):
+    """The whole model on every process, and the gradients summed by hand between backward and update."""
+
+    axes = COMMON | {"replicate", "microbatches"}
+    about = "replication written out by hand, with a ring all-reduce of its own: for reading"
+
+    def __init__(self, setting: Setting) -> None:
+        self._task, self._world, self._flag = setting.task, setting.world, setting.flag
+        set_tf32(setting.plan.precision)
+        self._model = get_params(self._task, setting.weights, self._world.device)
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        self._sizes = [parameter.numel() for parameter in self._parameters]
+        self._losses = Losses(self._task)
+        self._optimizer = self._task.optimizer(named)
+        self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
+        self._all_reduce = ring_all_reduce  # naive_all_reduce gives the same sums, up to rounding
+        self._wire = _wire(setting)
+        self._model.train()
+
+    def step(self, batch: Batch) -> StepResult:
+        # The book's split_batch would be here. The ledger has cut the batch before it was even read: `batch`
+        # is this process's slice of the global one, which may be larger or smaller than another's, or empty.
+        # Dropout must differ between slices, and be the same again when a training goes on after a stop.
+        torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
+        loss = torch.zeros((), device=self._world.device)
+        for micro in batch.microbatches:
+            if micro.rows:  # else only filled in for engines whose processes wait for each other in backward
+                loss += self._gradients(batch, micro)
+        sums, norm = self._sum_over_processes(loss)
+        lr = self._optimizer.param_groups[0]["lr"]
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        self._optimizer.zero_grad()
+        return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
+
+    def _gradients(self, batch: Batch, micro: Microbatch) -> Tensor:
+        """Adds a microbatch's share to the gradients; the sum of its losses.
+
+        The book sums the losses and has its optimizer divide by the batch size. Here backward starts, for
+        each loss, from 1 over the count of the *global* batch: the same, and any optimizer will do. The
+        processes' mean of means over their slices would be wrong as soon as two slices differ in size.
+        """
+        values = self._losses.values(self._model(micro.inputs), micro, micro.rows)
+        values.backward(self._losses.seed(values, micro, batch, micro.rows, 1.0))
+        return self._losses.total(values, micro, micro.rows)
+
+    @torch.no_grad()
+    def _sum_over_processes(self, loss: Tensor) -> tuple[Sums, Tensor | None]:
+        """Replaces each gradient by its sum over the processes, clipped; the loss's sum, the gradient's norm.
+
+        The book sums one parameter after the other. A message has a price of its own, however short, so here
+        all of them travel as one vector, and what else is to be summed rides along:
+
+            [ gradient of parameter 1 | ... | gradient of parameter P | loss, flag | reached, P numbers ]
+
+        `flag` is what this process wants the others to know; `reached` is 1 where a parameter has a gradient.
+        """
+        wire = self._flat(loss).to(self._wire)
+        self._all_reduce(wire, self._world.rank, self._world.size)
+        gradient, sums, reached = wire.split([sum(self._sizes), RIDER_SIZE, len(self._sizes)])
+        norm = self._clip(gradient)
+        pieces = gradient.split(self._sizes)
+        for parameter, piece, count in zip(self._parameters, pieces, reached, strict=True):
+            # What no sample reached must stay without a gradient: one of zeros would let weight decay and
+            # momentum move it. (`count` is read only where this process cannot know by itself.)
+            if parameter.grad is not None or count > 0:
+                parameter.grad = piece.view_as(parameter).to(parameter)
+        return Sums(sums.clone()), norm
+
+    def _flat(self, loss: Tensor) -> Tensor:
+        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        notes = torch.tensor([self._flag(), *(p.grad is not None for p in self._parameters)])
+        notes = notes.to(loss.device, non_blocking=True)
+        return torch.cat([*(piece.reshape(-1) for piece in pieces), loss.reshape(1), notes])
+
+    def _clip(self, gradient: Tensor) -> Tensor | None:
+        """Scales the whole gradient, in place, to a norm of at most `clip`; its norm before."""
+        if self._task.clip is None:
+            return None
+        # In float64: on a CPU, torch's float32 norm of 20 million numbers is wrong by a thousandth.
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        gradient *= torch.clamp(self._task.clip / (norm + 1e-6), max=1.0)
+        return norm
+
+    # The book's train() calls train_batch for each batch: that is Stepper.train, the same for all engines.
+
+    # ---- 4. Evaluation: the book's exercise 4 --------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """The book evaluates on one GPU and calls it inefficient. Here each process scores its own slice.
+
+        Sums and counts are added up over processes, and divided once. The models are the same, but for what
+        they keep of the samples that they saw, batch normalisation's statistics: their mean is used.
+        """
+        scorer = Scorer(self._task, self._world)
+        self._model.eval()
+        try:
+            with buffers_agreed(self._model, self._world.data_group):
+                for batch in batches:
+                    for micro in batch.microbatches:
+                        scorer.add(self._model(micro.inputs), micro)
+        finally:
+            self._model.train()
+        return scorer.scores(samples)
+
+    # ---- 5. Stopping and going on, which the book leaves out -----------------------------------------------
+
+    def state(self) -> State:
+        """Parameters and optimizer state once, since all have the same; the buffers of each process."""
+        tensors, values = optimizer_state.save(self._model, self._optimizer)
+        tensors.update({f"model.{name}": tensor for name, tensor in self.export()})
+        mine = {name: whole(buffer) for name, buffer in self._model.named_buffers()}
+        for rank, buffers in enumerate(self._world.gather_data(mine)):
+            tensors.update({f"local.{rank}.{name}": buffer for name, buffer in buffers.items()})
+        steps = self._schedule.last_epoch if self._schedule is not None else 0
+        processes = self._world.data_size
+        return State(tensors=tensors, values={**values, "schedule_steps": steps, "data_parallel": processes})
+
+    def restore(self, saved: Saved) -> None:
+        alike = saved.values.get("data_parallel", self._world.data_size) == self._world.data_size
+        for name, tensor in named_tensors(self._model).items():
+            own = f"local.{self._world.data_rank}.{name}"
+            copy_into(tensor, saved.tensors.read(own if alike and own in saved.tensors else f"model.{name}"))
+        optimizer_state.load(self._model, self._optimizer, saved)
+        if self._schedule is not None:
+            for _ in range(saved.values.get("schedule_steps", 0)):
+                self._schedule.step()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, whole(parameter)
+        group = self._world.data_group
+        for name, buffer in self._model.named_buffers():
+            alike = group is None or not buffer.is_floating_point()
+            yield name, whole(buffer if alike else agreed(buffer, group))
+
+    def close(self) -> None:
+        self._optimizer.zero_grad()
+
+
+def _wire(setting: Setting) -> torch.device:
+    """Where the vector must lie to be sent. Gloo's sends and receives know the CPU's memory only."""
+    device = setting.world.device
+    direct = setting.world.size == 1 or choose_backend(setting.plan, device) == "nccl"
+    return device if direct else torch.device("cpu")
+
+
+ENGINE = Textbook

@@ -1,0 +1,99 @@
+"""Parity where a plan changes more than the order of a sum: batch normalisation, lower precision, compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parity import reference
+from tests.parity.cell import TOLERANCE, difference
+from tests.parity.fp16 import LOUD_STEP, Loud
+from tests.parity.tasks import Images
+from tests.parity.test_native import STEPS, check
+from tests.processes import Pool
+
+NORMED = Images(batchnorm=True, rule="adam", clip=0.5)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "",
+        "replicate=2",
+        "replicate=3",
+        "replicate=4",
+        "shard=2",
+        "replicate=2,shard=2",
+        "replicate=2,recompute",
+    ],
+)
+def test_synchronised_batchnorm_is_that_of_one_process(pool: Pool, plan: str) -> None:
+    text = f"{plan},batchnorm=sync" if plan else "batchnorm=sync"
+    check(pool, NORMED, text, reference.train(NORMED, STEPS))
+
+
+@pytest.mark.parametrize("samples", [7, 8])
+def test_synchronised_batchnorm_does_not_see_filler_rows(pool: Pool, samples: int) -> None:
+    task = Images(batchnorm=True, batch_size=3, samples=samples, epochs=3)
+    check(pool, task, "replicate=4,batchnorm=sync", reference.train(task, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("plan", "pieces", "ways"),
+    [
+        ("replicate=2", 1, 2),
+        ("replicate=3", 1, 3),
+        ("shard=2", 1, 2),
+        ("microbatches=2", 2, 1),
+        ("replicate=2,microbatches=2", 2, 2),
+        ("recompute", 1, 1),
+        ("recompute,microbatches=2", 2, 1),
+        ("channels_last,replicate=2", 1, 2),
+    ],
+)
+def test_local_batchnorm_is_that_of_each_slice(pool: Pool, plan: str, pieces: int, ways: int) -> None:
+    check(pool, NORMED, plan, reference.train(NORMED, STEPS, pieces, ways))
+
+
+def test_local_and_global_statistics_are_not_the_same() -> None:
+    one, two = (reference.train(NORMED, STEPS, 1, ways)["weights"] for ways in (1, 2))
+    assert difference(one, two)[0] > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("plan", ["compile", "compile,replicate=2"])
+def test_compiled_learns_the_same(pool: Pool, plan: str) -> None:
+    task = Images(rule="adam", clip=0.5)
+    check(pool, task, plan, reference.train(task, STEPS))
+
+
+def results(pool: Pool, plan: str, size: int, task: Images) -> list[dict]:
+    return pool.run("tests.parity.cell:train", size, task, plan, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size"), [("replicate=2", 2), ("shard=2", 2), ("shard=2,zero=1", 2), ("replicate=3", 3)]
+)
+def test_bf16_is_the_same_bf16(pool: Pool, plan: str, size: int) -> None:
+    """Autocast rounds each product; the order of sums changes where it rounds, so 1e-2 and not 1e-5."""
+    task = Images(rule="sgd", clip=0.5)
+    one = results(pool, "precision=bf16", 1, task)[0]
+    other = results(pool, f"{plan},precision=bf16", size, task)[0]
+    full = reference.train(task, STEPS)
+    assert difference(one["weights"], other["weights"])[0] < 1e-2
+    assert all(tensor.dtype == torch.float32 for tensor in other["weights"].values())
+    assert difference(full["weights"], one["weights"])[0] > TOLERANCE, "it did not round at all"
+
+
+@pytest.mark.parametrize(("plan", "size"), [("", 1), ("replicate=2", 2), ("shard=2", 2), ("replicate=3", 3)])
+def test_fp16_skips_an_infinity_everywhere(pool: Pool, plan: str, size: int) -> None:
+    """One sample overflows in one process's slice: all skip that step, the ledger goes on, the schedule waits."""
+    task = Loud()
+    text = f"{plan},precision=fp16" if plan else "precision=fp16"
+    found = results(pool, text, size, task)
+    expected = [step == LOUD_STEP for step in range(STEPS)]
+    assert [one["skipped"] for one in found] == [expected] * size
+    lr = found[0]["lr"]
+    assert lr[LOUD_STEP] == lr[LOUD_STEP + 1], "the schedule advanced on a step that was skipped"
+    assert len(set(lr)) == STEPS - 1
+    gap, name = difference(reference.train(task, STEPS, skip=LOUD_STEP)["weights"], found[0]["weights"])
+    assert gap < 1e-2, name

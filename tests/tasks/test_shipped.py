@@ -1,0 +1,325 @@
+"""The shipped tasks: official files in, right splits and shapes out, and a step that learns."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grappe import Arrays, Task, tasks
+from grappe.data.draw import sample_keys
+from grappe.data.ledger import cut
+from grappe.errors import DataError, TaskError
+from grappe.tasks.cifar10 import Cifar10
+from grappe.tasks.fashion_mnist import FashionMnist
+from grappe.tasks.pysource import IGNORED, PySource
+
+GENERATOR = np.random.default_rng(0)
+TINY = {"width": 16, "depth": 2, "heads": 2, "context": 32, "megabytes": 0.3}
+
+
+@pytest.fixture
+def fashion(tmp_path: Path) -> Path:
+    """24 training and 6 test images, gzipped, as torchvision lays them out."""
+    place = tmp_path / "FashionMNIST" / "raw"
+    place.mkdir(parents=True)
+    for part, count in (("train", 24), ("t10k", 6)):
+        images = GENERATOR.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        images[:, 0, 0] = np.arange(count)  # to know them again
+        for name, array in (("images-idx3", images), ("labels-idx1", np.arange(count, dtype=np.uint8) % 10)):
+            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+            (place / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    return tmp_path
+
+
+@pytest.fixture(params=["python", "binary"])
+def cifar(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Five batches of 8 images and 6 test images, in both versions of the official files."""
+    for batch in [
+        "data_batch_1",
+        "data_batch_2",
+        "data_batch_3",
+        "data_batch_4",
+        "data_batch_5",
+        "test_batch",
+    ]:
+        count = 6 if batch == "test_batch" else 8
+        images = GENERATOR.integers(0, 256, (count, 3072), dtype=np.uint8)
+        labels = [(int(batch[-1], 36) + row) % 10 for row in range(count)]
+        if request.param == "python":
+            path = tmp_path / "cifar-10-batches-py" / batch
+            content = pickle.dumps({b"data": images, b"labels": labels}, 2)
+        else:
+            path = tmp_path / "cifar-10-batches-bin" / f"{batch}.bin"
+            content = np.concatenate([np.array(labels, np.uint8)[:, None], images], axis=1).tobytes()
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path
+
+
+def whole(data: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+    return data.gather(np.arange(len(data)))
+
+
+def mean_loss(
+    task: Task, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    values, counts = task.loss(model(inputs), targets), task.counts(targets)
+    return values.mean() if counts is None else (values * counts).sum() / counts.sum()
+
+
+def losses_around_a_step(task: Task, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model.named_parameters())
+    before = mean_loss(task, model, inputs, targets)
+    before.backward()
+    optimizer.step()
+    return before.item(), mean_loss(task, model, inputs, targets).item()
+
+
+def test_every_task_is_found_by_its_name():
+    for name, cls in (("fashion_mnist", FashionMnist), ("cifar10", Cifar10), ("pysource", PySource)):
+        assert tasks.find(name) is cls
+        assert tasks.describe(cls)
+
+
+# Fashion-MNIST
+
+
+def test_fashion_mnist_splits(fashion):
+    train, validation, test = (
+        FashionMnist().data(split, fashion) for split in ("train", "validation", "test")
+    )
+    assert (len(train), len(validation), len(test)) == (22, 2, 6)
+    assert train.inputs[:, 0, 0, 0].tolist() + validation.inputs[:, 0, 0, 0].tolist() == list(range(24))
+    assert train.inputs.dtype == torch.uint8
+    inputs, targets = whole(test)
+    assert inputs.shape == (6, 1, 28, 28) and inputs.dtype == torch.float32
+    assert inputs.min() >= 0 and inputs.max() == 1
+    assert targets.tolist() == list(range(6)) and targets.dtype == torch.int64
+
+
+def test_fashion_mnist_learns(fashion):
+    before, after = losses_around_a_step(FashionMnist(), *whole(FashionMnist().data("train", fashion)))
+    assert before == pytest.approx(math.log(10), abs=1e-3)  # weights as small as the chapter's tell nothing
+    assert after < before
+
+
+def test_fashion_mnist_network_is_the_chapters():
+    model = FashionMnist().model()
+    shapes = [list(parameter.shape) for parameter in model.parameters()]
+    assert shapes == [[20, 1, 3, 3], [20], [50, 20, 5, 5], [50], [128, 800], [128], [10, 128], [10]]
+    assert all(parameter.abs().max() == 0 for parameter in model.parameters() if parameter.dim() == 1)
+    assert model[2][1].weight.std().item() == pytest.approx(0.01, rel=0.02)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(DataError, match="train-images-idx3-ubyte, train-labels-idx1-ubyte.*zalandoresearch"):
+        FashionMnist().data("train", tmp_path)
+    with pytest.raises(DataError, match="data_batch_1, .*data_batch_5.*cs.toronto.edu/~kriz/cifar.html"):
+        Cifar10().data("train", tmp_path)
+
+
+# CIFAR-10
+
+
+def test_cifar10_splits(cifar):
+    task = Cifar10()
+    train, validation, test = (task.data(split, cifar) for split in ("train", "validation", "test"))
+    assert (len(train), len(validation), len(test)) == (36, 4, 6)
+    everything = Cifar10(holdout=0.0).data("train", cifar)
+    assert torch.equal(everything.inputs, torch.cat([train.inputs, validation.inputs]))
+    assert torch.equal(Cifar10(holdout=0.0).data("validation", cifar).inputs, test.inputs)
+    assert everything.inputs.dtype == torch.uint8 and everything.inputs.shape == (40, 3, 32, 32)
+    assert everything.targets[:9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2]
+    inputs, _ = whole(train)
+    assert inputs.min() == -1 and inputs.max() == 1
+
+
+def test_cifar10_says_which_batch_is_missing(cifar):
+    batch = next(path for path in cifar.rglob("data_batch_4*"))
+    batch.unlink()
+    with pytest.raises(DataError, match=rf"not found in {batch.parent}: data_batch_4\."):
+        Cifar10().data("train", cifar)
+
+
+def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (count,), generator=generator)
+    return torch.randn(count, 3, 32, 32, generator=generator), labels
+
+
+@pytest.mark.parametrize("network", ["small", "resnet18"])
+def test_cifar10_learns(network):
+    before, after = losses_around_a_step(Cifar10(network=network, lr=0.02), *images(8))
+    assert after < before
+
+
+def test_cifar10_networks():
+    small, resnet = Cifar10(), Cifar10(network="resnet18")
+    assert sum(parameter.numel() for parameter in small.model().parameters()) == 62_006
+    with torch.device("meta"):
+        model = resnet.model()
+        assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962
+    assert len(resnet.units(model)) == 10  # stem, eight blocks, head
+    optimizer = torch.optim.SGD(small.model().parameters())
+    assert small.schedule(optimizer, 10) is None
+    assert resnet.schedule(optimizer, 10) is not None
+
+
+@pytest.mark.parametrize("wrong", [{"mixup": 1.5}, {"mixup": -0.1}, {"holdout": 1.0}])
+def test_shares_are_shares(wrong):
+    with pytest.raises(TaskError, match="shares"):
+        Cifar10(**wrong)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16])
+@pytest.mark.parametrize(
+    "options", [{"flip_and_crop": True}, {"mixup": 1.0}, {"flip_and_crop": True, "mixup": 0.4}]
+)
+def test_augmenting_slices_is_augmenting_the_batch(count, options):
+    task = Cifar10(**options)
+    inputs, targets = images(count)
+    keys = torch.from_numpy(sample_keys(3, 1, np.arange(100, 100 + count)))
+    together = task.augment(inputs, targets, keys)
+    for parts in (2, 3):
+        bounds = [cut(count, parts, part) for part in range(parts)]
+        slices = [task.augment(inputs[a:b], targets[a:b], keys[a:b]) for a, b in bounds if a < b]
+        assert torch.equal(torch.cat([part[0] for part in slices]), together[0])
+        assert torch.equal(torch.cat([part[1] for part in slices]), together[1])
+
+
+def test_every_image_is_one_of_its_own_crops():
+    inputs, targets = images(60)
+    keys = torch.from_numpy(sample_keys(0, 0, np.arange(60)))
+    augmented, same = Cifar10(flip_and_crop=True).augment(inputs, targets, keys)
+    assert torch.equal(same, targets) and augmented.is_contiguous()
+    found = set()
+    for before, after in zip(inputs, augmented, strict=True):
+        padded = torch.nn.functional.pad(torch.stack([before, before.flip(2)]), (4,) * 4)
+        places = [
+            (flipped, top, left)
+            for flipped in range(2)
+            for top in range(9)
+            for left in range(9)
+            if torch.equal(padded[flipped, :, top : top + 32, left : left + 32], after)
+        ]
+        assert len(places) == 1
+        found.add(places[0])
+    for choices in zip(*found, strict=True):
+        assert len(set(choices)) == (2 if max(choices) == 1 else 9)
+
+
+def test_mixup_mixes_pairs_alike():
+    inputs, targets = images(5)
+    targets = torch.tensor([0, 1, 2, 2, 3])
+    keys = torch.from_numpy(sample_keys(0, 0, np.arange(5)))
+    task = Cifar10(mixup=0.5)
+    mixed, classes = task.augment(inputs, targets, keys)
+    assert classes.shape == (5, 10)
+    torch.testing.assert_close(classes.sum(1), torch.ones(5))
+    share = classes[0, 1]
+    assert 0 < share < 0.5 and classes[1, 0] == share
+    torch.testing.assert_close(mixed[0], inputs[0] * (1 - share) + inputs[1] * share)
+    torch.testing.assert_close(mixed[0] + mixed[1], inputs[0] + inputs[1])
+    assert classes[2, 2] == classes[3, 2] == 1
+    torch.testing.assert_close(mixed[4], inputs[4])  # an odd batch's last has no partner
+    assert task.loss(task.model()(mixed), classes).shape == (5,)
+
+
+# Python's source
+
+
+def test_pysource_samples():
+    task = PySource(**TINY)
+    splits = {split: task.data(split, Path("nowhere")) for split in ("train", "validation", "test")}
+    assert len(splits["train"]) > len(splits["validation"]) > 0 and len(splits["test"]) > 0
+    for data in splits.values():
+        inputs, targets = whole(data)
+        assert data.inputs.dtype == torch.uint8 and inputs.dtype == targets.dtype == torch.int64
+        assert inputs.shape == targets.shape == (len(data), 32)
+        text, following = inputs.flatten(), targets.flatten()
+        assert torch.equal(following == IGNORED, text == 0)
+        told = following[:-1] != IGNORED
+        assert torch.equal(following[:-1][told], text[1:][told])
+    assert (splits["train"].targets == IGNORED).any()
+    assert torch.equal(splits["train"].inputs, task.data("train", Path("elsewhere")).inputs)
+    assert bytes(splits["train"].inputs[0].tolist()).startswith(b'"""Record of phased-in')  # __future__.py
+
+
+def test_pysource_is_capped():
+    small, large = (PySource(**{**TINY, "megabytes": size}).data("train", Path()) for size in (0.3, 0.6))
+    assert 0.1e6 < len(small) * 32 < 0.5e6 and len(large) > 1.4 * len(small)
+    with pytest.raises(TaskError, match="megabytes=0.0 leaves no train sample"):
+        PySource(**{**TINY, "megabytes": 0.0}).data("train", Path())
+
+
+def pysource_batch(task: PySource) -> tuple[torch.Tensor, torch.Tensor]:
+    data = task.data("train", Path())
+    first = int((data.targets == IGNORED).any(1).nonzero()[0])
+    return data.gather(np.arange(first, first + 4))
+
+
+def test_pysource_learns():
+    task = PySource(**TINY)
+    inputs, targets = pysource_batch(task)
+    before, after = losses_around_a_step(task, inputs, targets)
+    assert before == pytest.approx(math.log(256), abs=0.2) and after < before
+
+
+def test_pysource_counts_have_the_losses_shape():
+    task = PySource(**TINY)
+    inputs, targets = pysource_batch(task)
+    output = task.model()(inputs)
+    values, counts = task.loss(output, targets), task.counts(targets)
+    assert values.shape == counts.shape == (4, 32)
+    assert 0 < (counts == 0).sum() < 4 and (values[counts == 0] == 0).all()
+    metric = task.metrics()["bits_per_byte"]
+    metric.update(output, targets)
+    expected = values.sum().item() / counts.sum().item() / math.log(2)
+    assert metric.compute().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_pysource_sees_no_byte_that_comes_later():
+    model = PySource(**TINY).model()
+    text = torch.randint(256, (2, 32))
+    changed = text.clone()
+    changed[:, 20] ^= 1
+    before, after = model(text), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert (before[:, 20:] != after[:, 20:]).any(-1).all()
+
+
+def test_pysource_names():
+    task = PySource(**TINY)
+    model = task.model()
+    assert task.units(model) == list(model.blocks)
+    plan, modules = task.tensor_plan(model), dict(model.named_modules())
+    assert len(plan) == 6 * task.depth and all(isinstance(modules[name], torch.nn.Linear) for name in plan)
+    optimizer = task.optimizer(model.named_parameters())
+    matrices, vectors = optimizer.param_groups
+    assert {parameter.dim() for parameter in matrices["params"]} == {2} and matrices["weight_decay"] == 0.1
+    assert {parameter.dim() for parameter in vectors["params"]} == {1} and vectors["weight_decay"] == 0.0
+    with pytest.raises(TaskError, match="heads=3"):
+        PySource(width=16, heads=3).model()
+
+
+def test_pysource_rate_rises_and_falls():
+    task = PySource(**TINY, warmup=0.1)
+    optimizer = task.optimizer(task.model().named_parameters())
+    schedule = task.schedule(optimizer, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(task.lr / 10) and max(rates) == rates[9] == rates[10] == task.lr
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0 < rates[-1] < task.lr / 100
