@@ -106,6 +106,7 @@ class Feed:
             num_workers=workers,
             worker_init_fn=_ignore_signals if workers else None,
             pin_memory=self._world.device.type == "cuda",
+            generator=torch.Generator(),  # it draws a seed for its workers, and must not from dropout's stream
         )
 
     def _workers(self) -> int:

@@ -25,7 +25,7 @@ from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.prepare import fill, on_meta
-from grappe.prepare.batchnorm import agreed, buffers_agreed
+from grappe.prepare.batchnorm import agreed, buffers_agreed, statistics_frozen
 from grappe.prepare.precision import set_tf32
 from grappe.prepare.tally import RIDER_SIZE, Sums
 from grappe.scores import Scorer, Scores
@@ -167,8 +167,11 @@ class Textbook(Stepper):
         torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
         loss = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
-            if micro.rows:  # else only filled in for engines whose processes wait for each other in backward
+            if micro.rows:
                 loss += self._gradients(batch, micro)
+            else:  # one filled-in row that counts nothing; dropout draws for it, as it does on other engines
+                with torch.no_grad(), statistics_frozen(self._model):
+                    self._model(micro.inputs)
         sums, norm = self._sum_over_processes(loss)
         lr = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
@@ -274,10 +277,9 @@ class Textbook(Stepper):
     def export(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
             yield name, whole(parameter)
-        group = self._world.data_group
         for name, buffer in self._model.named_buffers():
-            alike = group is None or not buffer.is_floating_point()
-            yield name, whole(buffer if alike else agreed(buffer, group))
+            group = self._world.data_group if buffer.is_floating_point() else None
+            yield name, whole(buffer if group is None else agreed(buffer, group))
 
     def close(self) -> None:
         self._optimizer.zero_grad()
