@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
-import torch.nn.parallel
 import torchmetrics  # noqa: F401
 
 import grappe.engines.native

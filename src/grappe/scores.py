@@ -95,7 +95,7 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
             merged: Any = torch.stack(values)
         else:
             merged = [entry for value in values for entry in value]
-        if reduce is not None and len(merged):
+        if reduce is not None and merged:
             merged = reduce(merged)
         if isinstance(metric._defaults[name], list) and isinstance(merged, Tensor):
             merged = [merged]

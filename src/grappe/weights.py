@@ -57,7 +57,7 @@ class InFiles:
                 handle = safe_open(file, framework="pt")
             except Exception as error:  # the library's own error class is not public
                 raise RunError(f"{file} is not a readable safetensors file: {error}") from error
-            self._handles.update({name: handle for name in handle.keys()})  # noqa: SIM118
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._handles

@@ -81,7 +81,9 @@ def rows(feed: Feed, start: int, stop: int) -> list[list[torch.Tensor]]:
     ]
 
 
-def everyone(task: Task, data: Dataset, processes: int, stop: int, text: str = "", make=training_feed) -> list:
+def everyone(
+    task: Task, data: Dataset, processes: int, stop: int, text: str = "", make=training_feed
+) -> list:
     """Each step's rows over all processes, in the order of their slices."""
     plan = Plan.parse(",".join(filter(None, [f"replicate={processes}", text])))
     each = [rows(feed, 0, stop) for feed in feeds(task, data, processes, plan, make)]

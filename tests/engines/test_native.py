@@ -31,7 +31,9 @@ class Wide(Task):
 
     def data(self, split: str, folder: Path) -> Arrays:
         generator = torch.Generator().manual_seed(1)
-        return Arrays(torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator))
+        return Arrays(
+            torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
+        )
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square()

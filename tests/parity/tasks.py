@@ -24,6 +24,7 @@ class Images(Task):
     dropout: float = 0.0
     samples: int = 29
     frozen: bool = False
+    unused: bool = False
 
     def model(self) -> nn.Module:
         norm = nn.BatchNorm2d(8) if self.batchnorm else nn.Identity()
@@ -36,6 +37,8 @@ class Images(Task):
         )
         if self.frozen:
             model[0][0].weight.requires_grad_(False)
+        if self.unused:
+            model.register_parameter("spare", nn.Parameter(torch.ones(3)))
         return model
 
     def data(self, split: str, folder: Path) -> Arrays:

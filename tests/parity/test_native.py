@@ -22,6 +22,7 @@ TASKS = {
     "tokens-sgd": Tokens(rule="sgd", clip=None, batch_size=5),
     "tiny": Images(batch_size=3, samples=7, epochs=4, clip=0.5),
     "frozen": Images(frozen=True, rule="adam"),
+    "unused": Images(unused=True),
 }
 PLANS = [
     "",

@@ -33,9 +33,16 @@ def test_synchronised_batchnorm_is_that_of_one_process(pool: Pool, plan: str) ->
 
 
 @pytest.mark.parametrize("samples", [7, 8])
-def test_synchronised_batchnorm_does_not_see_filler_rows(pool: Pool, samples: int) -> None:
+@pytest.mark.parametrize("text", ["", ",recompute"])
+def test_synchronised_batchnorm_does_not_see_filler_rows(pool: Pool, samples: int, text: str) -> None:
     task = Images(batchnorm=True, batch_size=3, samples=samples, epochs=3)
-    check(pool, task, "replicate=4,batchnorm=sync", reference.train(task, STEPS))
+    check(pool, task, f"replicate=4,batchnorm=sync{text}", reference.train(task, STEPS))
+
+
+@pytest.mark.parametrize("plan", ["replicate=4", "replicate=4,recompute"])
+def test_local_batchnorm_does_not_see_filler_rows(pool: Pool, plan: str) -> None:
+    task = Images(batchnorm=True, batch_size=5, samples=10, epochs=3)
+    check(pool, task, plan, reference.train(task, STEPS, ways=4))
 
 
 @pytest.mark.parametrize(

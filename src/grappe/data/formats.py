@@ -196,7 +196,7 @@ def _gunzipped(raw: NDArray[np.uint8], path: Path) -> NDArray[np.uint8]:
     """What is in a gzip file of IDX, never more than one byte beyond what the header inside promises."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
-        out = stream.decompress(raw, 4 + 4 * _MOST_DIMENSIONS)
+        out = stream.decompress(raw.data, 4 + 4 * _MOST_DIMENSIONS)
         shape, start = _idx_header(np.frombuffer(out, np.uint8), path)
         left = start + math.prod(shape) - len(out)
         if left >= 0:

@@ -30,9 +30,9 @@ class Keyed(Dataset[Any]):
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
 
-    def __getitem__(self, request: tuple[int, int]) -> Any:
+    def __getitem__(self, index: tuple[int, int]) -> Any:
         """One sample, for a request (epoch, id)."""
-        return self.__getitems__([request])[0]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, requests: Sequence[tuple[int, int]]) -> list[Any]:
         """The samples of a batch, in order, for requests (epoch, id).

@@ -9,22 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grappe import evaluation, model_state
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.feed import rows_of
-from grappe import optimizer_state
 from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.plan import Plan
 from grappe.prepare import prepare
-from grappe.prepare.batchnorm import agreed, buffers_agreed, statistics_frozen
+from grappe.prepare.batchnorm import statistics_frozen
 from grappe.prepare.clip import gradient_norm, scale
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import uses_shard
-from grappe.schedule import replay
-from grappe.scores import Scorer, Scores
-from grappe.weights import copy_into, whole
+from grappe.scores import Scores
 
 
 class Native(Stepper):
@@ -51,7 +49,9 @@ class Native(Stepper):
         self._flag = setting.flag
         set_tf32(self._plan.precision)
         self._prepared = prepare(self._task, self._plan, self._world, setting.weights)
+        self._begin, self._tally = self._prepared.begin, self._prepared.tally
         self._model = self._prepared.model
+        self._autocast = self._prepared.autocast or _PLAIN
         self._losses = Losses(self._task)
         self._scale = LossScale(self._plan.precision)
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
@@ -67,6 +67,9 @@ class Native(Stepper):
         self._model.train()
 
     def step(self, batch: Batch) -> StepResult:
+        if self._begin is not None:
+            self._tally = self._begin(lambda: self._rehearse(batch.microbatches[0]))
+            self._begin = None
         self._seed_dropout(batch.step)
         total: Tensor | None = None
         last = batch.microbatches[-1]
@@ -74,41 +77,45 @@ class Native(Stepper):
             if self._prepared.synchronise is not None:
                 self._prepared.synchronise(micro is last)
             total = self._accumulate(batch, micro, total, micro is last)
-        sums = self._prepared.tally.sums()
+        sums = self._tally.sums()
         lr = self._group["lr"]
         norm, skipped = self._update()
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Forward and backward of a microbatch; the sum of losses so far."""
-        with self._forward_context(micro):
-            output = self._prepared.forward(micro.inputs)
-            rows = micro.rows or rows_of(micro.targets)
-            values = self._losses.values(output, micro, rows)
-        seed = self._losses.seed(values, micro, batch, rows, self._ways * self._scale.value)
-        total = self._losses.total(values, micro, rows)
-        total = total if before is None else before + total
-        roots = self._prepared.tally.roots(total, self._flag()) if last else ()
-        torch.autograd.backward((values, *roots), (seed, *[None] * len(roots)))
+        # Around backward too, where recomputation runs the forward again.
+        with _PLAIN if micro.rows else self._filler():
+            with self._autocast:
+                output = self._prepared.forward(micro.inputs)
+                rows = micro.rows or rows_of(micro.targets)
+                values = self._losses.values(output, micro, rows)
+            seed = self._losses.seed(values, micro, batch, rows, self._ways * self._scale.value)
+            total = self._losses.total(values, micro, rows)
+            total = total if before is None else before + total
+            roots = self._tally.roots(total, self._flag()) if last else ()
+            torch.autograd.backward((values, *roots), (seed, *[None] * len(roots)))
         return total
 
-    @contextlib.contextmanager
-    def _special_forward(self, micro: Microbatch) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._prepared.autocast is not None:
-                stack.enter_context(self._prepared.autocast)
-            if not micro.rows:
-                if self._prepared.rows is None:
-                    stack.enter_context(statistics_frozen(self._model))
-                else:
-                    self._prepared.rows.real = False
-                    stack.callback(setattr, self._prepared.rows, "real", True)
-            yield
+    def _rehearse(self, micro: Microbatch) -> None:
+        """A forward and backward that leaves nothing behind but which parameters have a gradient."""
+        with statistics_frozen(self._model):
+            with self._autocast:
+                values = self._losses.values(self._model(micro.inputs), micro, rows_of(micro.targets))
+            values.sum().backward()
 
-    def _forward_context(self, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
-        if micro.rows and self._prepared.autocast is None:
-            return _PLAIN
-        return self._special_forward(micro)
+    @contextlib.contextmanager
+    def _filler(self) -> Iterator[None]:
+        """Inside, batch normalisation takes no notice of the rows it sees."""
+        if self._prepared.rows is None:
+            with statistics_frozen(self._model):
+                yield
+            return
+        self._prepared.rows.real = False
+        try:
+            yield
+        finally:
+            self._prepared.rows.real = True
 
     def _update(self) -> tuple[Tensor | None, bool]:
         norm, skipped = None, False
@@ -140,56 +147,19 @@ class Native(Stepper):
         if self._world.device.type == "cuda":
             torch.cuda.default_generators[self._world.device.index].manual_seed(seed)
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        self._model.eval()
-        scorer = Scorer(self._task, self._world)
-        try:
-            with buffers_agreed(self._model, self._world.data_group), self._prepared.autocast or _PLAIN:
-                for batch in batches:
-                    for micro in batch.microbatches:
-                        scorer.add(self._model(micro.inputs), micro)
-        finally:
-            self._model.train()
-        return scorer.scores(samples)
+        return evaluation.evaluate(self._model, self._task, self._world, batches, samples, self._autocast)
 
     def state(self) -> State:
-        tensors, values = optimizer_state.save(self._model, self._optimizer)
-        tensors.update({f"model.{name}": tensor for name, tensor in self._model.named_parameters()})
-        for rank, buffers in enumerate(self._world.gather_data(self._buffers())):
-            tensors.update({f"local.{rank}.{name}": buffer for name, buffer in buffers.items()})
-        tensors.update({f"model.{name}": buffer for name, buffer in self._agreed_buffers()})
-        steps = self._schedule.last_epoch if self._schedule is not None else 0
-        return State(
-            tensors=tensors, values={**values, "scale": self._scale.state(), "schedule_steps": steps}
-        )
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.cpu() for name, buffer in self._model.named_buffers()}
-
-    def _agreed_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in self._model.named_buffers():
-            group = self._world.data_group if buffer.is_floating_point() else None
-            yield name, agreed(buffer, group) if group is not None else buffer
+        tensors, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
+        return State(tensors=tensors, values={**values, "scale": self._scale.state()})
 
     def restore(self, saved: Saved) -> None:
-        for name, parameter in self._model.named_parameters():
-            copy_into(parameter, saved.tensors.read(f"model.{name}"))
-        mine = f"local.{self._world.data_rank}."
-        alike = saved.values.get("data_parallel", self._world.data_size) == self._world.data_size
-        for name, buffer in self._model.named_buffers():
-            own = mine + name
-            copy_into(buffer, saved.tensors.read(own if alike and own in saved.tensors else f"model.{name}"))
-        optimizer_state.load(self._model, self._optimizer, saved)
+        model_state.restore(self._model, self._optimizer, self._schedule, self._world, saved)
         self._scale.restore(saved.values.get("scale", {}))
-        if self._schedule is not None:
-            replay(self._schedule, saved.values.get("schedule_steps", 0))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, whole(parameter)
-        for name, buffer in self._agreed_buffers():
-            yield name, whole(buffer)
+        return model_state.export(self._model, self._world)
 
     def close(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grappe import optimizer_state
+from grappe import evaluation, model_state
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
 from grappe.losses import Losses
-from grappe.prepare import fill, on_meta
-from grappe.prepare.batchnorm import agreed, buffers_agreed, statistics_frozen
+from grappe.prepare.batchnorm import statistics_frozen
+from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import set_tf32
 from grappe.prepare.tally import RIDER_SIZE, Sums
-from grappe.scores import Scorer, Scores
+from grappe.scores import Scores
 from grappe.task import Task
-from grappe.weights import Weights, copy_into, named_tensors, whole
+from grappe.weights import Weights
 from grappe.world import choose_backend
 
 # ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
@@ -233,53 +233,26 @@ class Textbook(Stepper):
 
     # ---- 4. Evaluation: the book's exercise 4 --------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """The book evaluates on one GPU and calls it inefficient. Here each process scores its own slice.
 
         Sums and counts are added up over processes, and divided once. The models are the same, but for what
         they keep of the samples that they saw, batch normalisation's statistics: their mean is used.
         """
-        scorer = Scorer(self._task, self._world)
-        self._model.eval()
-        try:
-            with buffers_agreed(self._model, self._world.data_group):
-                for batch in batches:
-                    for micro in batch.microbatches:
-                        scorer.add(self._model(micro.inputs), micro)
-        finally:
-            self._model.train()
-        return scorer.scores(samples)
+        return evaluation.evaluate(self._model, self._task, self._world, batches, samples)
 
     # ---- 5. Stopping and going on, which the book leaves out -----------------------------------------------
 
     def state(self) -> State:
         """Parameters and optimizer state once, since all have the same; the buffers of each process."""
-        tensors, values = optimizer_state.save(self._model, self._optimizer)
-        tensors.update({f"model.{name}": tensor for name, tensor in self.export()})
-        mine = {name: whole(buffer) for name, buffer in self._model.named_buffers()}
-        for rank, buffers in enumerate(self._world.gather_data(mine)):
-            tensors.update({f"local.{rank}.{name}": buffer for name, buffer in buffers.items()})
-        steps = self._schedule.last_epoch if self._schedule is not None else 0
-        processes = self._world.data_size
-        return State(tensors=tensors, values={**values, "schedule_steps": steps, "data_parallel": processes})
+        tensors, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
+        return State(tensors=tensors, values=values)
 
     def restore(self, saved: Saved) -> None:
-        alike = saved.values.get("data_parallel", self._world.data_size) == self._world.data_size
-        for name, tensor in named_tensors(self._model).items():
-            own = f"local.{self._world.data_rank}.{name}"
-            copy_into(tensor, saved.tensors.read(own if alike and own in saved.tensors else f"model.{name}"))
-        optimizer_state.load(self._model, self._optimizer, saved)
-        if self._schedule is not None:
-            for _ in range(saved.values.get("schedule_steps", 0)):
-                self._schedule.step()
+        model_state.restore(self._model, self._optimizer, self._schedule, self._world, saved)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, whole(parameter)
-        for name, buffer in self._model.named_buffers():
-            group = self._world.data_group if buffer.is_floating_point() else None
-            yield name, whole(buffer if group is None else agreed(buffer, group))
+        return model_state.export(self._model, self._world)
 
     def close(self) -> None:
         self._optimizer.zero_grad()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grappe.plan import Plan
-from grappe.prepare.tally import RIDER_SIZE
+from grappe.prepare.tally import RIDER_SIZE, ReduceTally, RiderTally, Tally
 from grappe.world import World
-
 
 # Renamed in torch 2.13.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -31,14 +31,51 @@ class Carrier(nn.Module):
         return self.model(inputs)
 
 
-def replicate(carrier: Carrier, plan: Plan, world: World) -> DistributedDataParallel:
-    """Wraps the model so that backward averages gradients over the processes. Collective."""
-    return DistributedDataParallel(
-        carrier,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        process_group=world.data_group,
-        init_sync=False,  # every process has read the same weights
-        gradient_as_bucket_view=True,
-        # Statistics are each process's own; they are made to agree for evaluation.
-        **{_SYNC_BUFFERS: False},
-    )
+class Replicas:
+    """DDP around a carrier, made at the first step, when it is known whether every parameter gets a gradient.
+
+    DDP fails at its second step where one gets none, unless it is told to look for such at every step, which
+    costs a walk through the graph and a reduction of its own.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.carrier = Carrier(model, world.device)
+        self._world = world
+        self._wrapped: DistributedDataParallel | None = None
+
+    def begin(self, rehearse: Callable[[], None]) -> Tally:
+        """Calls `rehearse`, one forward and backward of the bare model, and wraps. Collective.
+
+        Returns:
+            What sums the loss: the rider, unless DDP looks for unused parameters and would count it among them.
+        """
+        rehearse()
+        trained = [parameter for parameter in self.carrier.model.parameters() if parameter.requires_grad]
+        missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
+        missing = missing.to(self._world.device)
+        dist.all_reduce(missing, group=self._world.data_group)
+        for parameter in trained:
+            parameter.grad = None
+        self._wrapped = self._wrap(bool(missing))
+        return ReduceTally(self._world) if missing else RiderTally(self.carrier.rider, self._world.data_size)
+
+    def _wrap(self, find_unused: bool) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            self.carrier,
+            device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
+            process_group=self._world.data_group,
+            init_sync=False,  # every process has read the same weights
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused,
+            # Statistics are each process's own; they are made to agree for evaluation.
+            **{_SYNC_BUFFERS: False},  # pyrefly: ignore
+        )
+
+    def __call__(self, inputs: Any) -> Any:
+        assert self._wrapped is not None
+        return self._wrapped(inputs)
+
+    def synchronise(self, last: bool) -> None:
+        """Whether the next backward is to reduce."""
+        assert self._wrapped is not None
+        self._wrapped.require_backward_grad_sync = last

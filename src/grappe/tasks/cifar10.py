@@ -6,6 +6,7 @@ Shapes: B images of a slice.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from typing import Literal
 
 import torch
@@ -124,12 +125,13 @@ class Cifar10(Task):
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return list(model)
+    def units(self, model: Any) -> list[nn.Module]:
+        return list(model.children())
 
 
 def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
     """[B, C, H, W], each mirrored or not and shifted by up to PADDING; `numbers` [B, 3 or more] in [0, 1)."""
+    # Padded with 0, which is grey: the images are normalised by now.
     images = torch.where(numbers[:, 0, None, None, None] < 0.5, images.flip(3), images)
     height, width = images.shape[2:]
     windows = F.pad(images, (PADDING,) * 4).unfold(2, height, 1).unfold(3, width, 1)  # a view: every crop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,5 +61,5 @@ class FashionMnist(Task):
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return list(model)
+    def units(self, model: Any) -> list[nn.Module]:
+        return list(model.children())

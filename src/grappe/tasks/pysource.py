@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from grappe import Arrays, Task
 from grappe.errors import TaskError
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-HELD_OUT = {"validation": 8, "test": 9}  # of each ten files in order; the others are for training
+PARTS = {"train": range(8), "validation": (8,), "test": (9,)}  # of each ten files in order
 IGNORED = -1  # the target that counts nothing: a file's first byte, of which no other file tells
 BYTES = 256
 
@@ -34,7 +35,7 @@ class Block(nn.Module):
         super().__init__()
         self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No biases: a key's would have no gradient but rounding errors, which AdamW makes as large as any other.
+        # No biases: a key's would have rounding errors for a gradient, and AdamW steps as far on those.
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.merge = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -92,7 +93,7 @@ class PySource(Task):
     epochs: int = 1
     batch_size: int = 32
     clip: float | None = 1.0
-    lr: float = 1e-3
+    lr: float = 3e-3
     weight_decay: float = 0.1
     warmup: float = 0.05
     """The share of the steps in which the learning rate rises."""
@@ -111,9 +112,8 @@ class PySource(Task):
         return GPT(self.width, self.depth, self.heads, self.context, self.dropout)
 
     def data(self, split: str, folder: Path) -> Arrays:
-        mine = {HELD_OUT[split]} if split in HELD_OUT else set(range(10)) - set(HELD_OUT.values())
-        files = enumerate(_sources(self.megabytes * 1e6))
-        text = np.frombuffer(b"\0".join(file for number, file in files if number % 10 in mine), np.uint8)
+        part, files = PARTS[split], enumerate(_sources(self.megabytes * 1e6))
+        text = np.frombuffer(b"\0".join(file for number, file in files if number % 10 in part), np.uint8)
         count = max(0, len(text) - 1) // self.context
         if not count:
             raise TaskError(
@@ -157,12 +157,12 @@ class PySource(Task):
     def metrics(self) -> dict[str, BitsPerByte]:
         return {"bits_per_byte": BitsPerByte(ignore_index=IGNORED)}
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.blocks)
+    def units(self, model: Any) -> list[nn.Module]:
+        return list(model.get_submodule("blocks").children())
 
-    def tensor_plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
+    def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
         styles = {}
-        for number in range(len(model.blocks)):
+        for number in range(self.depth):
             styles |= {
                 f"blocks.{number}.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")
             }

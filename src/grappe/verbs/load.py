@@ -28,7 +28,7 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     """
     import torch
 
-    from grappe.prepare import fill
+    from grappe.prepare.materialise import fill
 
     run = run if isinstance(run, Run) else Run(run)
     task = task or task_of(run)

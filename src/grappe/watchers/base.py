@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One optimizer step, settled: its numbers are on the host. Steps and samples count from 1, over the whole world."""
+    """One optimizer step, settled: its numbers are on the host. Steps count from 1, over the whole world."""
 
     step: int
     epoch: int
@@ -44,7 +44,7 @@ class Outcome:
 
 
 class Watcher:
-    """Looks at a training; every method may stay as it is. `acts` ones run on every process, others on process 0."""
+    """Looks at a training; every method may stay as it is. Lives on process 0."""
 
     def started(self, training: Training) -> None:
         """The first step is about to be taken."""

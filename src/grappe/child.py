@@ -1,0 +1,130 @@
+"""Child: one process of a local launch, from its first instruction to what it reports to its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
+from grappe.world import Place
+
+TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
+STARTED = "--- started "  # opens each start's part of a log
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a process says of itself at its end."""
+
+    kind: str
+    """"returned", "error" (one of ours, with a message for the user) or "crashed" (any other exception)."""
+    when: float = dataclasses.field(default_factory=time.time)
+    value: Any = None
+    error: str = ""
+    """The class of the error."""
+    message: str = ""
+    details: str = ""
+
+
+class Terminal:
+    """A file descriptor of the parent's that travels to a child."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.descriptor),)
+
+
+def _received(duplicate: Any) -> Terminal:
+    return Terminal(duplicate.detach())
+
+
+def run(payload: bytes, place: Place, meet: Path, pipe: Connection, terminal: Terminal | None) -> None:
+    """Runs the function that `payload` names, reports on `pipe`, and ends this process."""
+    end_with_parent()
+    code = EXIT_FAILURE
+    try:
+        redirect(early_log(meet, place), place)
+        name, argument, environment = cloudpickle.loads(payload)
+        # The server that forked us was started under an older environment.
+        os.environ.clear()
+        os.environ.update(environment)
+        if terminal is not None:
+            os.environ[TERMINAL] = str(terminal.descriptor)
+        module, _, attribute = name.partition(":")
+        value = getattr(importlib.import_module(module), attribute)(argument, place, meet)
+        pipe.send(Report(kind="returned", value=value if place.rank == 0 else None))
+        code = EXIT_OK
+    except GrappeError as error:
+        pipe.send(
+            Report(
+                kind="error", error=type(error).__name__, message=str(error), details=traceback.format_exc()
+            )
+        )
+        code = error.exit_code
+    except BaseException as error:
+        traceback.print_exc()  # the last lines of the log tell the user
+        pipe.send(Report(kind="crashed", error=type(error).__name__))
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        pipe.close()
+        os._exit(code)  # communication threads of a failed step may never join
+
+
+def early_log(meet: Path, place: Place) -> Path:
+    """Where a process's output goes until there is a run; afterwards this leads to the run's log."""
+    return meet / f"rank-{place.rank}.log"
+
+
+def redirect(log: Path, place: Place, early: Path | None = None) -> None:
+    """Sends this process's standard output and error to the end of `log`, what is in `early` too."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if early is None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {place.rank} of {place.size} on {os.uname().nodename}"
+        os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
+    else:
+        os.write(handle, early.read_bytes())
+        beside = early.with_suffix(".link")
+        beside.symlink_to(log.absolute())
+        beside.replace(early)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def end_with_parent() -> None:
+    """No orphan survives: this process is killed when the one that started it ends, however that came."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        # The server that forked us; it lives as long as any of us, so the one who asked is watched as well.
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
