@@ -15,7 +15,6 @@ import types
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,8 @@ class _Child:
         self.place = place
         self.log = child.early_log(meet, place)
         self.report: Report | None = None
-        self.ended_at = 0.0
-        self.process: ForkServerProcess | None = None
+        self.process: Any = None
+        self.ended = False
 
     def start(self, payload: bytes, meet: Path) -> None:
         """Forks it."""
@@ -108,14 +107,28 @@ class _Child:
         return f"process {self.place.rank} of {self.place.size} on {os.uname().nodename}"
 
     def hear(self) -> None:
-        """Takes its report, if it sent one."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.report is None and self.pipe.poll():
+        """Takes its report, if there is one to read."""
+        try:
+            if self.report is None and self.pipe.poll():
                 self.report = self.pipe.recv()
+        except (EOFError, OSError):
+            self.report = Report(kind="silent")
+
+    def over(self) -> None:
+        """Takes note that it has ended."""
+        self.process.join()
+        self.ended = True
+        self.hear()
+        self.report = self.report or Report(kind="silent")
+
+    @property
+    def code(self) -> int:
+        """Its exit code; negative: the signal that killed it."""
+        return self.process.exitcode or 0
 
     def signal(self, number: int) -> None:
         """Sends it a signal, if it lives."""
-        if self.process is not None and self.process.pid and self.process.is_alive():
+        if self.process is not None and self.process.pid and not self.ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
@@ -141,12 +154,123 @@ def _watch(children: list[_Child]) -> Any:
                 one.hear()
             if one.process.sentinel in ready:
                 del living[one.process.sentinel]
-                one.settle()
-                if one.failed:
+                one.over()
+                if one.report.kind != "returned":
                     failed.append(one)
         if failed and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
     if failed:
         raise _explanation(failed)
-    assert children[0].report is not None
     return children[0].report.value
+
+
+def _explanation(failed: list[_Child]) -> GrappeError:
+    """The error to show: that of the process which failed first, since the others' may follow from it."""
+    # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
+    first = min(failed, key=lambda one: (one.code >= 0 or one.code == -signal.SIGABRT, one.report.when))
+    if first.report.kind == "error":
+        error = getattr(errors, first.report.error, GrappeError)(first.report.message)
+        error.details = first.report.details
+        return error
+    hint = ""
+    if first.code == -signal.SIGKILL:
+        hint = " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
+    return ProcessDied(f"{first.name} {_how_it_ended(first)}{hint}{last_lines(first.log)}")
+
+
+def _how_it_ended(one: _Child) -> str:
+    if one.code < 0:
+        return f"was killed by {_signal_name(-one.code)}"
+    if one.report.kind == "crashed":
+        return f"failed with {one.report.error}"
+    return f"ended by itself with exit code {one.code}"
+
+
+def last_lines(log: Path) -> str:
+    """The end of a process's log, of this start only, ready to follow a message."""
+    try:
+        lines = log.read_text(errors="replace").rstrip().splitlines()
+    except OSError:
+        return ""
+    begins = [index for index, line in enumerate(lines) if line.startswith(child.STARTED)]
+    lines = lines[begins[-1] + 1 :] if begins else lines
+    return "".join(f"\n  | {line}" for line in lines[-LAST_LINES:])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class _Deadly(BaseException):
+    """A signal that ends all at once."""
+
+
+class _Signals:
+    """What signals to us do while processes run.
+
+    The first is passed on to processes that save and end; a second Ctrl-C, or any signal to processes that
+    have nothing to save, ends them at once, and then has the effect that it would have had without us.
+    """
+
+    def __init__(self, children: list[_Child], saves: bool) -> None:
+        self._children, self._saves = children, saves
+        self._received: list[int] = []
+        self._before: dict[int, Any] = {}
+        self.over = False
+
+    def __enter__(self) -> _Signals:
+        # Elsewhere than in the main thread (a notebook's worker, say) signals are not ours.
+        with contextlib.suppress(ValueError):
+            for number in handled():
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        self._received.append(number)
+        if self.over:
+            return
+        if not self._saves or self._received.count(signal.SIGINT) > 1:
+            self.over = True
+            raise _Deadly
+        for one in self._children:
+            one.signal(number)
+
+    def catch_up(self, one: _Child) -> None:
+        """Sends a new process what came before it was there."""
+        for number in self._received:
+            one.signal(number)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if isinstance(error, _Deadly):
+            signal.raise_signal(self._received[-1])
+            raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """multiprocessing would run the user's script again in each process; what they need travels by value."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _terminal() -> Terminal | None:
+    """Where our own standard output goes."""
+    stream = sys.stdout
+    # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1, it shows.
+    descriptor = stream.fileno() if isinstance(stream, io.TextIOWrapper) else 1
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return None
+    if stream is not None:
+        stream.flush()
+    return Terminal(descriptor)

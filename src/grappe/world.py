@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
-import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from grappe import rendezvous
 from grappe.errors import PlanError, UsageError
 
 T = TypeVar("T")
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from grappe.plan import Plan
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-TIMEOUT = timedelta(minutes=30)
+INTERACTIVE_STEPS = 0xFFFFFFF0  # Slurm's own steps, of salloc's shell and of the batch script, count down from the top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,37 +40,69 @@ class Place:
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that torchrun or srun gave this process; None when neither started it.
 
-    A Slurm step is known by SLURM_STEP_ID with SLURM_PROCID, never by the job's name; inside `salloc` or a
-    bare batch shell those of a step are missing and this process is not one of the tasks.
+    torchrun wins, as it may itself have been started by srun. A step of one process is left to our own
+    launch, as a laptop is.
+
+    Raises:
+        UsageError: a launcher's variables are set, and make no sense.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return Place(
-            rank=int(environment["RANK"]),
-            size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", 0)),
-            local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
-            launcher="torchrun",
-            job=environment.get("TORCHELASTIC_RUN_ID", ""),
-        )
-    if _in_slurm_step(environment):
-        return Place(
-            rank=int(environment["SLURM_PROCID"]),
-            size=int(environment["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environment["SLURM_LOCALID"]),
-            local_size=_local_tasks(environment),
-            launcher="srun",
-            job="-".join(
-                environment.get(name, "0")
-                for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-            ),
-        )
+    try:
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            return _torchrun(environment)
+        if _in_slurm_step(environment):
+            return _srun(environment)
+    except ValueError as error:
+        raise UsageError(
+            f"a variable that torchrun or srun sets for each process is not a number ({error}): unset RANK, "
+            "WORLD_SIZE and SLURM_PROCID, or start grappe with its launcher"
+        ) from error
     return None
 
 
+def _torchrun(environment: Mapping[str, str]) -> Place:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in environment:
+            raise UsageError(
+                f"RANK and WORLD_SIZE are set, and {name} is not: unset both, or start grappe with torchrun"
+            )
+    return Place(
+        rank=int(environment["RANK"]),
+        size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        launcher="torchrun",
+        job=environment.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def _srun(environment: Mapping[str, str]) -> Place | None:
+    if int(environment["SLURM_STEP_NUM_TASKS"]) == 1:
+        return None
+    return Place(
+        rank=int(environment["SLURM_PROCID"]),
+        size=int(environment["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        local_size=_local_tasks(environment),
+        launcher="srun",
+        job="-".join(
+            environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        ),
+    )
+
+
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of a step's.
+
+    Known by SLURM_STEP_ID with SLURM_PROCID, never by the job's name: inside salloc or a bare batch shell one
+    of them is missing. A shell of `srun --pty` has both, and what is typed in it is no part of the step.
+    """
     step = environment.get("SLURM_STEP_ID", "")
-    return step.isdigit() and all(
-        name in environment for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    return (
+        step.isdigit()
+        and int(step) < INTERACTIVE_STEPS
+        and all(name in environment for name in names)
+        and "SLURM_PTY_PORT" not in environment
     )
 
 
@@ -189,7 +219,7 @@ def join(plan: Plan, place: Place, meet: Path) -> World:
     if place.size == 1 and plan.offload == "none":
         return World(place=place, device=device, threads=threads)
     backend = choose_backend(plan, device)
-    _start_communication(place, backend, device, meet)
+    rendezvous.start(place, backend, device, meet)
     return _with_mesh(plan, place, device, threads, backend)
 
 
@@ -236,68 +266,6 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
             f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out"
         )
     return backend
-
-
-def _start_communication(place: Place, backend: str, device: torch.device, meet: Path) -> None:
-    import torch.distributed as dist
-
-    if place.size == place.local_size:
-        # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
-    if place.size == 1:
-        store: object = dist.HashStore()  # FSDP2 offloads through a group, of one process too
-    else:
-        store = _env_store() if place.launcher == "torchrun" else _published_store(place, meet)
-    # FSDP's offload and our own objects need CPU collectives beside NCCL's.
-    backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
-    dist.init_process_group(
-        backends,
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=TIMEOUT,
-        device_id=device if backend == "nccl" else None,
-    )
-
-
-def _env_store() -> object:
-    import torch.distributed as dist
-
-    # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return store
-
-
-def _published_store(place: Place, meet: Path) -> object:
-    """A TCP store on a port of the system's choice, its address published by process 0 in `meet`."""
-    import torch.distributed as dist
-
-    address = meet / f"rendezvous-{place.job or 'local'}"
-    if place.rank == 0:
-        alone = place.size == place.local_size
-        host = "127.0.0.1" if alone else socket.gethostname()
-        store = dist.TCPStore(host, 0, place.size, True, TIMEOUT, wait_for_workers=False)
-        beside = address.with_suffix(f".{os.getpid()}")
-        beside.write_text(f"{host} {store.port}")
-        beside.replace(address)
-        return store
-    host, port = _wait_for(lambda: address.read_text().split(), f"process 0's address in {meet}")
-    return dist.TCPStore(host, int(port), place.size, False, TIMEOUT, wait_for_workers=False)
-
-
-def _wait_for(read: Callable[[], list[str]], what: str, seconds: float = 120.0) -> list[str]:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            found = read()
-        except OSError:
-            found = []
-        if found:
-            return found
-        time.sleep(0.02)
-    raise UsageError(
-        f"waited {seconds:.0f} s for {what}: is process 0 running, and do all nodes share that folder?"
-    )
 
 
 def _with_mesh(plan: Plan, place: Place, device: torch.device, threads: int, backend: str) -> World:

@@ -151,7 +151,7 @@ def test_binary(tmp_path, pixels):
     assert images.dtype == np.uint8 and np.array_equal(images, pixels.reshape(7, 3, 32, 32))
     assert labels.dtype == np.int64 and labels.tolist() == LABELS
     for wrong in (b"", records.tobytes()[:-1]):
-        with pytest.raises(DataError, match="data_batch_3.bin.*truncated.*records of 3073"):
+        with pytest.raises(DataError, match=r"data_batch_3.bin.*truncated.*records of 3073"):
             cifar10_binary([one, write(tmp_path, wrong, "data_batch_3.bin")])
     with pytest.raises(DataError, match="a label is 255"):
         cifar10_binary([write(tmp_path, b"\xff" * 3073)])
@@ -217,7 +217,7 @@ def test_code_after_an_honest_batch_is_refused(tmp_path, pixels):
     with pytest.raises(DataError, match=r"data_batch_1 carries code \(posix.system\): refused"):
         cifar10_python([write(tmp_path, python2_batch(pixels, LABELS, tail=tail))])
     for opcode in (b"iposix\nsystem\n", b"\x82\x01", b"\x8c\x05posix\x8c\x06system\x93", b"Q", b"P1\n", b"o"):
-        with pytest.raises(DataError, match="carries code|opcode|do not fit"):
+        with pytest.raises(DataError, match=r"carries code|opcode|do not fit"):
             cifar10_python([write(tmp_path, python2_batch(pixels, LABELS, tail=opcode + b"."))])
 
 

@@ -121,9 +121,9 @@ def test_fashion_mnist_network_is_the_chapters():
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(DataError, match="train-images-idx3-ubyte, train-labels-idx1-ubyte.*zalandoresearch"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte, train-labels-idx1-ubyte.*zalandoresearch"):
         FashionMnist().data("train", tmp_path)
-    with pytest.raises(DataError, match="data_batch_1, .*data_batch_5.*cs.toronto.edu/~kriz/cifar.html"):
+    with pytest.raises(DataError, match=r"data_batch_1, .*data_batch_5.*cs.toronto.edu/~kriz/cifar.html"):
         Cifar10().data("train", tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_pysource_samples():
 def test_pysource_is_capped():
     small, large = (PySource(**{**TINY, "megabytes": size}).data("train", Path()) for size in (0.3, 0.6))
     assert 0.1e6 < len(small) * 32 < 0.5e6 and len(large) > 1.4 * len(small)
-    with pytest.raises(TaskError, match="megabytes=0.0 leaves no train sample"):
+    with pytest.raises(TaskError, match=r"megabytes=0.0 leaves no train sample"):
         PySource(**{**TINY, "megabytes": 0.0}).data("train", Path())
 
 

@@ -6,8 +6,7 @@ Shapes: B images of a slice.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +125,7 @@ class Cifar10(Task):
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 
     def units(self, model: Any) -> list[nn.Module]:
-        return list(model.children())
+        return list(model)
 
 
 def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:

@@ -62,4 +62,4 @@ class FashionMnist(Task):
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 
     def units(self, model: Any) -> list[nn.Module]:
-        return list(model.children())
+        return list(model)

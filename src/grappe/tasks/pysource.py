@@ -158,7 +158,7 @@ class PySource(Task):
         return {"bits_per_byte": BitsPerByte(ignore_index=IGNORED)}
 
     def units(self, model: Any) -> list[nn.Module]:
-        return list(model.get_submodule("blocks").children())
+        return list(model.blocks)
 
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
         styles = {}

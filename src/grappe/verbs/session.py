@@ -55,7 +55,7 @@ def field_texts(task: Task) -> dict[str, Any]:
     return {name: value if _is_plain(value) else repr(value) for name, value in fields(task).items()}
 
 
-def start(function: str, request: Any, plan: Plan) -> Any:
+def start(function: str, request: Any, plan: Plan, *, saves: bool = False) -> Any:
     """Runs function(request, place, meet) on the plan's processes: those of torchrun or srun, or our own.
 
     Returns:
@@ -63,7 +63,7 @@ def start(function: str, request: Any, plan: Plan) -> Any:
     """
     place = place_from_environment()
     if place is None:
-        return launch.local(function, request, plan.processes)
+        return launch.local(function, request, plan.processes, saves=saves)
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(request, place, meeting_place(place))
 

@@ -101,7 +101,7 @@ def run_training(asked: Request) -> Result:
             return Result(
                 run=finished.folder, status="finished before", step=finished.description.get("step", 0)
             )
-    return start("grappe.verbs.train:worker", asked, asked.plan)
+    return start("grappe.verbs.train:worker", asked, asked.plan, saves=True)
 
 
 def worker(asked: Request, place: Place, meet: Path) -> Result:
@@ -109,7 +109,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     began = time.perf_counter()
     from grappe import engines, world
     from grappe.interrupt import Interrupt
-    from grappe.launch import redirect
+    from grappe.child import early_log, redirect
 
     terminal = _terminal(place)
     interrupt = Interrupt()
@@ -119,7 +119,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     here = world.join(asked.plan, place, meet)
     run = Run(_on_process_0(here, lambda: _open_run(asked, task, here)))
     if place.launcher == "grappe":
-        redirect(run.folder / "logs" / f"rank-{place.rank}.log")
+        redirect(run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
     training = _assemble(asked, task, here, run, engine, interrupt, terminal, began)
     outcome = training.run_to_end()
     if place.rank == 0:

@@ -1,0 +1,1 @@
+"""Benchmarks against what users would take instead, interleaved in one run. See README.md."""

@@ -1,0 +1,83 @@
+"""grappe: what `grappe train` runs in each process, with its bar on a terminal and its curves in a file."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from benchmarks import tiny
+from benchmarks.pacer import Pacer, Seat
+from grappe import Arrays, Task
+from grappe.loop import StepResult
+from grappe.training import Options, Training
+from grappe.verbs.train import request, worker
+from grappe.world import Place
+
+NEVER = 10**9
+
+
+class TinyTask(Task):
+    """The tiny network as a task."""
+
+    def model(self) -> nn.Module:
+        return tiny.network()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        return Arrays(*tiny.samples())
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        return SGD(named_parameters, lr=tiny.LR)
+
+
+def run(seat: Seat, pacer: Pacer) -> None:
+    """Steps for ever; the pacer ends it."""
+    if seat.rank == 0:
+        os.environ["GRAPPE_TERMINAL"] = str(terminal())
+    with_behind_each_step(pacer.tick)
+    train(seat)
+
+
+def train(seat: Seat) -> None:
+    """A training that nothing ends, of `worker`'s own making: only evaluation and saving are put off."""
+    plan = "device=cpu,threads=1" + (f",replicate={seat.size}" if seat.size > 1 else "")
+    task = TinyTask(epochs=NEVER, batch_size=tiny.BATCH * seat.size)
+    options = Options(evaluate_every=NEVER, save_every=NEVER)
+    asked = request(task, plan, seat.folder / "run", options=options)
+    place = Place(rank=seat.rank, size=seat.size, local_rank=seat.rank, local_size=seat.size)
+    worker(asked, place, seat.folder)
+
+
+def with_behind_each_step(tick: Callable[[], bool]) -> None:
+    """Has `tick` called behind every step: contract 8 takes time outside engines, between two `after` calls."""
+    after = Training.after
+
+    def paced(self: Training, result: StepResult) -> bool:
+        stop = after(self, result)
+        if tick():
+            # The others' turns are no step of ours: as one, they would bring forward what is drawn and
+            # written every so many seconds, out of the steps that are timed.
+            self._clock = time.perf_counter()
+        return stop
+
+    Training.after = paced  # type: ignore[method-assign]
+
+
+def terminal() -> int:
+    """The descriptor of a terminal whose reader throws everything away, in a process of its own."""
+    ours, theirs = pty.openpty()
+    with Path(os.devnull).open("w") as nowhere:
+        subprocess.Popen(["cat"], stdin=ours, stdout=nowhere, stderr=nowhere)
+    os.close(ours)
+    os.environ["TERM"] = "xterm-256color"  # rich draws no bar on a dumb one
+    return theirs

@@ -1,0 +1,91 @@
+"""A plan's text, its checks, and its arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grappe import engines
+from grappe.errors import PlanError
+from grappe.plan import Plan, as_plan
+
+
+@given(
+    replicate=st.integers(1, 64),
+    shard=st.integers(2, 64),
+    zero=st.sampled_from([1, 2, 3]),
+    precision=st.sampled_from(["fp32", "tf32", "bf16", "fp16"]),
+    flags=st.sets(st.sampled_from(["recompute", "compile", "channels_last"])),
+    threads=st.none() | st.integers(1, 128),
+)
+def test_a_plan_survives_its_text(replicate, shard, zero, precision, flags, threads) -> None:
+    plan = Plan(
+        replicate=replicate, shard=shard, zero=zero, precision=precision, threads=threads, **dict.fromkeys(flags, True)
+    )
+    assert Plan.parse(str(plan)) == plan
+    assert plan.processes == replicate * shard
+
+
+def test_only_what_differs_is_written() -> None:
+    assert str(Plan()) == ""
+    assert str(Plan(replicate=2, precision="bf16")) == "replicate=2,precision=bf16"
+    assert str(Plan.parse("compile, replicate=1")) == "compile"
+    assert Plan.parse("workers=auto").workers is None
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan().replicate = 2  # type: ignore[misc]
+    assert as_plan("replicate=3") == as_plan(Plan(replicate=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("replicat=2", "did you mean replicate"),
+        ("replicate=two", "not a whole number"),
+        ("replicate=0", "at least 1"),
+        ("precision=fp8", "one of fp32, tf32, bf16, fp16"),
+        ("zero=2", "add shard=2"),
+        ("schedule=gpipe", "add pipeline=2"),
+        ("replicate=2,replicate=3", "given twice"),
+        ("replicate=", "form name=value"),
+        ("offload=gpu", "none, cpu or nvme"),
+        ("workers=-1", "at least 0"),
+        ("recompute=maybe", "true or false"),
+    ],
+)
+def test_a_wrong_plan_says_what_would_be_right(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "words"),
+    [
+        ("shard=4,pipeline=2", 6, r"needs 8 processes \(pipeline=2 x shard=4\), this job has 6: use shard=3, or ask for 8"),
+        ("replicate=2", 1, "ask for 2"),
+        ("", 4, "one process.*use replicate=4"),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_how_it_would(text: str, processes: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan.parse(text).check_fits(processes)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("engine=nativ", "did you mean native"),
+        ("engine=textbook,shard=2", "textbook has no shard: engines that have: native"),
+        ("pipeline=2", "native has no pipeline: no engine has yet"),
+        ("offload=nvme:/tmp", "use offload=cpu"),
+        ("exact=8", "native has no exact"),
+    ],
+)
+def test_an_engine_is_asked_only_for_what_it_has(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        engines.check(Plan.parse(text))

@@ -1,0 +1,73 @@
+"""What a task is, and what it may not be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from grappe import Task
+from grappe.errors import TaskError, UsageError
+from grappe.tasks import find, make, names
+
+
+class Small(Task):
+    """A task with a field of each type."""
+
+    lr: float = 0.1
+    deep: bool = False
+    width: int | None = None
+    kind: str = "plain"
+
+
+def test_a_subclass_becomes_a_keyword_only_frozen_dataclass() -> None:
+    task = Small(lr=0.2, epochs=3)
+    assert (task.lr, task.epochs, task.batch_size) == (0.2, 3, 256)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        task.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Small(0.2)  # type: ignore[misc]
+
+
+def test_fields_are_read_from_text() -> None:
+    task = make(Small, {"lr": "1e-3", "deep": "true", "width": "none", "kind": "x", "epochs": "2"})
+    assert task == Small(lr=1e-3, deep=True, width=None, kind="x", epochs=2)
+    assert make(Small, {"width": "12"}).width == 12
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [({"lrr": "1"}, "did you mean lr"), ({"epochs": "2.5"}, "whole number"), ({"epochs": "0"}, "at least 1")],
+)
+def test_wrong_fields_are_refused(texts: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make(Small, texts)
+
+
+def test_a_field_may_not_hide_a_method() -> None:
+    with pytest.raises(TaskError, match="field 'model' hides the method"):
+        type("Hides", (Task,), {"__annotations__": {"model": str}, "model": "resnet"})
+
+
+def test_clip_must_be_above_zero() -> None:
+    with pytest.raises(TaskError, match="above 0"):
+        Small(clip=0.0)
+
+
+@pytest.mark.parametrize("name", names())
+def test_shipped_tasks_are_found_and_say_what_they_learn(name: str) -> None:
+    cls = find(name)
+    assert issubclass(cls, Task)
+    assert (cls.__doc__ or "").strip()
+    assert make(cls, {"epochs": "1"}).epochs == 1
+
+
+def test_tasks_are_found_by_path_and_by_module(tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from grappe import Task\nclass One(Task):\n    '''One.'''\nclass Two(Task):\n    lr: float = 3\n")
+    assert find(f"{file}:Two")().lr == 3
+    assert find("tests.parity.tasks:Images").__name__ == "Images"
+    with pytest.raises(TaskError, match="several tasks, say which"):
+        find(str(file))
+    with pytest.raises(TaskError, match="did you mean digits"):
+        find("digit")
