@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
+import stat
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from grappe import launch, tasks
-from grappe.errors import GrappeError, TaskError
+from grappe.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    GrappeError,
+    ProcessDied,
+    TaskError,
+    UsageError,
+)
 from grappe.plan import Plan
 from grappe.task import Task, fields
 from grappe.world import Place, place_from_environment
+
+LEAVING_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,24 +72,91 @@ def field_texts(task: Task) -> dict[str, Any]:
 def start(function: str, request: Any, plan: Plan, *, saves: bool = False) -> Any:
     """Runs function(request, place, meet) on the plan's processes: those of torchrun or srun, or our own.
 
+    Args:
+        request: its `run`, a path or None, is where processes of several nodes meet.
+        saves: whether a signal makes the function save and return.
+
     Returns:
         What process 0 returned; under a launcher, what this process did.
+
+    Raises:
+        GrappeError: what went wrong. Under a launcher one process raises it, and the others SystemExit.
     """
     place = place_from_environment()
     if place is None:
         return launch.local(function, request, plan.processes, saves=saves)
+    plan.check_fits(place.size)
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(request, place, meeting_place(place))
+    try:
+        return getattr(importlib.import_module(module), name)(request, place, meeting_place(place, request.run))
+    except Exception as error:
+        raise _said_once(error, place) from error
 
 
-def meeting_place(place: Place) -> Path:
-    """A folder that all processes of this start see: shared between nodes, private to this machine else."""
-    if place.size > place.local_size:
-        folder = Path("runs")
+def _said_once(error: Exception, place: Place) -> BaseException:
+    """`error` for the user, from one process; the others leave without a word."""
+    from grappe.rendezvous import may_speak
+
+    ours = isinstance(error, GrappeError)
+    if not may_speak(place):
+        return SystemExit(error.exit_code if ours else EXIT_FAILURE)
+    who = f"process {place.rank} of {place.size} on {os.uname().nodename}"
+    if not ours:
+        told: GrappeError = ProcessDied(f"{who} failed with {type(error).__name__}: {error}")
     else:
-        folder = Path(tempfile.gettempdir()) / f"grappe-{os.getuid()}"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        told = type(error)(f"{who}: {error}" if place.rank else str(error))
+    told.by = who
+    told.details = "".join(traceback.format_exception(error))
+    return told
+
+
+def speaks() -> bool:
+    """Whether this process is process 0, or the only one: the one that prints results."""
+    place = place_from_environment()
+    return place is None or place.rank == 0
+
+
+def interrupted() -> int:
+    """The exit code of an interrupted training: 75 from process 0, once the others have left with 0.
+
+    `srun --kill-on-bad-exit` would end them at the first 75, and torchrun turns any failure into 1.
+    """
+    place = place_from_environment()
+    if place is None or place.size == 1:
+        return EXIT_INTERRUPTED
+    if place.rank:
+        return EXIT_OK
+    time.sleep(LEAVING_SECONDS)
+    return EXIT_INTERRUPTED
+
+
+def meeting_place(place: Place, run: Path | None) -> Path:
+    """A folder that all processes of this start see: the run's between nodes, private to this machine else.
+
+    Raises:
+        UsageError: it is not ours.
+    """
+    if place.size > place.local_size:
+        return run or Path("runs")
+    folder = Path(tempfile.gettempdir()) / f"grappe-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        # Whoever can write there can make our processes talk to theirs.
+        raise UsageError(f"{folder} can be written by others: remove it, or set TMPDIR to a folder of your own")
     return folder
+
+
+@contextlib.contextmanager
+def blaming(task: Task) -> Iterator[None]:
+    """An exception that came through the task's own code becomes one message that names its line."""
+    try:
+        yield
+    except Exception as error:
+        blamed = None if isinstance(error, GrappeError) else tasks.blamed_line(error)
+        if blamed is None:
+            raise
+        raise TaskError(f"{type(task).__name__} failed: {tasks.blame(error)}") from error
 
 
 def user_call(task: Task, method: str, *arguments: Any) -> Any:
