@@ -23,7 +23,12 @@ from grappe.plan import Plan, as_plan
 )
 def test_a_plan_survives_its_text(replicate, shard, zero, precision, flags, threads) -> None:
     plan = Plan(
-        replicate=replicate, shard=shard, zero=zero, precision=precision, threads=threads, **dict.fromkeys(flags, True)
+        replicate=replicate,
+        shard=shard,
+        zero=zero,
+        precision=precision,
+        threads=threads,
+        **dict.fromkeys(flags, True),
     )
     assert Plan.parse(str(plan)) == plan
     assert plan.processes == replicate * shard
@@ -66,7 +71,11 @@ def test_a_wrong_plan_says_what_would_be_right(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "processes", "words"),
     [
-        ("shard=4,pipeline=2", 6, r"needs 8 processes \(pipeline=2 x shard=4\), this job has 6: use shard=3, or ask for 8"),
+        (
+            "shard=4,pipeline=2",
+            6,
+            r"needs 8 processes \(pipeline=2 x shard=4\), this job has 6: use shard=3, or ask for 8",
+        ),
         ("replicate=2", 1, "ask for 2"),
         ("", 4, "one process.*use replicate=4"),
     ],

@@ -79,9 +79,9 @@ def test_a_run_is_what_the_design_says(tmp_path, capsys) -> None:
     noted = [json.loads(line) for line in (run.folder / "ledger/rank-0.jsonl").read_text().splitlines()]
     epoch = [i for one in noted if one["kind"] == "step" and one["step"] <= 3 for i in one["ids"]]
     assert sorted(epoch) == list(range(29))
-    assert sorted(i for one in noted if one["kind"] == "evaluation" and one["step"] == 3 for i in one["ids"]) == sorted(
-        epoch
-    )
+    assert sorted(
+        i for one in noted if one["kind"] == "evaluation" and one["step"] == 3 for i in one["ids"]
+    ) == sorted(epoch)
 
 
 @pytest.mark.parametrize("plan", ["threads=1", "threads=1,engine=textbook", "threads=1,precision=bf16"])

@@ -54,7 +54,9 @@ def train(seat: Seat) -> None:
     task = TinyTask(epochs=NEVER, batch_size=tiny.BATCH * seat.size)
     options = Options(evaluate_every=NEVER, save_every=NEVER)
     asked = request(task, plan, seat.folder / "run", options=options)
-    place = Place(rank=seat.rank, size=seat.size, local_rank=seat.rank, local_size=seat.size)
+    place = Place(
+        rank=seat.rank, size=seat.size, local_rank=seat.rank, local_size=seat.size, launcher="torchrun"
+    )
     worker(asked, place, seat.folder)
 
 

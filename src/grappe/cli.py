@@ -6,24 +6,29 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
 
+WIDTH = 200  # of tables that go into a file or a pipe
+EXIT_SIGINT = 130
 HELP = """Train a PyTorch model on whatever machines you were given.
 
-The learning task is described once; a plan says how each optimizer step is spread over processes. Changing
-the plan does not change what is learned.
+The learning task is described once; a plan says how each optimizer step is
+spread over processes. Changing the plan does not change what is learned.
 
-    grappe train digits                              one process, this machine's cores
-    grappe train digits epochs=3 --plan replicate=2  two processes, the same numbers
-    grappe train my_task.py lr=0.2                   your own task
-    grappe runs                                      what was trained, and how well
+    grappe train digits                         on this machine's cores
+    grappe train digits --plan replicate=2      two processes, the same numbers
+    grappe train my_task.py epochs=3 lr=0.2     your own task
+    grappe runs                                 what was trained, and how well
+
+--debug shows the whole traceback of an error.
 """
 
 app = App(
@@ -37,9 +42,11 @@ app["--help"].group = app["--version"].group = Group("About")
 PlanText = Annotated[
     str,
     Parameter(
-        help="How a step is spread: replicate=2, shard=4,zero=2, precision=bf16, … (see: grappe engines)"
+        show_default=False,
+        help="How a step is spread: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
     ),
 ]
+RunFolder = Annotated[Path, Parameter(help="A run's folder: runs/… (see: grappe runs)")]
 DataFolder = Annotated[Path | None, Parameter(help="Where datasets are. Default: $GRAPPE_DATA, or ./data.")]
 
 
@@ -67,15 +74,21 @@ def train(
         int | None, Parameter(help="Stop after so many evaluations without a lower loss.")
     ] = None,
     steps: Annotated[int | None, Parameter(help="Stop after so many steps in all.")] = None,
-    ledger: Annotated[bool, Parameter(negative="", help="Write down the sample ids of each step.")] = False,
+    ledger: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Write down the sample ids of each step.")
+    ] = False,
     smoke: Annotated[
-        bool, Parameter(negative="", help="One step, evaluation, save, resume: does it work under this plan?")
+        bool,
+        Parameter(
+            negative="",
+            show_default=False,
+            help="One step, evaluation, save, resume: does it work under this plan?",
+        ),
     ] = False,
 ) -> int:
     """Train a task under a plan, or go on with a run."""
     from grappe.fields import split
-    from grappe.training import Options
-    from grappe.verbs import train as verb
+    from grappe.verbs import session
 
     for name, value in (
         ("evaluate-every", evaluate_every),
@@ -85,37 +98,50 @@ def train(
     ):
         if value is not None and value < 1:
             raise UsageError(f"--{name}={value}: it must be at least 1")
+    texts = split(fields)
+    session.prepare(plan, task)
+    from grappe.training import Options
+    from grappe.verbs import train as verb
+
     options = Options(
         evaluate_every=evaluate_every, save_every=save_every, patience=patience, steps=steps, ledger=ledger
     )
-    asked = verb.request(task, plan, run, data, split(fields), from_, options)
+    asked = verb.request(task, plan, run, data, texts, from_, options)
     if smoke:
         from grappe.verbs.smoke import smoke as check
 
-        print(check(asked))
+        _show(check(asked))
         return EXIT_OK
     result = verb.run_training(asked)
     if result.status == "finished before":
-        print(f"{result.run} is finished (step {result.step}): nothing to do")
-    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+        _show(f"{result.run} is finished (step {result.step}): nothing to do")
+    return session.interrupted() if result.status == "interrupted" else EXIT_OK
 
 
 @app.command
 def evaluate(
-    run: Path,
+    run: RunFolder,
     /,
     *,
-    split: str = "validation",
+    split: Annotated[
+        Literal["train", "validation", "test"], Parameter(help="What to score it on.")
+    ] = "validation",
     plan: PlanText = "",
     data: DataFolder = None,
-    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    json_: Annotated[
+        bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
+    ] = False,
 ) -> int:
     """Score a run's newest checkpoint on a split, every sample counted once."""
+    from grappe.verbs import session
+
+    if run.is_dir():
+        session.prepare(plan)
     from grappe.verbs.evaluate import evaluate as verb
 
     scores = verb(run, split, plan, data=data)
     if json_:
-        print(json.dumps(dataclasses.asdict(scores)))
+        _show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
     table = _table("", "")
     table.add_row("samples", f"{scores.samples:,} of {split}, each once")
@@ -128,7 +154,7 @@ def evaluate(
 
 @app.command
 def predict(
-    run: Path,
+    run: RunFolder,
     inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
     /,
     *,
@@ -160,7 +186,10 @@ def predict(
 
 @app.command
 def runs(
-    run: Path | None = None, /, *, base: Annotated[Path, Parameter(help="The folder of runs.")] = Path("runs")
+    run: Annotated[Path | None, Parameter(help="A run's folder. Default: list them all.")] = None,
+    /,
+    *,
+    base: Annotated[Path, Parameter(help="The folder of runs.")] = Path("runs"),
 ) -> int:
     """List the runs, or describe one: what it is, where it stands, its checkpoints."""
     from grappe.verbs.runs import describe, listing
@@ -170,7 +199,12 @@ def runs(
 
 
 @app.command
-def tasks(name: str | None = None, /) -> int:
+def tasks(
+    name: Annotated[
+        str | None, Parameter(help="A task, as for grappe train. Default: the shipped ones.")
+    ] = None,
+    /,
+) -> int:
     """List the shipped tasks, or one task's fields."""
     from grappe.verbs.catalogue import task_fields, task_list
 
@@ -188,49 +222,66 @@ def engines() -> int:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
-    return table
+    return Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
 
 
 def _show(content: Any) -> None:
-    width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, width=width).print(content)
+    """Prints a result, once however many processes have it."""
+    from grappe.verbs.session import speaks
+
+    if speaks():
+        width = None if sys.stdout.isatty() else WIDTH
+        Console(highlight=False, markup=False, soft_wrap=isinstance(content, str), width=width).print(content)
 
 
 def main() -> None:
     """The `grappe` command: exit codes 0 done, 1 failed, 2 wrong use, 75 interrupted and saved."""
-    arguments = sys.argv[1:]
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    debug = "--debug" in sys.argv
     try:
-        code = app(arguments, exit_on_error=False, print_error=False)
+        code = _run([text for text in sys.argv[1:] if text != "--debug"])
     except GrappeError as error:
         code = _complain(error, debug)
+    except SystemExit as end:
+        code = end.code
     except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:
+        print("grappe: ended at once; what was saved before is kept", file=sys.stderr)
+        code = EXIT_SIGINT
+    except BrokenPipeError:  # our reader, `head` say, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        if type(error).__module__.startswith("cyclopts"):
-            code = _complain(UsageError(str(error)), debug)
-        elif debug:
-            raise
-        else:
-            print(
-                f"grappe: {type(error).__name__}: {error} (a mistake of grappe's own; --debug shows more)",
-                file=sys.stderr,
-            )
-            code = EXIT_FAILURE
-    sys.exit(code if isinstance(code, int) else EXIT_OK)
+        mistake = ProcessDied(
+            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
+        )
+        mistake.details = "".join(traceback.format_exception(error))
+        code = _complain(mistake, debug)
+    if code in (EXIT_FAILURE, EXIT_USAGE) and "torch" in sys.modules:
+        sys.stdout.flush()
+        os._exit(code)  # communication threads of a failed step may never join
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+    return code if isinstance(code, int) else EXIT_OK
 
 
 def _complain(error: GrappeError, debug: bool) -> int:
-    if debug:
-        import traceback
+    """Tells the user of an error, once however many processes have it; the exit code."""
+    from grappe.verbs.session import speaks
 
-        print(getattr(error, "details", None) or "".join(traceback.format_exception(error)), file=sys.stderr)
-    print(f"grappe: {error}", file=sys.stderr)
+    if error.by or speaks():
+        if debug:
+            print(error.details or "".join(traceback.format_exception(error)), file=sys.stderr)
+        print(f"grappe: {error}", file=sys.stderr)
     return error.exit_code
 
 

@@ -25,6 +25,10 @@ class GrappeError(Exception):
     """Something asked for cannot be done. `str(error)` is the whole message for the user."""
 
     exit_code = EXIT_USAGE
+    by = ""
+    """The process that found it, where a launcher started several."""
+    details = ""
+    """The traceback, where another process found it."""
     details: str | None = None
     """The traceback of the process that raised it, for --debug."""
 

@@ -84,6 +84,20 @@ def convert(kind: Any, text: str) -> Any:
     raise ValueError(f"settable from text (its type is {kind}): set it in Python")
 
 
+def check_choices(value: Any) -> None:
+    """Checks the Literal fields of a dataclass instance that was made in Python, where nothing else does.
+
+    Raises:
+        UsageError: a field is none of its choices.
+    """
+    for name, kind in hints(type(value)).items():
+        found = getattr(value, name)
+        if get_origin(kind) is Literal and found not in get_args(kind):
+            raise UsageError(
+                f"{type(value).__name__}: {name}={found!r} is not one of {', '.join(map(str, get_args(kind)))}"
+            )
+
+
 def _choice(choices: tuple[Any, ...], text: str) -> Any:
     for choice in choices:
         if str(choice) == text:

@@ -96,7 +96,9 @@ class _Child:
         self.pipe, theirs = context.Pipe(duplex=False)
         terminal = _terminal() if self.place.rank == 0 else None
         self.process = context.Process(
-            target=child.run, args=(payload, self.place, meet, theirs, terminal), name=f"grappe-{self.place.rank}"
+            target=child.run,
+            args=(payload, self.place, meet, theirs, terminal),
+            name=f"grappe-{self.place.rank}",
         )
         with theirs, _without_main():
             self.process.start()

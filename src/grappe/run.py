@@ -17,6 +17,7 @@ from grappe.errors import RunError
 DESCRIPTION = "run.json"
 METRICS = "metrics.jsonl"
 DONE = "done"
+BASE = Path("runs")
 
 
 class Run:
@@ -113,8 +114,9 @@ class Run:
 
 def new_folder(base: Path, task: str) -> Path:
     """A name for a new run under `base`: the task's, the time, and four digits against a race."""
-    name = task.replace("/", "-").replace(":", "-").removesuffix(".py")
-    return base / f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    place, _, name = task.partition(":")
+    name = name.lower() or Path(place).name.removesuffix(".py")
+    return base / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def all_runs(base: Path) -> list[Run]:
@@ -125,5 +127,8 @@ def all_runs(base: Path) -> list[Run]:
 
 
 def _neighbours(folder: Path) -> str:
-    runs = [run.folder.name for run in all_runs(folder.parent)][-3:]
-    return f"; in {folder.parent} there is: {', '.join(runs)}" if runs else ""
+    for base in (folder.parent, BASE):
+        runs = [str(run.folder) for run in all_runs(base)][-3:]
+        if runs:
+            return f"; there is: {', '.join(runs)}"
+    return ""

@@ -91,11 +91,13 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
     """
     for name, reduce in metric._reductions.items():
         values = [state[name] for state in states]
-        if isinstance(values[0], Tensor):
-            merged: Any = torch.stack(values)
-        else:
-            merged = [entry for value in values for entry in value]
-        if reduce is not None and merged:
+        merged: Any = (
+            torch.stack(values)
+            if isinstance(values[0], Tensor)
+            else [one for value in values for one in value]
+        )
+        empty = isinstance(merged, list) and not merged
+        if reduce is not None and not empty:
             merged = reduce(merged)
         if isinstance(metric._defaults[name], list) and isinstance(merged, Tensor):
             merged = [merged]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 from grappe.errors import TaskError
+from grappe.fields import check_choices
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
+
+
+SPLITS = ("train", "validation", "test")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -45,6 +49,7 @@ class Task:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise TaskError(f"{name}={value}: it must be a whole number, at least {least}")
+        check_choices(self)
         if self.clip is not None and not self.clip > 0:
             raise TaskError(
                 f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)"

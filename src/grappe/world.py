@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from grappe.plan import Plan
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-INTERACTIVE_STEPS = 0xFFFFFFF0  # Slurm's own steps, of salloc's shell and of the batch script, count down from the top
+INTERACTIVE_STEPS = (
+    0xFFFFFFF0  # Slurm's own steps, of salloc's shell and of the batch script, count down from the top
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,22 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
             if schedule is not None:
                 schedule.step()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": _weights(models)}
+    return {"losses": losses, "norms": norms, "weights": _weights(models), **_scores(task, models[0])}
+
+
+@torch.no_grad()
+def _scores(task: Task, model: torch.nn.Module) -> dict[str, Any]:
+    """The whole dataset through the model at once; not for models whose buffers differ between ways."""
+    dataset, model = task.data("train", Path()), model.eval()
+    output = model(dataset.inputs)
+    values, counts = task.loss(output, dataset.targets), task.counts(dataset.targets)
+    counts = torch.ones(len(values)) if counts is None else counts
+    metrics = {}
+    for name, metric in task.metrics().items():
+        metric.update(output, dataset.targets)
+        metrics[name] = metric.compute().tolist()
+    model.train()
+    return {"validation": ((values * counts).sum() / counts.sum()).item(), "metrics": metrics}
 
 
 def _share_parameters(model: torch.nn.Module, other: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from grappe import Arrays, Task
 
@@ -57,6 +58,14 @@ class Images(Task):
         if self.rule == "adam":
             return torch.optim.Adam(groups, lr=0.003)
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def metrics(self):
+        # One whose state is a sum, one whose state is a list, one that is a number per class.
+        return {
+            "accuracy": MulticlassAccuracy(5, average="micro"),
+            "auroc": MulticlassAUROC(5),
+            "each": MulticlassAccuracy(5, average=None),
+        }
 
     def schedule(self, optimizer, total_steps: int):
         return (

@@ -73,10 +73,18 @@ def check(pool: Pool, task: Task, plan: str, wanted: dict) -> dict:
     assert gap <= TOLERANCE, f"{plan}: {name} is {gap:.1e} away"
     for one in found:
         assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-        assert one["scores"].loss == pytest.approx(found[0]["scores"].loss, rel=1e-12)
+        if not has_local_statistics(task, plan):
+            assert one["scores"].loss == pytest.approx(wanted["validation"], rel=1e-5)
+            assert dict(one["scores"].metrics) == {k: pytest.approx(v) for k, v in wanted["metrics"].items()}
+        assert one["scores"] == found[0]["scores"], "the processes do not agree"
         for mine, theirs in zip(one["norms"], wanted["norms"], strict=True):
             assert mine is None or mine == pytest.approx(theirs, rel=1e-5)
     return found[0]
+
+
+def has_local_statistics(task: Task, plan: str) -> bool:
+    """Evaluation then uses the mean of the processes' statistics, which the reference's first model has not."""
+    return getattr(task, "batchnorm", False) and "sync" not in plan
 
 
 @pytest.mark.parametrize("plan", PLANS)

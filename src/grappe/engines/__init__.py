@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING
 
-from grappe.engines.base import Engine
 from grappe.errors import PlanError, nearest
 from grappe.plan import Plan
+
+if TYPE_CHECKING:
+    from grappe.engines.base import Engine
 
 NOT_ENGINES = frozenset({"base"})
 
@@ -17,14 +20,19 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NOT_ENGINES)
 
 
+def check_name(name: str) -> None:
+    """Raises PlanError when there is no such engine; loads nothing."""
+    if name not in names():
+        raise PlanError(f"there is no engine '{name}': {nearest(name, names())}")
+
+
 def find(name: str) -> type[Engine]:
     """The engine class of file `engines/NAME.py`.
 
     Raises:
         PlanError: there is no such engine, or what it needs is not installed.
     """
-    if name not in names():
-        raise PlanError(f"engine={name}: {nearest(name, names())}")
+    check_name(name)
     return importlib.import_module(f"{__name__}.{name}").ENGINE
 
 

@@ -8,14 +8,16 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
-from grappe import fields
+from grappe import blame, fields
 from grappe.errors import GrappeError, TaskError, nearest
 from grappe.task import Task
+
+T = TypeVar("T")
 
 
 def names() -> list[str]:
@@ -30,15 +32,31 @@ def find(reference: str) -> type[Task]:
         TaskError: there is none, it cannot be imported, or it is not clear which is meant.
     """
     place, _, name = reference.partition(":")
+    check_name(reference)
+    if place == "__main__" and not hasattr(sys.modules[place], name):
+        raise TaskError(
+            f"the task {name} was made in a script or a notebook, and is not here: load it there, and give it "
+            f"in Python, as in grappe.evaluate(run, task={name}())"
+        )
     if place.endswith(".py"):
         module = _from_file(Path(place))
     elif "." in place or name:
         module = _imported(place, place)
-    elif place in names():
-        module = _imported(f"{__name__}.{place}", place)
     else:
-        raise TaskError(f"no task '{reference}': {nearest(place, names())}; or give path/to/file.py:Name")
+        module = _imported(f"{__name__}.{place}", place)
     return _class_in(module, name, reference)
+
+
+def check_name(reference: str) -> None:
+    """Raises TaskError when no task can be meant by `reference`; loads nothing."""
+    place, colon, _ = reference.partition(":")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise TaskError(f"there is no task file {place}: is the path right, seen from {Path.cwd()}?")
+    elif "." not in place and not colon and place not in names():
+        raise TaskError(
+            f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]"
+        )
 
 
 def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
@@ -61,8 +79,6 @@ def defaults(cls: type[Task]) -> dict[str, object]:
 
 
 def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise TaskError(f"no task file {path}: is the path right, seen from {Path.cwd()}?")
     name = f"grappe_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None and spec.loader is not None
@@ -81,33 +97,13 @@ def _imported(name: str, shown: str) -> ModuleType:
     return _executed(lambda: importlib.import_module(name), shown)
 
 
-def _executed(load, shown: str):  # noqa: ANN001, ANN202
+def _executed(load: Callable[[], T], shown: str) -> T:
     try:
         return load()
     except GrappeError:
         raise
-    except Exception as error:
-        raise TaskError(f"the task {shown} cannot be loaded: {blame(error)}") from error
-
-
-def blame(error: BaseException) -> str:
-    """`error` with the innermost line of the user's own code that led to it."""
-    ours = str(Path(__file__).parent.parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f
-        for f in frames
-        if not _is_library(f.filename) and (not f.filename.startswith(ours) or "/tasks/" in f.filename)
-    ]
-    where = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
-    if isinstance(error, SyntaxError):
-        where = f" ({error.filename}, line {error.lineno})"
-        return f"SyntaxError: {error.msg}{where}"
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _is_library(filename: str) -> bool:
-    return "site-packages" in filename or filename.startswith(("<frozen", sys.base_prefix))
+    except (Exception, SystemExit) as error:  # a script that ends itself is no task file either
+        raise TaskError(f"the task {shown} cannot be loaded: {blame.sentence(error)}") from error
 
 
 def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:

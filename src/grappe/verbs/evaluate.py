@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from grappe.errors import UsageError, nearest
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
 from grappe.scores import Scores
-from grappe.task import Task
+from grappe.task import SPLITS, Task
 from grappe.verbs.load import newest, task_of
-from grappe.verbs.session import TaskReference, start, user_call
+from grappe.verbs.session import TaskReference, blaming, start, user_call
 from grappe.world import Place
 
 
@@ -39,6 +40,8 @@ def evaluate(
         GrappeError: the run, its task or the split cannot be found.
     """
     run = run if isinstance(run, Run) else Run(run)
+    if split not in SPLITS:
+        raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
     asked = Request(
         run=run.folder,
         task=TaskReference.of(task) if task is not None else None,
@@ -55,10 +58,10 @@ def worker(asked: Request, place: Place, meet: Path) -> Scores:
     from grappe.data import feed
     from grappe.engines.base import Setting
 
+    here = world.join(asked.plan, place, meet)
     engine = engines.check(asked.plan)
     run = Run(asked.run)
     task = asked.task.resolve() if asked.task is not None else task_of(run)
-    here = world.join(asked.plan, place, meet)
     dataset = user_call(task, "data", asked.split, asked.data)
     feed.check(dataset, asked.split, task)
     weights = newest(run).tensors.under("model.")
@@ -66,8 +69,9 @@ def worker(asked: Request, place: Place, meet: Path) -> Scores:
         task=task, plan=asked.plan, world=here, weights=weights, total_steps=1, flag=lambda: 0.0
     )
     batches = feed.evaluation_feed(task, dataset, asked.plan, here)
-    made = engine(setting)
-    scores = made.evaluate(batches.batches(0, batches.ledger.steps_per_epoch), batches.ledger.length)
+    with blaming(task):
+        made = engine(setting)
+        scores = made.evaluate(batches.batches(0, batches.ledger.steps_per_epoch), batches.ledger.length)
     made.close()
     here.barrier()
     here.leave()

@@ -10,10 +10,11 @@ from grappe.errors import DataError, UsageError
 from grappe.run import Run
 from grappe.task import Task
 from grappe.verbs.load import load, task_of
-from grappe.verbs.session import user_call
+from grappe.verbs.session import blaming, user_call
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+    from torch import Tensor, nn
 
 SPLITS = ("train", "validation", "test")
 BATCH = 256
@@ -29,38 +30,64 @@ def predict(
             tensor or array of that form.
 
     Raises:
-        DataError: the file is not a plain array.
+        DataError: the file is not a plain array, or not of what the model takes.
     """
     import torch
 
     run = run if isinstance(run, Run) else Run(run)
+    if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
+        inputs = _read(Path(inputs))
     task = task or task_of(run)
     model = load(run, task)
-    with torch.no_grad():
+    with torch.no_grad(), blaming(task):
         for batch in _batches(task, run, inputs, data):
-            yield from model(batch)
+            yield from _output(model, batch)
 
 
 def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[Any]:
     import torch
 
-    if isinstance(inputs, str) and inputs in SPLITS:
-        dataset = user_call(task, "data", inputs, Path(data or run.description.get("data", "data")))
+    if isinstance(inputs, str | Path):
+        dataset = user_call(task, "data", str(inputs), Path(data or run.description.get("data", "data")))
         for first in range(0, len(dataset), BATCH):
             samples = [dataset[index] for index in range(first, min(first + BATCH, len(dataset)))]
             yield task.collate(samples)[0]
         return
-    whole = torch.as_tensor(_read(Path(inputs)) if isinstance(inputs, str | Path) else inputs)
+    whole = torch.as_tensor(inputs)
+    if whole.dtype == torch.float64:
+        whole = whole.float()  # what NumPy makes of any decimal number, and no model here has
     for first in range(0, len(whole), BATCH):
         yield whole[first : first + BATCH]
 
 
-def _read(file: Path) -> Any:
+def _output(model: nn.Module, batch: Any) -> Tensor:
+    import torch
+
+    try:
+        return model(batch)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not isinstance(batch, torch.Tensor):
+            raise
+        kind = str(batch.dtype).removeprefix("torch.")
+        raise DataError(
+            f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: {error}"
+        ) from error
+
+
+def _read(file: Path) -> np.ndarray:
     import numpy as np
 
     if file.suffix != ".npy":
         raise UsageError(f"{file}: give a .npy file of inputs, or one of {', '.join(SPLITS)}")
     try:
-        return np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is not a plain array of numbers: {error}") from error
+        found = np.load(file, allow_pickle=False)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError, MemoryError) as error:
+        raise DataError(
+            f"{file} is not a plain array of numbers (Python objects are refused, since reading them could run "
+            "code): write it with numpy.save from an array of numbers"
+        ) from error
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "biuf" or not found.ndim:
+        raise DataError(f"{file} should hold an array of numbers [N, ...]")
+    return found

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grappe import launch, tasks
+from grappe import blame, engines, launch, tasks
 from grappe.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -59,6 +59,19 @@ class TaskReference:
         return cls(name=f"{kind.__module__}:{kind.__qualname__}", value=value)
 
 
+def prepare(plan: str, task: str | None = None) -> None:
+    """Refuses what can be refused before torch is loaded; then has it loaded where processes will start from.
+
+    Raises:
+        UsageError: the plan's text or the task's name is wrong.
+    """
+    engines.check_name(Plan.parse(plan).engine)
+    if task is not None:
+        tasks.check_name(task)
+    if place_from_environment() is None:
+        launch.warm()
+
+
 def same_task(task: Task, description: Mapping[str, Any]) -> bool:
     """Whether a run's description is of this task: the same class, wherever its file lies now."""
     return description.get("class") == type(task).__qualname__
@@ -88,7 +101,9 @@ def start(function: str, request: Any, plan: Plan, *, saves: bool = False) -> An
     plan.check_fits(place.size)
     module, _, name = function.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)(request, place, meeting_place(place, request.run))
+        return getattr(importlib.import_module(module), name)(
+            request, place, meeting_place(place, request.run)
+        )
     except Exception as error:
         raise _said_once(error, place) from error
 
@@ -143,7 +158,9 @@ def meeting_place(place: Place, run: Path | None) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         # Whoever can write there can make our processes talk to theirs.
-        raise UsageError(f"{folder} can be written by others: remove it, or set TMPDIR to a folder of your own")
+        raise UsageError(
+            f"{folder} can be written by others: remove it, or set TMPDIR to a folder of your own"
+        )
     return folder
 
 
@@ -153,10 +170,9 @@ def blaming(task: Task) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        blamed = None if isinstance(error, GrappeError) else tasks.blamed_line(error)
-        if blamed is None:
+        if isinstance(error, GrappeError) or blame.line_of(error) is None:
             raise
-        raise TaskError(f"{type(task).__name__} failed: {tasks.blame(error)}") from error
+        raise TaskError(f"{type(task).__name__} failed: {blame.sentence(error)}") from error
 
 
 def user_call(task: Task, method: str, *arguments: Any) -> Any:
@@ -168,7 +184,7 @@ def user_call(task: Task, method: str, *arguments: Any) -> Any:
     except NotImplementedError as error:
         raise TaskError(f"{type(task).__name__} has no {method}(): a task needs it") from error
     except Exception as error:
-        raise TaskError(f"{type(task).__name__}.{method}() failed: {tasks.blame(error)}") from error
+        raise TaskError(f"{type(task).__name__}.{method}() failed: {blame.sentence(error)}") from error
 
 
 def _absolute(name: str) -> str:

@@ -15,7 +15,7 @@ from grappe.plan import Plan, as_plan
 from grappe.run import Run, new_folder
 from grappe.task import Task
 from grappe.training import Options, Training
-from grappe.verbs.session import TaskReference, field_texts, same_task, start, user_call
+from grappe.verbs.session import TaskReference, blaming, field_texts, same_task, start, user_call
 from grappe.world import Place, World
 
 DATA_FOLDER = "GRAPPE_DATA"
@@ -108,20 +108,21 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     """One process of a training. Collective."""
     began = time.perf_counter()
     from grappe import engines, world
-    from grappe.interrupt import Interrupt
     from grappe.child import early_log, redirect
+    from grappe.interrupt import Interrupt
 
     terminal = _terminal(place)
     interrupt = Interrupt()
     interrupt.install()
+    here = world.join(asked.plan, place, meet)
     engine = engines.check(asked.plan)
     task = asked.task.resolve()
-    here = world.join(asked.plan, place, meet)
     run = Run(_on_process_0(here, lambda: _open_run(asked, task, here)))
     if place.launcher == "grappe":
         redirect(run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
-    training = _assemble(asked, task, here, run, engine, interrupt, terminal, began)
-    outcome = training.run_to_end()
+    with blaming(task):
+        training = _assemble(asked, task, here, run, engine, interrupt, terminal, began)
+        outcome = training.run_to_end()
     if place.rank == 0:
         run.describe(step=outcome.step, status=outcome.status)
         if outcome.status in ("finished", "stopped"):

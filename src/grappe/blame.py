@@ -1,0 +1,67 @@
+"""Blame: whether an exception came through the user's own code, and through which line of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+SHIPPED = PACKAGE / "tasks"  # written as a user would write them
+TYPED = ("<stdin", "<console", "<ipython")
+WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
+FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of a user's code."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.number).strip()
+        inside = "" if self.function.startswith("<") else f", in {self.function}()"
+        return f"{self.file}, line {self.number}{inside}" + (f": {text}" if text else "")
+
+
+def line_of(error: BaseException) -> Line | None:
+    """The innermost line of a user's own code that `error` came through, in a data worker too."""
+    if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
+        return Line(error.filename, error.lineno or 0, "<module>")
+    lines = [Line(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if WORKER.match(str(error)):
+        lines += [Line(file, int(number), name) for file, number, name in FRAME.findall(str(error))]
+    own = [line for line in lines if not _is_library(line.file)]
+    return own[-1] if own else None
+
+
+def sentence(error: BaseException) -> str:
+    """`error` in one line, with the user's own line that led to it."""
+    text = str(error)
+    name = type(error).__name__
+    if isinstance(error, SyntaxError):
+        text = error.msg
+    elif WORKER.match(text):
+        name, _, text = text.rstrip().splitlines()[-1].partition(": ")
+    line = line_of(error)
+    return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "")
+
+
+def _is_library(file: str) -> bool:
+    """Whether a frame's file is Python's, an installed package's, or grappe's own."""
+    if file.startswith("<"):
+        return not file.startswith(TYPED)
+    if "site-packages" in file or "dist-packages" in file:
+        return True
+    path = Path(os.path.abspath(file))  # noqa: PTH100 - links are left alone, as in the frame
+    paths = sysconfig.get_paths()
+    if any(path.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib")):
+        return True
+    return path.is_relative_to(PACKAGE) and (path.parent != SHIPPED or path.name == "__init__.py")
