@@ -29,8 +29,6 @@ class GrappeError(Exception):
     """The process that found it, where a launcher started several."""
     details = ""
     """The traceback, where another process found it."""
-    details: str | None = None
-    """The traceback of the process that raised it, for --debug."""
 
 
 class UsageError(GrappeError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from grappe.data.batch import Batch
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from grappe.prepare.tally import Sums
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one optimizer step did, with nothing waited for."""
 
     batch: Batch

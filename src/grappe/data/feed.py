@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ from grappe.task import Task, overrides
 from grappe.world import World, cores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Which samples of one step are this process's, cut into microbatches."""
 
     step: int

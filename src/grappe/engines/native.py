@@ -18,6 +18,7 @@ from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.plan import Plan
 from grappe.prepare import prepare
+from grappe.prepare.backward import backward
 from grappe.prepare.batchnorm import statistics_frozen
 from grappe.prepare.clip import gradient_norm, scale
 from grappe.prepare.precision import LossScale, set_tf32
@@ -94,7 +95,10 @@ class Native(Stepper):
             total = self._losses.total(values, micro, rows)
             total = total if before is None else before + total
             roots = self._tally.roots(total, self._flag()) if last else ()
-            torch.autograd.backward((values, *roots), (seed, *[None] * len(roots)))
+            if roots:
+                backward((values, *roots), (seed, *[self._tally.one] * len(roots)))
+            else:
+                backward((values,), (seed,))
         return total
 
     def _rehearse(self, micro: Microbatch) -> None:
@@ -126,7 +130,9 @@ class Native(Stepper):
             if self._schedule is not None:
                 self._schedule.step()
         self._scale.update(skipped)
-        self._optimizer.zero_grad(set_to_none=True)
+        # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
+        for parameter in self._parameters:
+            parameter.grad = None
         return norm, skipped
 
     def _clip(self) -> tuple[Tensor, bool]:

@@ -16,8 +16,9 @@ RIDER_SIZE = 2  # the loss's sum and the flag
 class Sums:
     """The global sums of one step, on their way; `read` waits for them."""
 
-    def __init__(self, values: Tensor, work: dist.Work | None = None) -> None:
+    def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
         self._work = work
+        self._flag = flag
         self._event = None
         self._values = values
         if values.is_cuda:
@@ -35,6 +36,8 @@ class Sums:
         elif self._work is not None:
             self._work.wait()
             self._work = None
+        if self._flag is not None:
+            return self._values.item(), self._flag
         return self._values.tolist()
 
 
@@ -42,24 +45,26 @@ class Tally:
     """The sums of one process alone; also the base of the others."""
 
     def __init__(self, device: torch.device) -> None:
-        self._payload = torch.zeros(RIDER_SIZE, device=device)
+        self._loss = torch.zeros((), device=device)
         self._flag = 0.0
+        self._flags = {0.0: torch.zeros((), device=device)}
+        self.one = torch.ones((), device=device)
+        """The gradient of a further root."""
 
     def put(self, loss: Tensor, flag: float) -> Tensor:
         """[loss, flag] as one tensor that stays untouched until it is read."""
-        payload = self._payload = torch.empty_like(self._payload)
-        payload[0] = loss
-        payload[1] = flag
-        return payload
+        if flag not in self._flags:
+            self._flags[flag] = torch.full_like(self.one, flag)
+        return torch.stack((loss, self._flags[flag]))
 
     def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
         """Further roots of the step's last backward, through which the sums travel."""
-        self.put(loss, flag)
+        self._loss, self._flag = loss, flag
         return ()
 
     def sums(self) -> Sums:
         """The step's sums, once its last backward has been called."""
-        return Sums(self._payload)
+        return Sums(self._loss, flag=self._flag)
 
 
 class RiderTally(Tally):
@@ -90,9 +95,8 @@ class ReduceTally(Tally):
         self._work: dist.Work | None = None
 
     def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
-        payload = self.put(loss / self._copies, flag)
-        if dist.is_initialized():
-            self._work = dist.all_reduce(payload, async_op=True)
+        self._payload = self.put(loss / self._copies, flag)
+        self._work = dist.all_reduce(self._payload, async_op=True)
         return ()
 
     def sums(self) -> Sums:

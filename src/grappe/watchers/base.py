@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grappe.scores import Scores
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from grappe.training import Training
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One optimizer step, settled: its numbers are on the host. Steps count from 1, over the whole world."""
 
     step: int

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from grappe.training import Training
 
 FLUSH_SECONDS = 1.0
+SKIPPED = ', "skipped": true'
 
 
 class Curves(Watcher):
@@ -48,25 +49,25 @@ class Curves(Watcher):
             self._file.close()
 
     def _flush(self) -> None:
-        for record in self._waiting:
-            line = {
-                "kind": "step",
-                "step": record.step,
-                "epoch": record.epoch,
-                "samples": record.samples,
-                "loss": as_json(record.loss),
-                "lr": record.lr,
-                "seconds": round(record.seconds, 6),
-            }
-            if record.norm is not None:
-                line["norm"] = as_json(record.norm)
-            if record.skipped:
-                line["skipped"] = True
-            self._write(line)
-        self._waiting.clear()
         if self._file is not None:
+            self._file.write("".join(map(_line, self._waiting)))
             self._file.flush()
+        self._waiting.clear()
 
     def _write(self, line: dict) -> None:
         assert self._file is not None
         self._file.write(json.dumps(line) + "\n")
+
+
+def _line(record: Record) -> str:
+    """A step as a line of JSON; written out by hand, since json.dumps takes three times as long."""
+    norm = "" if record.norm is None else f', "norm": {_number(record.norm)}'
+    return (
+        f'{{"kind": "step", "step": {record.step}, "epoch": {record.epoch}, "samples": {record.samples}, '
+        f'"loss": {_number(record.loss)}, "lr": {record.lr!r}, "seconds": {record.seconds:.6f}'
+        f"{norm}{SKIPPED if record.skipped else ''}}}\n"
+    )
+
+
+def _number(value: float) -> str:
+    return repr(value) if value - value == 0 else "null"
