@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import statistics
@@ -17,6 +18,12 @@ class Spread:
     median: float
     low: float
     high: float
+    count: int
+
+    @property
+    def error(self) -> float:
+        """Half the width of the median's 95 % interval (McGill, Tukey and Larsen 1978, "Variations of box plots")."""
+        return 1.57 * (self.high - self.low) / math.sqrt(self.count)
 
     def text(self, form: str) -> str:
         """`median (low to high)`, each in a format as `str.format` has them."""
@@ -26,9 +33,9 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread:
     """Median and quartiles of at least one value."""
     if len(values) == 1:
-        return Spread(median=values[0], low=values[0], high=values[0])
+        return Spread(median=values[0], low=values[0], high=values[0], count=1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median=median, low=low, high=high)
+    return Spread(median=median, low=low, high=high, count=len(values))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ NAMES = {
     "trainer": "Lightning Trainer, barebones",
 }
 AIM = 25.0  # microseconds over the hand-written loop
-HEAD = ("loop", "µs a step", "over hand-written", "ratio", "CPU time over")
+HEAD = ("loop", "µs a step", "µs over hand-written", "ratio", "CPU µs over")
 
 
 def main() -> None:
@@ -44,9 +45,12 @@ def measure(wanted: Sequence[str], size: int, pace: Pace) -> dict[str, list[list
     """Runs the rotation on `size` processes and prints its table; every block of every round, in seconds."""
     modules = [name for name in wanted if installed(name)]
     before = machine()
-    blocks = rotate(modules, size, pace)
+    with tempfile.TemporaryDirectory(prefix="grappe-bench-", ignore_cleanup_errors=True) as folder:
+        blocks = rotate(modules, size, pace, Path(folder))
+        _check(modules, Path(folder), pace)
     print(f"\n## Step time on {size} process{'es' if size > 1 else ''}\n")
     print(f"{pace.rounds} rounds of {pace.block} steps each, {pace.warmup} before them not timed.")
+    print("Medians over the rounds, ± their 95 % interval, and between which values half of the rounds lie.")
     print(f"From {before}\nto {machine()}.\n")
     print(table(HEAD, rows(modules, blocks)))
     for name in sorted(set(wanted) - set(modules)):
@@ -55,6 +59,15 @@ def measure(wanted: Sequence[str], size: int, pace: Pace) -> dict[str, list[list
         f"{place} {module}": [[dataclasses.asdict(block) for block in one] for one in blocks[place]]
         for place, module in enumerate(modules)
     }
+
+
+def _check(modules: Sequence[str], folder: Path, pace: Pace) -> None:
+    """grappe must have done what the table says of it."""
+    from benchmarks.contenders.grappe import witness
+
+    for place, module in enumerate(modules):
+        if module == "grappe":
+            witness(folder / str(place), pace.rounds * (pace.warmup + pace.block))
 
 
 def rows(modules: Sequence[str], blocks: dict[int, list[list[Block]]]) -> list[list[str]]:
@@ -73,9 +86,14 @@ def rows(modules: Sequence[str], blocks: dict[int, list[list[Block]]]) -> list[l
         ratio = [mine / base for mine, base in zip(wall[place], wall[0], strict=True)]
         busy = [mine - base for mine, base in zip(cpu[place], cpu[0], strict=True)]
         aim = f" (aim: at most {AIM:.0f})" if module == "grappe" else ""
-        row += [spread(over).text("{:+.1f}") + aim, spread(ratio).text("{:.3f}")]
-        found.append([*row, spread(busy).text("{:+.1f}")])
+        row += [_with_error(over) + aim, spread(ratio).text("{:.3f}"), _with_error(busy)]
+        found.append(row)
     return found
+
+
+def _with_error(values: Sequence[float]) -> str:
+    found = spread(values)
+    return found.text("{:+.0f}").replace(" (", f" ±{found.error:.0f} (", 1)
 
 
 def _micro(blocks: Sequence[Block], what: str) -> float:

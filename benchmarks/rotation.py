@@ -1,4 +1,4 @@
-"""Rotation: keeps every contender's processes alive at once and lets one after the other take a block of steps."""
+"""Rotation: all contenders' processes live at once, and one contender after the other takes a block of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -41,7 +40,7 @@ class Contender:
         self._folder = folder
         folder.mkdir()
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._members: list[tuple[Any, Connection]] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -87,13 +86,14 @@ class Contender:
             process.join()
 
 
-def rotate(modules: Sequence[str], size: int, pace: Pace) -> dict[int, list[list[Block]]]:
+def rotate(modules: Sequence[str], size: int, pace: Pace, folder: Path) -> dict[int, list[list[Block]]]:
     """By place in `modules`, a list of rounds: the blocks of a round's processes.
 
-    Each round lets every contender take its turn, in another order each time.
+    Each round lets every contender take its turn, beginning with another one each time. What a contender
+    writes goes below `folder`, under its place.
     """
     blocks: dict[int, list[list[Block]]] = {place: [] for place in range(len(modules))}
-    with _seated(modules, size, pace) as contenders:
+    with _seated(modules, size, pace, folder) as contenders:
         for number in range(pace.rounds):
             for turn in range(len(modules)):
                 place = (number + turn) % len(modules)
@@ -102,17 +102,16 @@ def rotate(modules: Sequence[str], size: int, pace: Pace) -> dict[int, list[list
 
 
 @contextlib.contextmanager
-def _seated(modules: Sequence[str], size: int, pace: Pace) -> Iterator[list[Contender]]:
+def _seated(modules: Sequence[str], size: int, pace: Pace, folder: Path) -> Iterator[list[Contender]]:
     contenders: list[Contender] = []
-    with tempfile.TemporaryDirectory(prefix="grappe-bench-", ignore_cleanup_errors=True) as folder:
-        try:
-            for place, module in enumerate(modules):
-                contenders.append(Contender(module, size, pace, Path(folder) / str(place)))
-                contenders[-1].ready()
-            yield contenders
-        finally:
-            for contender in contenders:
-                contender.close()
+    try:
+        for place, module in enumerate(modules):
+            contenders.append(Contender(module, size, pace, folder / str(place)))
+            contenders[-1].ready()
+        yield contenders
+    finally:
+        for contender in contenders:
+            contender.close()
 
 
 def _sit(module: str, seat: Seat, pace: Pace, pipe: Connection, port: int) -> None:
@@ -149,7 +148,8 @@ def environment(seat: Seat, port: int) -> None:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that is free now; the rivals take no other way to meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -22,6 +22,8 @@ from grappe.verbs.train import request, worker
 from grappe.world import Place
 
 NEVER = 10**9
+TERMINAL = "terminal"
+WAITING = 10_000  # steps: more than a second's, which is how late curves may be written
 
 
 class TinyTask(Task):
@@ -43,7 +45,7 @@ class TinyTask(Task):
 def run(seat: Seat, pacer: Pacer) -> None:
     """Steps for ever; the pacer ends it."""
     if seat.rank == 0:
-        os.environ["GRAPPE_TERMINAL"] = str(terminal())
+        os.environ["GRAPPE_TERMINAL"] = str(terminal(seat.folder / TERMINAL))
     with_behind_each_step(pacer.tick)
     train(seat)
 
@@ -61,7 +63,7 @@ def train(seat: Seat) -> None:
 
 
 def with_behind_each_step(tick: Callable[[], bool]) -> None:
-    """Has `tick` called behind every step: contract 8 takes time outside engines, between two `after` calls."""
+    """Has `tick` called behind every step: time is taken outside engines, between two `after` calls."""
     after = Training.after
 
     def paced(self: Training, result: StepResult) -> bool:
@@ -75,11 +77,19 @@ def with_behind_each_step(tick: Callable[[], bool]) -> None:
     Training.after = paced  # type: ignore[method-assign]
 
 
-def terminal() -> int:
-    """The descriptor of a terminal whose reader throws everything away, in a process of its own."""
+def terminal(record: Path) -> int:
+    """The descriptor of a terminal; what is drawn on it is copied to a file by a process of its own."""
     ours, theirs = pty.openpty()
-    with Path(os.devnull).open("w") as nowhere:
-        subprocess.Popen(["cat"], stdin=ours, stdout=nowhere, stderr=nowhere)
+    with record.open("wb") as out:
+        subprocess.Popen(["cat"], stdin=ours, stdout=out, stderr=subprocess.DEVNULL)
     os.close(ours)
     os.environ["TERM"] = "xterm-256color"  # rich draws no bar on a dumb one
     return theirs
+
+
+def witness(folder: Path, steps: int) -> None:
+    """Raises RuntimeError unless the bar was drawn and the curves were written during `steps` steps."""
+    lines = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+    drawn = (folder / TERMINAL).read_bytes().count(b"loss")
+    if not lines or lines < steps - WAITING or not drawn:
+        raise RuntimeError(f"grappe wrote {lines} lines of curves for {steps} steps and drew {drawn} bars")

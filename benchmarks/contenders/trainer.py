@@ -1,7 +1,7 @@
 """Lightning's Trainer, made as light as it gets: barebones, and the cheapest DataLoader that shuffles.
 
-It owns its loop and wants a loader. This one hands whole batches of ids to the dataset, which indexes tensors as
-the hand-written loop does; nothing is collated, no worker is started, and no epoch ends.
+It owns its loop and wants a loader. This one hands whole batches of ids to the dataset, which indexes tensors
+as the hand-written loop does; nothing is collated, no worker is started, and no epoch ends.
 """
 
 from __future__ import annotations

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+from grappe import entry
+from grappe.errors import EXIT_OK, UsageError
 
 WIDTH = 200  # of tables that go into a file or a pipe
-EXIT_SIGINT = 130
 HELP = """Train a PyTorch model on whatever machines you were given.
 
 The learning task is described once; a plan says how each optimizer step is
@@ -37,6 +35,7 @@ app = App(
     help_format="plaintext",
     version_flags=["--version"],
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
 )
 app["--help"].group = app["--version"].group = Group("About")
 PlanText = Annotated[
@@ -236,53 +235,7 @@ def _show(content: Any) -> None:
 
 def main() -> None:
     """The `grappe` command: exit codes 0 done, 1 failed, 2 wrong use, 75 interrupted and saved."""
-    debug = "--debug" in sys.argv
-    try:
-        code = _run([text for text in sys.argv[1:] if text != "--debug"])
-    except GrappeError as error:
-        code = _complain(error, debug)
-    except SystemExit as end:
-        code = end.code
-    except KeyboardInterrupt:
-        print("grappe: ended at once; what was saved before is kept", file=sys.stderr)
-        code = EXIT_SIGINT
-    except BrokenPipeError:  # our reader, `head` say, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_OK
-    except Exception as error:
-        mistake = ProcessDied(
-            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
-        )
-        mistake.details = "".join(traceback.format_exception(error))
-        code = _complain(mistake, debug)
-    if code in (EXIT_FAILURE, EXIT_USAGE) and "torch" in sys.modules:
-        sys.stdout.flush()
-        os._exit(code)  # communication threads of a failed step may never join
-    sys.exit(code)
-
-
-def _run(arguments: list[str]) -> int:
-    try:
-        code = app(arguments, exit_on_error=False, print_error=False)
-        sys.stdout.flush()
-    except CycloptsError as error:
-        raise UsageError(" ".join(str(error).split())) from error
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
-    return code if isinstance(code, int) else EXIT_OK
-
-
-def _complain(error: GrappeError, debug: bool) -> int:
-    """Tells the user of an error, once however many processes have it; the exit code."""
-    from grappe.verbs.session import speaks
-
-    if error.by or speaks():
-        if debug:
-            print(error.details or "".join(traceback.format_exception(error)), file=sys.stderr)
-        print(f"grappe: {error}", file=sys.stderr)
-    return error.exit_code
+    entry.run(app)
 
 
 if __name__ == "__main__":

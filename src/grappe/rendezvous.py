@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(minutes=30)
 PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
 GRACE_SECONDS = 3.0
+SERVING_SECONDS = 1.0
 
 
 def start(place: Place, backend: str, device: torch.device, meet: Path) -> None:
@@ -41,7 +42,7 @@ def start(place: Place, backend: str, device: torch.device, meet: Path) -> None:
     if place.size == 1:
         store: object = dist.HashStore()  # FSDP2 offloads through a group, of one process too
     else:
-        store = _env_store() if place.launcher == "torchrun" else _published_store(place, address)
+        store = _env_store(place) if place.launcher == "torchrun" else _published_store(place, address)
     # FSDP's offload and our own objects need CPU collectives beside NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
     dist.init_process_group(
@@ -68,17 +69,36 @@ def may_speak(place: Place) -> bool:
             time.sleep(GRACE_SECONDS)  # process 0 most likely says the same, and the launcher then ends us
         return True
     try:
-        return dist.distributed_c10d._get_default_store().add("grappe/spoken", 1) == 1
+        with _without_warnings():
+            first = dist.distributed_c10d._get_default_store().add("grappe/spoken", 1) == 1
     except RuntimeError:
         return False  # process 0, which serves the store, has ended, and has said why
+    if place.rank == 0 and place.launcher != "torchrun":
+        time.sleep(SERVING_SECONDS)  # so that the others can ask, too
+    return first
 
 
-def _env_store() -> object:
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch writes a stack trace to standard error where a store has gone, before it raises."""
+    error, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(error, 2)
+        os.close(error)
+        os.close(nowhere)
+
+
+def _env_store(place: Place) -> object:
     import torch.distributed as dist
 
     # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
     store, _, _ = next(iter(dist.rendezvous("env://")))
-    return store
+    # It outlives a training, and the next one in the same processes must not find this one's addresses.
+    starts = store.add(f"grappe/starts/{place.rank}", 1)
+    return dist.PrefixStore(f"grappe/{starts}", store)
 
 
 def _published_store(place: Place, address: Path) -> object:

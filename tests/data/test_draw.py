@@ -109,7 +109,7 @@ def test_dividing_a_step_changes_no_draw_and_no_pair(
 
 def test_draws_are_uniform_and_independent() -> None:
     drawn = draw(torch.from_numpy(sample_keys(0, 0, np.arange(50_000))), 4).double()
-    assert 0 <= drawn.min() and drawn.max() < 1
+    assert drawn.min() >= 0 and drawn.max() < 1
     steps = drawn * 2**24
     assert torch.equal(steps, steps.round()) and (steps % 2 == 1).any()
     for column in drawn.T:

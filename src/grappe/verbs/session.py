@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import os
 import stat
+import sys
 import tempfile
 import time
 import traceback
@@ -28,6 +29,7 @@ from grappe.plan import Plan
 from grappe.task import Task, fields
 from grappe.world import Place, place_from_environment
 
+BASE = Path("runs")
 LEAVING_SECONDS = 2.0
 
 
@@ -127,7 +129,10 @@ def _said_once(error: Exception, place: Place) -> BaseException:
 
 def speaks() -> bool:
     """Whether this process is process 0, or the only one: the one that prints results."""
-    place = place_from_environment()
+    try:
+        place = place_from_environment()
+    except UsageError:  # it is being told just now
+        return True
     return place is None or place.rank == 0
 
 
@@ -140,7 +145,8 @@ def interrupted() -> int:
     if place is None or place.size == 1:
         return EXIT_INTERRUPTED
     if place.rank:
-        return EXIT_OK
+        sys.stdout.flush()
+        os._exit(EXIT_OK)  # at once, and not after the seconds that Python takes to tidy up
     time.sleep(LEAVING_SECONDS)
     return EXIT_INTERRUPTED
 
@@ -152,7 +158,7 @@ def meeting_place(place: Place, run: Path | None) -> Path:
         UsageError: it is not ours.
     """
     if place.size > place.local_size:
-        return run or Path("runs")
+        return run or BASE
     folder = Path(tempfile.gettempdir()) / f"grappe-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
     found = folder.lstat()
@@ -162,6 +168,15 @@ def meeting_place(place: Place, run: Path | None) -> Path:
             f"{folder} can be written by others: remove it, or set TMPDIR to a folder of your own"
         )
     return folder
+
+
+def scratch_base() -> Path | None:
+    """Where to make a folder that every process sees; None: the temporary folder will do."""
+    place = place_from_environment()
+    if place is None or place.size == place.local_size:
+        return None
+    BASE.mkdir(exist_ok=True)
+    return BASE
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from grappe.training import Options
+from grappe.verbs.session import scratch_base
 from grappe.verbs.train import Request, run_training
 
 
@@ -19,7 +20,7 @@ def smoke(asked: Request) -> str:
     Raises:
         GrappeError: what did not.
     """
-    with tempfile.TemporaryDirectory(prefix="grappe-smoke-") as folder:
+    with tempfile.TemporaryDirectory(prefix="grappe-smoke-", dir=scratch_base()) as folder:
         first = dataclasses.replace(asked, run=Path(folder) / "run", options=Options(steps=1))
         run_training(first)
         second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
 from grappe.errors import RunError, UsageError
 from grappe.plan import Plan, as_plan
@@ -17,6 +16,9 @@ from grappe.task import Task
 from grappe.training import Options, Training
 from grappe.verbs.session import TaskReference, blaming, field_texts, same_task, start, user_call
 from grappe.world import Place, World
+
+if TYPE_CHECKING:
+    from grappe.outlet import Outlet
 
 DATA_FOLDER = "GRAPPE_DATA"
 
@@ -110,11 +112,12 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     from grappe import engines, world
     from grappe.child import early_log, redirect
     from grappe.interrupt import Interrupt
+    from grappe.outlet import outlet
 
-    terminal = _terminal(place)
-    interrupt = Interrupt()
-    interrupt.install()
+    terminal = outlet(place)
     here = world.join(asked.plan, place, meet)
+    interrupt = Interrupt()
+    interrupt.install()  # not while the others are waited for: there is nothing to save yet
     engine = engines.check(asked.plan)
     task = asked.task.resolve()
     run = Run(_on_process_0(here, lambda: _open_run(asked, task, here)))
@@ -140,7 +143,7 @@ def _assemble(
     run: Run,
     engine: Any,
     interrupt: Any,
-    terminal: IO[str] | None,
+    terminal: Outlet | None,
     began: float,
 ) -> Training:
     from grappe.checkpoint.initial import initial_weights
@@ -244,7 +247,7 @@ def _on_process_0(here: World, make: Any) -> Any:
     return made
 
 
-def _announce(terminal: IO[str], asked: Request, task: Task, here: World, run: Run, samples: int) -> None:
+def _announce(terminal: Outlet, asked: Request, task: Task, here: World, run: Run, samples: int) -> None:
     slices = here.data_size
     micro = asked.plan.microbatches
     each = -(-task.batch_size // slices)
@@ -262,11 +265,3 @@ def _announce(terminal: IO[str], asked: Request, task: Task, here: World, run: R
 def _samples_word(dataset: Any) -> str:
     inputs = dataset[0][0]
     return "images" if getattr(inputs, "ndim", 0) == 3 and inputs.shape[0] in (1, 3) else "samples"
-
-
-def _terminal(place: Place) -> IO[str] | None:
-    """Where process 0 talks to the user: its own output goes to a log."""
-    if place.rank != 0:
-        return None
-    handle = os.environ.pop("GRAPPE_TERMINAL", None)
-    return os.fdopen(int(handle), "w") if handle else sys.stdout

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from grappe.scores import Scores
 from grappe.watchers.base import Outcome, Record, Watcher
@@ -22,8 +22,11 @@ class Console(Watcher):
     """Shows a training on `stream`; draws five times a second, whatever the number of steps."""
 
     def __init__(self, stream: IO[str], sample: str = "samples") -> None:
-        self._console = RichConsole(file=stream, highlight=False, soft_wrap=not stream.isatty())
-        self._live = stream.isatty()
+        self._console = RichConsole(file=stream, highlight=False, soft_wrap=True)
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._console.soft_wrap = not self._live
+        # What else is printed goes above the bar, where it is not led into a log.
+        self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
         self._sample = sample
         self._progress: Progress | None = None
         self._drawn = self._samples_drawn = 0.0
@@ -46,6 +49,8 @@ class Console(Watcher):
                 console=self._console,
                 auto_refresh=False,  # a thread of its own would take time from the steps
                 transient=True,
+                redirect_stdout=self._shared,
+                redirect_stderr=self._shared,
             )
             self._bar = self._progress.add_task(
                 "starting", total=training.total_steps, completed=training.start, epoch=1
@@ -74,7 +79,7 @@ class Console(Watcher):
         if self._progress is not None:
             self._progress.stop()
         if outcome is not None:
-            self._console.print(self._closing(outcome))
+            self._console.print(self._closing(outcome), markup=False)
 
     def _refresh(self) -> None:
         assert self._training is not None
@@ -92,24 +97,26 @@ class Console(Watcher):
             refresh=True,
         )
 
-    def _closing(self, outcome: Outcome) -> Table:
+    def _closing(self, outcome: Outcome) -> str:
         assert self._training is not None
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         words = {
             "finished": "finished",
             "stopped": "stopped: no better for a while",
             "interrupted": "interrupted, saved",
         }
-        table.add_row("training", f"{words[outcome.status]}, {outcome.step} steps")
+        rows = [
+            ("training", f"{words[outcome.status]}, {outcome.step} step{'s' if outcome.step != 1 else ''}")
+        ]
         if outcome.scores is not None:
             for name, value in outcome.scores.metrics.items():
-                table.add_row(name, _with_counts(name, value, outcome.scores))
-            table.add_row("validation loss", f"{outcome.scores.loss:.4f}")
+                rows.append((name, _with_counts(name, value, outcome.scores)))
+            rows.append(("validation loss", f"{outcome.scores.loss:.4f}"))
         total = sum(outcome.phases.values())
         parts = [f"{name} {seconds:.1f} s" for name, seconds in outcome.phases.items() if seconds >= 0.05]
-        table.add_row("time", f"{total:.1f} s: {', '.join(parts)}")
-        table.add_row("run", str(self._training.run.folder))
-        return table
+        rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows.append(("run", str(self._training.run.folder)))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def _metrics(scores: Scores | None) -> str:

@@ -1,0 +1,74 @@
+"""Entry: runs the command line, and turns errors, signals and a reader that has had enough into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from cyclopts import App, CycloptsError
+
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+
+EXIT_SIGINT = 130
+
+
+def run(app: App) -> NoReturn:
+    """Runs the command that sys.argv names, and ends this process with its exit code."""
+    debug = "--debug" in sys.argv
+    try:
+        code = _code(app, [text for text in sys.argv[1:] if text != "--debug"])
+    except GrappeError as error:
+        code = _complain(error, debug)
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:
+        print("grappe: ended at once; what was saved before is kept", file=sys.stderr)
+        code = EXIT_SIGINT
+    except BrokenPipeError:  # our reader, `head` say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OK
+    except Exception as error:
+        mistake = ProcessDied(
+            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
+        )
+        mistake.details = "".join(traceback.format_exception(error))
+        code = _complain(mistake, debug)
+    if code in (EXIT_FAILURE, EXIT_USAGE) and "torch" in sys.modules:
+        _leave_communication(code)
+    sys.exit(code)
+
+
+def _leave_communication(code: int) -> None:
+    """Ends this process now if it is a launcher's: communication threads of a failed step may never join."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _code(app: App, arguments: list[str]) -> int:
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+    return code if isinstance(code, int) else EXIT_OK
+
+
+def _complain(error: GrappeError, debug: bool) -> int:
+    """Tells the user of an error, once however many processes have it; the exit code."""
+    from grappe.verbs.session import speaks
+
+    if error.by or speaks():
+        if debug:
+            print(error.details or "".join(traceback.format_exception(error)), file=sys.stderr)
+        print(f"grappe: {error}", file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,112 @@
+"""The grappe command as a user starts it in a terminal, and whatever it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+GRAPPE = str(Path(sys.executable).with_name("grappe"))
+SLOW = str(Path(__file__).with_name("slow.py"))
+PATIENCE_SECONDS = 60.0
+
+
+class Command:
+    """A command in a session of its own; `members` finds all that descends from it, orphans too."""
+
+    def __init__(self, *arguments: str, cwd: Path, text: str | None = None, **variables: str) -> None:
+        self._mark = f"GRAPPE_TEST={uuid.uuid4()}"
+        self.temp = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short, as names of sockets must be
+        name, _, value = self._mark.partition("=")
+        with _signals_as_in_a_terminal():
+            self.process = subprocess.Popen(
+                arguments,
+                cwd=cwd,
+                env={**os.environ, name: value, "TMPDIR": str(self.temp), **variables},
+                stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        self.text = text
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error, once it has ended."""
+        out, err = self.process.communicate(self.text, timeout=PATIENCE_SECONDS)
+        return self.process.returncode, out, err
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the terminal sends SIGINT to the whole foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def members(self) -> list[int]:
+        """The living processes that it started, itself included."""
+        return [pid for pid in _pids() if self._mark in _environment(pid)]
+
+    def left(self) -> list[str]:
+        """What it left in its temporary folder, but for torch's cache, which is meant to stay."""
+        return sorted(
+            entry.name for entry in self.temp.iterdir() if not entry.name.startswith("torchinductor_")
+        )
+
+    def close(self) -> None:
+        """Ends all of it."""
+        for pid in self.members():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    """Waits until `true()`."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def pids_in_training(run: Path, processes: int) -> list[int]:
+    """The process ids by rank of a training of tests/slow.py, once each has taken some steps."""
+
+    def found() -> list[int]:
+        logs = [run / "logs" / f"rank-{rank}.log" for rank in range(processes)]
+        lines = [
+            [one for one in log.read_text().splitlines() if "step in" in one] for log in logs if log.exists()
+        ]
+        return [int(mine[-1].split()[-1]) for mine in lines if len(mine) > 2]
+
+    until(lambda: len(found()) == processes, f"{processes} processes train")
+    return found()
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> str:
+    try:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return ""
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def _signals_as_in_a_terminal() -> Iterator[None]:
+    """A test run in the background has some ignored, and its children would too."""
+    before = {
+        number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

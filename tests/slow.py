@@ -1,0 +1,35 @@
+"""A task whose steps take as long as one likes, and say in which process they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from grappe import Arrays, Task
+
+
+class Slow(Task):
+    """Two classes of 32 points."""
+
+    epochs: int = 100
+    batch_size: int = 4
+    pause: float = 0.05
+    """Seconds that each step takes."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        return Arrays(torch.arange(96.0).view(32, 3) / 96, torch.arange(32) % 2)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        print(f"step in {os.getpid()}", flush=True)
+        time.sleep(self.pause)
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.1)

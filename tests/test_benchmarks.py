@@ -1,0 +1,134 @@
+"""The benchmarks' parts run, and their figures are what they say they are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+import time
+
+import pytest
+from benchmarks import cifar_files, cifar_script, compute_alone
+from benchmarks.contenders.grappe import witness
+from benchmarks.figures import spread, table
+from benchmarks.overhead import rows
+from benchmarks.pacer import Block, Pacer
+from benchmarks.rotation import Pace, installed, rotate
+from benchmarks.sections import Sections
+
+from grappe.data.formats import cifar10_python
+
+MILLISECOND = 1e-3
+
+
+def test_a_spread_is_the_median_with_quartiles():
+    found = spread([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (found.low, found.median, found.high, found.count) == (2.0, 3.0, 4.0, 5)
+    assert found.error == pytest.approx(1.57 * 2 / 5**0.5)
+    assert spread([7.0]).text("{:.0f}") == "7 (7 to 7)"
+
+
+def test_a_table_is_markdown():
+    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_rows_compare_within_a_round_and_take_the_slower_process():
+    def blocks(*microseconds: float) -> list[list[Block]]:
+        return [
+            [Block(wall=value * 1e-6, cpu=value * 1e-6), Block(wall=0.0, cpu=0.0)] for value in microseconds
+        ]
+
+    found = rows(["handwritten", "grappe"], {0: blocks(100, 200, 300), 1: blocks(110, 220, 330)})
+    assert found[1][1:4] == [
+        "220 (165 to 275)",
+        "+20 ±9 (+15 to +25) (aim: at most 25)",
+        "1.100 (1.100 to 1.100)",
+    ]
+
+
+def test_a_pacer_times_its_block_and_nothing_else():
+    ours, theirs = multiprocessing.Pipe()
+    pacer = Pacer(theirs, warmup=3, block=10)
+    stops = []
+
+    def loop() -> None:
+        for _ in range(27):
+            time.sleep(MILLISECOND)
+            stops.append(pacer.tick())
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    assert ours.recv() is None
+    for _ in range(2):
+        time.sleep(100 * MILLISECOND)  # the others' turns
+        ours.send("go")
+        took = ours.recv()
+        assert MILLISECOND <= took.wall < 9 * MILLISECOND
+        assert took.cpu < took.wall
+    ours.send("go")
+    thread.join(10)
+    assert [index for index, stop in enumerate(stops) if stop] == [0, 13, 26]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_contenders_take_turns(size, tmp_path):
+    pace = Pace(rounds=2, warmup=5, block=600 // size)
+    modules = ["handwritten", "grappe"]
+    blocks = rotate(modules, size, pace, tmp_path)
+    assert all(
+        len(one) == size and all(block.wall > 0 for block in one)
+        for taken in blocks.values()
+        for one in taken
+    )
+    assert [len(taken) for taken in blocks.values()] == [2, 2]
+    witness(tmp_path / "1", 2 * pace.block)
+
+
+def test_a_contender_that_fails_is_shown_with_its_last_lines(tmp_path):
+    with pytest.raises(RuntimeError, match=r"(?s)nothing_like_it died.*ModuleNotFoundError"):
+        rotate(["nothing_like_it"], 1, Pace(rounds=1, warmup=1, block=1), tmp_path)
+
+
+@pytest.mark.parametrize("module", ["fabric", "accelerate", "trainer"])
+def test_rivals_take_turns(module, tmp_path):
+    if not installed(module):
+        pytest.skip("the rivals have an environment of their own: benchmarks/run")
+    blocks = rotate(["handwritten", module], 2, Pace(rounds=1, warmup=2, block=10), tmp_path)
+    assert len(blocks[1][0]) == 2
+
+
+def test_a_section_is_charged_for_its_own_time_only():
+    sections = Sections()
+    inner = sections.wrapped(lambda: time.sleep(20 * MILLISECOND), "inner")
+    outer = sections.wrapped(lambda: (time.sleep(10 * MILLISECOND), inner()), "outer")
+    outer()
+    assert sections.calls == {"inner": 1, "outer": 1}
+    assert sections.seconds["inner"] >= 20 * MILLISECOND
+    assert 10 * MILLISECOND <= sections.seconds["outer"] < 20 * MILLISECOND
+
+
+def test_cifar_files_are_as_the_official_ones(tmp_path):
+    folder = cifar_files.write(tmp_path, per_file=3)
+    images, labels = cifar10_python([folder / name for name in cifar_files.TRAINING])
+    assert images.shape == (15, 3, 32, 32) and labels.shape == (15,)
+    content = pickle.loads((folder / "data_batch_2").read_bytes(), encoding="latin1")
+    assert (content["data"].reshape(-1, 3, 32, 32) == images[3:6]).all() and content["labels"] == labels[
+        3:6
+    ].tolist()
+    assert len(pickle.loads((folder / "batches.meta").read_bytes())["label_names"]) == 10
+
+
+def test_grappe_takes_one_whole_epoch_of_them(tmp_path):
+    cifar_files.write(tmp_path / "data", per_file=256)
+    assert cifar_script.grappe(tmp_path, "threads=1,channels_last", tmp_path / "run", 256) > 0
+    with pytest.raises(AssertionError, match="not one whole epoch"):
+        cifar_script.grappe(tmp_path, "threads=1", tmp_path / "other", 257)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_compute_alone_gives_a_rate(processes):
+    assert compute_alone.images_per_second(processes, 1, 64, 2, True) > 0
+
+
+def test_images_per_second_are_read_from_the_end_of_an_output():
+    assert cifar_script._rate("warning\nimages/s 4308.5\n") == 4308.5
