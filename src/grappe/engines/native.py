@@ -157,8 +157,8 @@ class Native(Stepper):
         return evaluation.evaluate(self._model, self._task, self._world, batches, samples, self._autocast)
 
     def state(self) -> State:
-        tensors, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
-        return State(tensors=tensors, values={**values, "scale": self._scale.state()})
+        tensors, own, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
+        return State(tensors=tensors, own=own, values={**values, "scale": self._scale.state()})
 
     def restore(self, saved: Saved) -> None:
         model_state.restore(self._model, self._optimizer, self._schedule, self._world, saved)

@@ -70,6 +70,9 @@ class Console(Watcher):
             f"{_metrics(scores)}   {self._rate:,.0f} {self._sample}/s"
         )
 
+    def failed_to_save(self, problem: str) -> None:
+        self._console.print(f"{problem}; the checkpoint before it is whole, training goes on")
+
     def ended(self, outcome: Outcome | None) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -99,6 +102,7 @@ class Console(Watcher):
             "finished": "finished",
             "stopped": "stopped: no better for a while",
             "interrupted": "interrupted, saved",
+            "paused": "paused after the steps asked for",
         }
         table.add_row("training", f"{words[outcome.status]}, {outcome.step} steps")
         if outcome.scores is not None:
