@@ -18,7 +18,9 @@ def save(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dic
     """`optimizer.NAME.KEY` tensors, and what is no tensor as JSON."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    assert set(optimizer.state) <= set(parameters.values()), "a state without its parameter would be lost"
+    for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
