@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from grappe.weights import share
+from grappe.weights import read_into
 
 if TYPE_CHECKING:
     from grappe.engines.base import Saved
@@ -19,7 +18,9 @@ def save(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dic
     """`optimizer.NAME.KEY` tensors, and what is no tensor as JSON."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    assert set(optimizer.state) <= set(parameters.values()), "a state without its parameter would be lost"
+    for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
@@ -39,16 +40,14 @@ def load(model: nn.Module, optimizer: Optimizer, saved: Saved) -> None:
     for name, parameter in by_name.items():
         state = dict(saved.values.get("optimizer", {}).get(name, {}))
         for key in keys.get(name, ()):
-            value = saved.tensors.read(f"optimizer.{name}.{key}")
-            state[key] = _placed(value, parameter)
+            state[key] = _read(saved, f"optimizer.{name}.{key}", parameter)
         if state:
             optimizer.state[parameter] = state
 
 
-@torch.no_grad()
-def _placed(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    if value.shape != parameter.shape or value.dim() == 0:
-        return value.clone()  # a step counter, which optimizers keep on the CPU
-    if isinstance(parameter, DTensor):
-        return share(value, parameter)
-    return torch.empty_like(parameter).copy_(value)
+def _read(saved: Saved, name: str, parameter: nn.Parameter) -> Tensor:
+    if saved.tensors.shape(name) != tuple(parameter.shape) or not parameter.dim():
+        return saved.tensors.read(name).clone()  # a step counter, which optimizers keep on the CPU
+    value = torch.empty_like(parameter, requires_grad=False)
+    read_into(value, saved.tensors, name)
+    return value

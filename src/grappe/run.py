@@ -51,6 +51,10 @@ class Run:
         """Its newest checkpoint that verifies."""
         return checkpoint_format.latest(self.checkpoints)
 
+    def unverified(self, found: checkpoint_format.Checkpoint) -> list[checkpoint_format.Checkpoint]:
+        """The checkpoints newer than `found`, the newest that verifies."""
+        return [one for one in checkpoint_format.found(self.checkpoints) if one.step > found.step]
+
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """The lines of its curves, of one `kind` ("step", "evaluation") or all; a half-written line ends them."""
         try:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grappe.checkpoint import format as checkpoint_format
+from grappe.checkpoint.saver import Saver
 from grappe.data.batch import Batch
 from grappe.data.feed import Feed
 from grappe.engines.base import Engine, Saved
-from grappe.errors import DivergedError
+from grappe.errors import DivergedError, RunError
 from grappe.interrupt import Interrupt
 from grappe.loop import StepResult
 from grappe.run import Run
@@ -35,6 +36,12 @@ class Options:
     """Stop after so many evaluations without a lower loss."""
     steps: int | None = None
     """Stop after so many steps in all."""
+    keep: int = 3
+    """How many of the newest checkpoints stay, beside the best."""
+    time_limit: float | None = None
+    """Seconds after which to save and stop; None: Slurm's end time, where there is one."""
+    stop_on_failed_save: bool = False
+    """Whether a checkpoint that cannot be written ends the training."""
     ledger: bool = False
     """Write down the samples of each step."""
 
@@ -46,8 +53,10 @@ class Training:
         self,
         *,
         engine: Engine,
+        engine_name: str,
         world: World,
         run: Run,
+        saver: Saver,
         options: Options,
         feed: Feed,
         validation: Feed,
@@ -58,8 +67,10 @@ class Training:
     ) -> None:
         self.engine, self.world, self.run, self.options = engine, world, run, options
         self.feed, self.validation = feed, validation
+        self._saver, self._engine_name = saver, engine_name
         self.per_epoch = feed.ledger.steps_per_epoch
         self.total_steps = min(total_steps, options.steps or total_steps)
+        self._whole = total_steps
         self.start = 0
         self.batch_size = feed.ledger.batch_size
         self._watchers, self._interrupt = watchers, interrupt
@@ -69,13 +80,17 @@ class Training:
         self._stop: str | None = None
         self._step = 0
         self._scores: Scores | None = None
+        self._evaluated = self._saved = -1
         self._clock = self._began = started
         self.phases = {"start": 0.0, "data": 0.0, "steps": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
 
     def resume(self, found: checkpoint_format.Checkpoint) -> None:
         """Goes on from a checkpoint. Collective."""
         values = found.values
-        self.engine.restore(Saved(tensors=found.tensors, values=values.get("engine", {})))
+        saved = Saved(tensors=found.tensors, values=values.get("engine", {}))
+        if values.get("engine_name") != self._engine_name:
+            saved = saved.weights_only()
+        self.engine.restore(saved)
         self.start = self._step = found.step
         self._patience.restore(values.get("patience", {}))
 
@@ -85,8 +100,6 @@ class Training:
         Raises:
             DivergedError: the loss is not a number any more.
         """
-        if self.start == 0 and not any(True for _ in checkpoint_format.found(self.run.checkpoints)):
-            self._save(0)
         for watcher in self._watchers:
             watcher.started(self)
         if self._ledger is not None:
@@ -97,8 +110,10 @@ class Training:
         try:
             self.engine.train(self._timed(self.feed.batches(self.start, self.total_steps)), self.after)
             self._settle()
+            self._finish_saving()
             outcome = self._outcome()
         finally:
+            self._saver.close()
             for watcher in self._watchers:
                 watcher.ended(outcome)
         return outcome
@@ -149,6 +164,7 @@ class Training:
             self._diverged(record, batch)
         for watcher in self._watchers:
             watcher.stepped(record)
+        self._interrupt.reserve(step=seconds)
         if flag > 0 and self._stop is None:
             self._stop = "interrupted"
 
@@ -171,6 +187,7 @@ class Training:
         if self._ledger is not None:
             batches = self._ledger.noted(batches, "evaluation", step)
         self._scores = self.engine.evaluate(batches, ledger.length)
+        self._evaluated = step
         for watcher in self._watchers:
             watcher.evaluated(step, self._scores)
         if self._patience.exhausted(self._scores.loss):
@@ -178,15 +195,43 @@ class Training:
         self.phases["evaluation"] += time.perf_counter() - began
 
     def _save(self, step: int) -> None:
+        if step == self._saved:
+            return
         began = time.perf_counter()
         for watcher in self._watchers:
             watcher.saved(step)
         if self._ledger is not None:
             self._ledger.flush()
         state = self.engine.state()
-        values: dict[str, Any] = {"engine": dict(state.values), "patience": self._patience.state()}
-        checkpoint_format.save(self.run.checkpoints, step, state.tensors, values, self.world)
+        values: dict[str, Any] = {
+            "engine_name": self._engine_name,
+            "engine": dict(state.values),
+            "patience": self._patience.state(),
+            "validation_loss": self._scores.loss if self._scores and self._evaluated == step else None,
+        }
+        problem = self._saver.save(step, state.tensors, state.own, values)
+        self._saved = step
+        self._heed(problem)
+        spent = time.perf_counter() - began
+        self._interrupt.reserve(saving=spent)
+        self.phases["checkpoint"] += spent
+
+    def _finish_saving(self) -> None:
+        """Waits until the last save is committed: a training that ends has lost nothing."""
+        began = time.perf_counter()
+        problem = self._saver.wait()
+        if problem is not None:
+            raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
         self.phases["checkpoint"] += time.perf_counter() - began
+
+    def _heed(self, problem: str | None) -> None:
+        """A save in the background failed: say so, and go on or stop as asked."""
+        if problem is None:
+            return
+        if self.options.stop_on_failed_save:
+            raise RunError(f"{problem}. The checkpoint before it is whole")
+        for watcher in self._watchers:
+            watcher.failed_to_save(problem)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; the wait for each counts as data, what follows it as the step."""
@@ -205,5 +250,5 @@ class Training:
         total = time.perf_counter() - self._began
         others = sum(value for name, value in self.phases.items() if name != "steps")
         self.phases["steps"] = total - others
-        status = self._stop or ("finished" if self._step >= self.total_steps else "interrupted")
+        status = self._stop or ("finished" if self._step >= self._whole else "paused")
         return Outcome(status=status, step=self._step, scores=self._scores, phases=dict(self.phases))

@@ -1,28 +1,33 @@
-"""Weights: named tensors that are read one at a time, from files or from memory."""
+"""Weights: named tensors that are read one at a time, from files or from memory, by each process what it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-
-from grappe.errors import RunError
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 class Weights(Protocol):
-    """A source of whole tensors by name."""
+    """A source of tensors by name."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def __iter__(self) -> Iterator[str]: ...
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
+        ...
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        """The part of it that begins at `offset` and has `shape`, on the CPU."""
         ...
 
 
@@ -38,42 +43,70 @@ class InMemory:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._tensors[name][
+            tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        ]
 
-class InFiles:
-    """Weights in safetensors files, mapped into memory and read when asked for.
 
-    Raises:
-        RunError: a file is not a readable safetensors file.
-    """
+class Under:
+    """The weights whose names start with a prefix, without it."""
 
-    def __init__(self, files: Iterable[Path], prefix: str = "") -> None:
-        self._prefix = prefix
-        self._handles = {}
-        for file in files:
-            try:
-                handle = safe_open(file, framework="pt")
-            except Exception as error:  # the library's own error class is not public
-                raise RunError(f"{file} is not a readable safetensors file: {error}") from error
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
 
     def __contains__(self, name: str) -> bool:
-        return self._prefix + name in self._handles
+        return self._prefix + name in self._weights
 
     def __iter__(self) -> Iterator[str]:
         start = len(self._prefix)
-        return iter([name[start:] for name in self._handles if name.startswith(self._prefix)])
+        return iter([name[start:] for name in self._weights if name.startswith(self._prefix)])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._prefix + name)
 
     def read(self, name: str) -> Tensor:
-        return self._handles[self._prefix + name].get_tensor(self._prefix + name)
+        return self._weights.read(self._prefix + name)
 
-    def under(self, prefix: str) -> InFiles:
-        """The tensors whose names start with `prefix`, without it."""
-        view = object.__new__(InFiles)
-        view._prefix, view._handles = self._prefix + prefix, self._handles
-        return view
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._weights.read_part(self._prefix + name, shape, offset)
+
+
+class Without:
+    """The weights but for those whose names start with a prefix."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __contains__(self, name: str) -> bool:
+        return not name.startswith(self._prefix) and name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._weights if not name.startswith(self._prefix)])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return self._weights.read(name)
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._weights.read_part(name, shape, offset)
+
+
+def agreed(buffers: Sequence[Tensor]) -> Tensor:
+    """The mean of the processes' buffers, to the bit the buffer itself where all have the same."""
+    first = buffers[0]
+    if len(buffers) == 1 or not first.is_floating_point():
+        return first
+    stacked = torch.stack(list(buffers))
+    return torch.where((stacked == first).all(0), first, stacked.mean(0))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -81,18 +114,21 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def part_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of this process's part of a sharded tensor in the whole."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
 @torch.no_grad()
-def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Copies the whole tensor, or this process's share of it, into `target`."""
-    if isinstance(target, DTensor):
-        target._local_tensor.copy_(share(whole, target)._local_tensor)
-    else:
-        target.copy_(whole)
-
-
-def share(whole: Tensor, like: DTensor) -> DTensor:
-    """This process's share of a CPU tensor that every process has, placed as `like` is. No communication."""
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+def read_into(target: Tensor, weights: Weights, name: str) -> None:
+    """Copies the tensor `name`, or of a sharded target this process's part of it, into `target`."""
+    if not isinstance(target, DTensor):
+        target.copy_(weights.read(name))
+        return
+    shape, offset = part_of(target)
+    if target._local_tensor.numel():
+        target._local_tensor.copy_(weights.read_part(name, shape, offset))
 
 
 def whole(tensor: Tensor) -> Tensor:

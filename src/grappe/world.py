@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grappe import rendezvous
 from grappe.errors import PlanError, UsageError
@@ -167,6 +167,33 @@ class World:
     def size(self) -> int:
         """How many processes there are."""
         return self.place.size
+
+    def coordinates(self) -> dict[str, tuple[int, int]]:
+        """By axis: where this process is along it, and how many there are."""
+        if self.mesh is None:
+            return dict.fromkeys(AXES, (0, 1))
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        return {axis: (place[i], self.mesh.size(i)) for i, axis in enumerate(AXES)}
+
+    @property
+    def speaks_for_slice(self) -> bool:
+        """Whether this process is the first of those that see the same slice of a batch."""
+        return all(
+            position == 0
+            for axis, (position, _) in self.coordinates().items()
+            if axis in ("pipeline", "tensor")
+        )
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's `value`, by rank. Collective."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
 
     def share(self, value: T) -> T:
         """Process 0's `value`, on every process. Collective."""

@@ -1,73 +1,92 @@
-"""Commits a folder: written beside, hashed into a manifest, flushed to disk, renamed; verified when it is read."""
+"""Commits a folder in one rename: every file written beside, flushed to disk, and listed with its hash."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from grappe.errors import RunError
 
 MANIFEST = "manifest.json"
-READ_SIZE = 1 << 20
+READ_SIZE = 1 << 22
+LARGEST_JSON = 1 << 28  # bytes; a state of more is a lie
+
+Fingerprint = dict[str, Any]
 
 
-@contextmanager
-def committed(folder: Path) -> Iterator[Path]:
-    """Yields a new folder to write into; it becomes `folder` in one rename once all of it is on disk."""
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        yield beside
-        files = {file.name: _fingerprint(file) for file in sorted(beside.iterdir())}
-        (beside / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
-        for file in beside.iterdir():
-            _flush(file)
-        _flush(beside)
-        if folder.exists():  # the same step, saved again after a resume: what is there is as good
-            shutil.rmtree(folder)
-        beside.rename(folder)
-        _flush(folder.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None:
+    """Makes `beside`, whose `files` are on disk already, the folder `folder`: wholly, or not at all."""
+    write_new(beside / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+    flush(beside)
+    if folder.exists():
+        if verify(folder) is None:  # the same step, saved before
+            shutil.rmtree(beside)
+            return
+        shutil.rmtree(folder)  # damaged; a rename cannot replace a folder that is not empty
+    beside.rename(folder)
+    flush(folder.parent)
+
+
+def write_new(file: Path, content: bytes) -> Fingerprint:
+    """Writes a new file and flushes it to disk; its fingerprint."""
+    with file.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 
 def verify(folder: Path) -> str | None:
     """What is wrong with a committed folder; None when every file is as its manifest says."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = read_json(folder / MANIFEST)["files"]
         for name, expected in files.items():
-            if Path(name).name != name:
-                return f"{name} is not a plain file name"
-            if _fingerprint(folder / name) != expected:
+            if Path(name).name != name or not (folder / name).is_file():
+                return f"its manifest names {name!r}, which is no file in it"
+            if fingerprint(folder / name, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         return f"its manifest or a file cannot be read: {error}"
     return None
+
+
+def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
+    """A file's size in bytes and its XXH3 hash; a file that has not the `size` expected is not read."""
+    actual = file.stat().st_size
+    if size is not None and actual != size:
+        return {"bytes": actual}
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(READ_SIZE):
+            digest.update(chunk)
+    return {"bytes": actual, "xxh3_128": digest.hexdigest()}
 
 
 def write_json(file: Path, content: object) -> None:
     """Replaces a JSON file in one step, so that nobody ever reads half of it."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    _flush(beside)
+    beside.unlink(missing_ok=True)
+    write_new(beside, (json.dumps(content, indent=1) + "\n").encode())
     beside.replace(file)
-    _flush(file.parent)
+    flush(file.parent)
 
 
-def read_json(file: Path) -> dict:
+def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
         RunError: it cannot be read, or is no JSON object.
     """
     try:
-        content = json.loads(file.read_text())
+        if file.stat().st_size > LARGEST_JSON:
+            raise RunError(f"{file} is larger than any that grappe writes")
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -75,16 +94,9 @@ def read_json(file: Path) -> dict:
     return content
 
 
-def _fingerprint(file: Path) -> dict[str, object]:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(READ_SIZE):
-            digest.update(chunk)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def flush(folder: Path) -> None:
+    """Waits until what was created, renamed or removed in `folder` is on disk."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,23 +1,20 @@
-"""What a checkpoint holds: whole tensors in safetensors, everything else in JSON."""
+"""What a checkpoint holds, and how it is found: tensors in safetensors, everything else in JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from grappe.checkpoint.commit import committed, read_json, verify
-from grappe.weights import InFiles, whole
-from grappe.world import World
+from grappe.checkpoint.commit import MANIFEST, read_json, verify
+from grappe.checkpoint.tensor_file import TensorFiles
+from grappe.weights import Under, agreed
 
-TENSORS = "tensors.safetensors"
 STATE = "state.json"
+MODEL, OPTIMIZER, LOCAL = "model.", "optimizer.", "local."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,64 +26,67 @@ class Checkpoint:
     """Optimizer steps done when it was saved."""
 
     @property
-    def tensors(self) -> InFiles:
+    def tensors(self) -> TensorFiles:
         """Its tensors, read when asked for."""
-        return InFiles([self.folder / TENSORS])
+        names = read_json(self.folder / MANIFEST).get("files", {})
+        return TensorFiles([self.folder / name for name in sorted(names) if name.endswith(".safetensors")])
 
     @property
     def values(self) -> dict[str, Any]:
         """Its JSON."""
         return read_json(self.folder / STATE)
 
+    @property
+    def model(self) -> ModelWeights:
+        """The model's parameters and buffers, as one model."""
+        return ModelWeights(self.tensors)
 
-def save(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], world: World
-) -> Path:
-    """Writes a checkpoint from process 0; all come back once it is committed. Collective.
 
-    Sharded tensors are made whole one at a time.
+class ModelWeights:
+    """A model's parameters, and its buffers: the mean of the processes' own where they differ.
+
+    Names: `model.NAME` for parameters, `local.SLICE.NAME` for buffers.
     """
-    gathered = {}
-    for name, tensor in tensors.items():
-        full = whole(tensor)
-        if world.rank == 0:
-            gathered[name] = full.contiguous()
-    target = folder / f"step-{step:06d}"
-    error: str | None = None
-    if world.rank == 0:
-        try:
-            _write(target, step, gathered, values)
-        except OSError as problem:
-            error = f"{target} cannot be written: {problem}"
-    error = world.share(error)
-    if error is not None:
-        raise OSError(error)
-    return target
 
+    def __init__(self, tensors: TensorFiles) -> None:
+        self._parameters = Under(tensors, MODEL)
+        self._tensors = tensors
+        self._buffers: dict[str, list[str]] = {}
+        for full in tensors:
+            if full.startswith(LOCAL):
+                self._buffers.setdefault(full.split(".", 2)[2], []).append(full)
 
-def _write(target: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    with committed(target) as beside:
-        save_file(_unshared(tensors), os.fspath(beside / TENSORS))
-        (beside / STATE).write_text(json.dumps({"step": step, **values}, indent=1))
+    def __contains__(self, name: str) -> bool:
+        return name in self._buffers or name in self._parameters
 
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parameters
+        yield from self._buffers
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses tensors that share memory."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        pointer = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    return result
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._buffers:
+            return self._tensors.shape(self._buffers[name][0])
+        return self._parameters.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._buffers:
+            return self._parameters.read(name)
+        return agreed([self._tensors.read(full) for full in sorted(self._buffers[name])])
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._parameters.read_part(name, shape, offset)
 
 
 def found(folder: Path) -> list[Checkpoint]:
     """The committed checkpoints in `folder`, newest first; not yet verified."""
     checkpoints = []
-    for entry in _entries(folder):
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return []
+    for entry in entries:
         prefix, _, number = entry.name.partition("-")
-        if prefix == "step" and number.isdigit() and entry.is_dir():
+        if prefix == "step" and number.isdecimal() and number.isascii() and entry.is_dir():
             checkpoints.append(Checkpoint(folder=entry, step=int(number)))
     return sorted(checkpoints, key=lambda one: one.step, reverse=True)
 
@@ -96,8 +96,6 @@ def latest(folder: Path) -> Checkpoint | None:
     return next((one for one in found(folder) if verify(one.folder) is None), None)
 
 
-def _entries(folder: Path) -> Iterable[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is committed."""
+    return folder / f"step-{step:06d}"

@@ -1,62 +1,146 @@
-"""The weights that a training begins with: its own, a run's, or a file's."""
+"""The weights that a training begins with: made once by a short-lived builder, saved as the checkpoint of step 0."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from grappe.checkpoint.format import Checkpoint, latest
-from grappe.errors import RunError
+from grappe import errors
+from grappe.checkpoint import tensor_file
+from grappe.checkpoint.commit import commit, write_new
+from grappe.checkpoint.foreign import foreign_weights
+from grappe.checkpoint.format import LOCAL, MODEL, STATE, latest, step_folder
+from grappe.checkpoint.tensor_file import Piece
+from grappe.errors import GrappeError, RunError, TaskError
 from grappe.task import Task
-from grappe.weights import InFiles, InMemory, Weights, named_tensors
-from grappe.world import World
+from grappe.weights import InMemory, Weights, named_tensors
 
 
-def initial_weights(
-    task: Task, checkpoints: Path, found: Checkpoint | None, given: Path | None, world: World
-) -> Weights:
-    """Where every process reads its share of the first weights from. Collective.
+def build(task: Task, checkpoints: Path, given: Path | None) -> None:
+    """Makes the model in a process of its own and saves it as step 0: the builder's memory ends with it.
 
-    Starting is resuming from step 0: process 0 builds the model once, and all read what it wrote.
+    Args:
+        given: a run or a file to take the weights from, instead of fresh ones.
 
     Raises:
-        RunError: `given` is neither a run nor a safetensors file.
+        GrappeError: the model cannot be made, or `given` does not fit it.
     """
-    if found is not None:
-        return found.tensors.under("model.")
-    if given is not None:
-        return _given(given)
-    file = checkpoints / f".initial-{world.place.job or 'local'}.safetensors"
-    if world.rank == 0:
-        _build(task, file)
-    world.barrier()
-    weights = InFiles([file])
-    world.barrier()
-    if world.rank == 0:
-        file.unlink()  # each process has it open; the checkpoint of step 0 keeps the values
-    return weights
+    _in_a_child(lambda: _build(task, checkpoints, given))
 
 
 def built(task: Task) -> Weights:
     """The weights of a freshly made model, a function of the task's seed alone."""
+    return InMemory({name: tensor.detach() for name, tensor in named_tensors(_made(task)).items()})
+
+
+def _build(task: Task, checkpoints: Path, given: Path | None) -> None:
+    torch.set_num_threads(1)  # a forked process must not use its parent's threads
+    model = _made(task)
+    if given is not None:
+        _take_over(model, _given_weights(given), given)
+    _save(model, checkpoints)
+
+
+def _made(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
-    return InMemory({name: tensor.detach() for name, tensor in named_tensors(task.model()).items()})
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"{type(task).__name__}.model() returned {type(model).__name__}: return an nn.Module")
+    return model
 
 
-def _build(task: Task, file: Path) -> None:
-    from safetensors.torch import save_file
+def _save(model: nn.Module, checkpoints: Path) -> None:
+    pieces = [_piece(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
+    pieces += [_piece(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
+    beside = checkpoints / f".step-000000.{os.getpid()}"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    files = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
+    files[STATE] = write_new(beside / STATE, b'{"step": 0}')
+    commit(beside, step_folder(checkpoints, 0), files)
 
-    weights = built(task)
-    save_file({name: weights.read(name).contiguous().clone() for name in weights}, file)
+
+def _piece(name: str, tensor: Tensor) -> Piece:
+    shape = tuple(tensor.shape)
+    return Piece(name, tensor.detach().cpu(), shape, (0,) * len(shape))
 
 
-def _given(given: Path) -> Weights:
-    if given.is_dir():
-        checkpoint = latest(given / "checkpoints")
-        if checkpoint is None:
-            raise RunError(f"--from {given}: there is no run with a checkpoint that verifies")
-        return checkpoint.tensors.under("model.")
-    if given.suffix != ".safetensors" or not given.is_file():
-        raise RunError(f"--from {given}: give a run's folder or a .safetensors file")
-    return InFiles([given])
+def _given_weights(given: Path) -> Weights:
+    if not given.is_dir():
+        return foreign_weights(given)
+    checkpoint = latest(given / "checkpoints")
+    if checkpoint is None:
+        raise RunError(f"--from {given}: there is no run with a checkpoint that verifies")
+    return checkpoint.model
+
+
+@torch.no_grad()
+def _take_over(model: nn.Module, weights: Weights, given: Path) -> None:
+    mine = named_tensors(model)
+    missing = [name for name in dict(model.named_parameters()) if name not in weights]
+    strangers = [name for name in weights if name not in mine]
+    if missing or strangers:
+        raise RunError(
+            f"--from {given}: its names are not this model's. Missing: {_some(missing)}. Left over: {_some(strangers)}"
+        )
+    for name, tensor in mine.items():
+        if name in weights:
+            if weights.shape(name) != tuple(tensor.shape):
+                shapes = f"{list(weights.shape(name))} there, {list(tensor.shape)} in the model"
+                raise RunError(f"--from {given}: {name} is {shapes}")
+            tensor.copy_(weights.read(name))
+
+
+def _some(names: list[str]) -> str:
+    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "none"
+
+
+def _in_a_child(work: Callable[[], None]) -> None:
+    """Calls `work` in a forked process; a GrappeError there is one here."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        message = _message_of(work)
+        os.write(writer, message.encode()[:60_000])
+        os._exit(1 if message else 0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        message = stream.read()
+    _, status = os.waitpid(pid, 0)
+    if status == 0:
+        return
+    name, _, text = message.partition("\n")
+    if not text:
+        text = "the process that makes the model was killed: is the model larger than this machine's memory?"
+    raise getattr(errors, name, TaskError)(text)
+
+
+def _message_of(work: Callable[[], None]) -> str:
+    """Calls `work`; empty when it returned, else the error's class and words."""
+    message = ""
+    try:
+        work()
+    except GrappeError as error:
+        message = f"{type(error).__name__}\n{error}"
+    except BaseException as error:
+        traceback.print_exc()
+        message = f"TaskError\nthe model cannot be made: {_blame(error)}"
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return message
+
+
+def _blame(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno}: {last.line})"

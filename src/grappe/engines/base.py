@@ -14,7 +14,7 @@ from grappe.loop import After, StepResult, loop
 from grappe.plan import Plan
 from grappe.scores import Scores
 from grappe.task import Task
-from grappe.weights import Weights
+from grappe.weights import Weights, Without
 from grappe.world import World
 
 COMMON = frozenset({"device", "backend", "threads", "workers", "per_device"})
@@ -25,7 +25,9 @@ class State:
     """Everything a training's future depends on, but for its position."""
 
     tensors: Mapping[str, Tensor]
-    """By name; sharded ones stay sharded. `model.NAME`, `optimizer.NAME.KEY`, and per process `local.RANK.NAME`."""
+    """`model.NAME` and `optimizer.NAME.KEY`: what all processes have alike, or share; sharded ones stay sharded."""
+    own: Mapping[str, Tensor]
+    """`local.SLICE.NAME`: what this process alone has, buffers say."""
     values: Mapping[str, Any]
     """JSON."""
 
@@ -36,6 +38,13 @@ class Saved:
 
     tensors: Weights
     values: Mapping[str, Any]
+
+    def weights_only(self) -> Saved:
+        """Without the optimizer's state: what another engine can take over."""
+        kept = {
+            name: value for name, value in self.values.items() if name in ("schedule_steps", "data_parallel")
+        }
+        return Saved(tensors=Without(self.tensors, "optimizer."), values=kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from grappe.prepare.backward import backward
 from grappe.prepare.batchnorm import statistics_frozen
 from grappe.prepare.clip import gradient_norm, scale
 from grappe.prepare.precision import LossScale, set_tf32
-from grappe.prepare.shard import uses_shard
+from grappe.prepare.shard import reshard, uses_shard
 from grappe.scores import Scores
 
 
@@ -69,7 +70,7 @@ class Native(Stepper):
 
     def step(self, batch: Batch) -> StepResult:
         if self._begin is not None:
-            self._tally = self._begin(lambda: self._rehearse(batch.microbatches[0]))
+            self._tally = self._begin(functools.partial(self._rehearse, batch.microbatches[0]))
             self._begin = None
         self._seed_dropout(batch.step)
         total: Tensor | None = None
@@ -101,12 +102,12 @@ class Native(Stepper):
                 backward((values,), (seed,))
         return total
 
-    def _rehearse(self, micro: Microbatch) -> None:
-        """A forward and backward that leaves nothing behind but which parameters have a gradient."""
+    def _rehearse(self, micro: Microbatch, forward: Callable[[Any], Any], roots: tuple[Tensor, ...]) -> None:
+        """A forward and backward that leaves nothing behind but gradients."""
         with statistics_frozen(self._model):
             with self._autocast:
-                values = self._losses.values(self._model(micro.inputs), micro, rows_of(micro.targets))
-            values.sum().backward()
+                values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
+            torch.autograd.backward((values.sum(), *roots))
 
     @contextlib.contextmanager
     def _filler(self) -> Iterator[None]:
@@ -154,11 +155,13 @@ class Native(Stepper):
             torch.cuda.default_generators[self._world.device.index].manual_seed(seed)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        return evaluation.evaluate(self._model, self._task, self._world, batches, samples, self._autocast)
+        scores = evaluation.evaluate(self._model, self._task, self._world, batches, samples, self._autocast)
+        reshard(self._model)
+        return scores
 
     def state(self) -> State:
-        tensors, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
-        return State(tensors=tensors, values={**values, "scale": self._scale.state()})
+        tensors, own, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
+        return State(tensors=tensors, own=own, values={**values, "scale": self._scale.state()})
 
     def restore(self, saved: Saved) -> None:
         model_state.restore(self._model, self._optimizer, self._schedule, self._world, saved)

@@ -245,8 +245,8 @@ class Textbook(Stepper):
 
     def state(self) -> State:
         """Parameters and optimizer state once, since all have the same; the buffers of each process."""
-        tensors, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
-        return State(tensors=tensors, values=values)
+        tensors, own, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
+        return State(tensors=tensors, own=own, values=values)
 
     def restore(self, saved: Saved) -> None:
         model_state.restore(self._model, self._optimizer, self._schedule, self._world, saved)

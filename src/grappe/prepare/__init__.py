@@ -19,7 +19,7 @@ from grappe.prepare.compiling import compile_units
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import autocast
 from grappe.prepare.recompute import recompute_units
-from grappe.prepare.replicate import Replicas
+from grappe.prepare.replicate import Rehearse, Replicas
 from grappe.prepare.shard import shard, uses_shard, when_to_reduce
 from grappe.prepare.tally import ReduceTally, Tally
 from grappe.prepare.tensor import split_tensors
@@ -36,8 +36,8 @@ class Prepared:
     """The task's own modules and names; its parameters may be sharded."""
     forward: Callable[[Any], Any]
     """What a training step calls with a microbatch's inputs."""
-    begin: Callable[[Callable[[], None]], Tally] | None
-    """Told at the first step how to rehearse it, a forward and backward of the bare model; gives another tally."""
+    begin: Callable[[Rehearse], Tally] | None
+    """Told at the first step how to rehearse it; gives another tally."""
     synchronise: Callable[[bool], None] | None
     """Told before each microbatch whether it is the step's last; None: every backward may reduce."""
     tally: Tally

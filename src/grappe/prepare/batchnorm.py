@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from grappe.weights import agreed
+
 
 class _Normalise(torch.autograd.Function):
     """(x - mean) / std with mean and variance over all processes' rows, and its gradient."""
@@ -139,7 +141,7 @@ def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[Non
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     before = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
-        buffer.copy_(agreed(buffer, group))
+        buffer.copy_(agreed_between(buffer, group))
     try:
         yield
     finally:
@@ -147,10 +149,8 @@ def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[Non
             buffer.copy_(kept)
 
 
-def agreed(buffer: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean of the processes' buffers, to the bit the buffer itself where all have the same."""
+def agreed_between(buffer: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean of the processes' buffers, or the buffer itself where all have the same. Collective."""
     everyone = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, buffer.contiguous(), group=group)
-    stacked = torch.stack(everyone)
-    same = (stacked == stacked[0]).all(0)
-    return torch.where(same, stacked[0], stacked.mean(0))
+    return agreed(everyone)

@@ -9,7 +9,7 @@ from torch import nn
 
 from grappe.errors import TaskError
 from grappe.task import Task
-from grappe.weights import Weights, copy_into, named_tensors
+from grappe.weights import Weights, named_tensors, read_into
 
 
 def on_meta(task: Task) -> nn.Module:
@@ -56,12 +56,11 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     for name, tensor in named_tensors(model).items():
         if name not in weights:
             raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
-        value = weights.read(name)
-        if value.shape != tensor.shape:
+        if weights.shape(name) != tuple(tensor.shape):
             raise TaskError(
-                f"'{name}' is {list(tensor.shape)} in the model and {list(value.shape)} in the weights"
+                f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights"
             )
-        copy_into(tensor, value)
+        read_into(tensor, weights, name)
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -31,6 +31,10 @@ class Carrier(nn.Module):
         return self.model(inputs)
 
 
+Rehearse = Callable[[Callable[[Any], Any], tuple[torch.Tensor, ...]], None]
+"""Called with the forward to use and further roots; leaves gradients, and nothing else."""
+
+
 class Replicas:
     """DDP around a carrier, made at the first step, when it is known whether every parameter gets a gradient.
 
@@ -43,21 +47,29 @@ class Replicas:
         self._world = world
         self._wrapped: DistributedDataParallel | None = None
 
-    def begin(self, rehearse: Callable[[], None]) -> Tally:
-        """Calls `rehearse`, one forward and backward of the bare model, and wraps. Collective.
+    def begin(self, rehearse: Rehearse) -> Tally:
+        """Rehearses a step on the bare model, wraps it, and rehearses once more. Collective.
+
+        DDP puts gradients into other buckets once it has seen in which order they come. Sums of three or more
+        processes' gradients then have other bits; after a rehearsal they are the same from the first step on,
+        in a training that goes on as in one that never stopped.
 
         Returns:
             What sums the loss: the rider, unless DDP looks for unused parameters and would count it among them.
         """
-        rehearse()
         trained = [parameter for parameter in self.carrier.model.parameters() if parameter.requires_grad]
+        rehearse(self.carrier.model, ())
         missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
         missing = missing.to(self._world.device)
         dist.all_reduce(missing, group=self._world.data_group)
-        for parameter in trained:
-            parameter.grad = None
+        _forget(trained)
         self._wrapped = self._wrap(bool(missing))
-        return ReduceTally(self._world) if missing else RiderTally(self.carrier.rider, self._world.data_size)
+        if missing:
+            return ReduceTally(self._world)
+        tally = RiderTally(self.carrier.rider, self._world.data_size)
+        rehearse(self._wrapped, tally.roots(torch.zeros_like(tally.one), 0.0))
+        _forget([*trained, self.carrier.rider])
+        return tally
 
     def _wrap(self, find_unused: bool) -> DistributedDataParallel:
         return DistributedDataParallel(
@@ -79,3 +91,8 @@ class Replicas:
         """Whether the next backward is to reduce."""
         assert self._wrapped is not None
         self._wrapped.require_backward_grad_sync = last
+
+
+def _forget(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

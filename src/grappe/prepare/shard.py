@@ -37,6 +37,13 @@ def _mesh(plan: Plan, world: World) -> DeviceMesh:
     return mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
 
 
+def reshard(model: nn.Module) -> None:
+    """Gives whole parameters back: for zero=1 and 2 an evaluation, which has no backward, leaves them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def when_to_reduce(model: nn.Module, plan: Plan) -> Callable[[bool], None] | None:
     """For zero=1 gradients add up whole and are reduced once a step; for 2 and 3 at each microbatch.
 

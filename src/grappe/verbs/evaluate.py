@@ -64,7 +64,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Scores:
     task = asked.task.resolve() if asked.task is not None else task_of(run)
     dataset = user_call(task, "data", asked.split, asked.data)
     feed.check(dataset, asked.split, task)
-    weights = newest(run).tensors.under("model.")
+    weights = newest(run).model
     setting = Setting(
         task=task, plan=asked.plan, world=here, weights=weights, total_steps=1, flag=lambda: 0.0
     )

@@ -33,7 +33,7 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     run = run if isinstance(run, Run) else Run(run)
     task = task or task_of(run)
     model = task.model()
-    fill(model, newest(run).tensors.under("model."), torch.device("cpu"))
+    fill(model, newest(run).model, torch.device("cpu"))
     return model.eval()
 
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.errors import RunError, UsageError
 from grappe.plan import Plan, as_plan
-from grappe.run import Run, new_folder
+from grappe.run import Run
 from grappe.task import Task
 from grappe.training import Options, Training
-from grappe.verbs.session import TaskReference, blaming, field_texts, same_task, start, user_call
+from grappe.verbs.session import TaskReference, blaming, start, user_call
 from grappe.world import Place, World
 
 if TYPE_CHECKING:
@@ -116,61 +115,104 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
 
     terminal = outlet(place)
     here = world.join(asked.plan, place, meet)
-    interrupt = Interrupt()
+    interrupt = Interrupt(asked.options.time_limit)
     interrupt.install()  # not while the others are waited for: there is nothing to save yet
     engine = engines.check(asked.plan)
     task = asked.task.resolve()
-    run = Run(_on_process_0(here, lambda: _open_run(asked, task, here)))
-    if place.launcher == "grappe":
-        redirect(run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
+    train_data, held_out = (_dataset(task, split, asked.data) for split in ("train", "validation"))
+    opened = _opened(asked, task, train_data, here)
+    try:
+        if place.launcher == "grappe":
+            redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
+        with blaming(task):
+            training = _assemble(
+                asked, task, (train_data, held_out), here, opened, engine, interrupt, terminal, began
+            )
+            outcome = training.run_to_end()
+        _close(training, opened.run, outcome, here)
+    finally:
+        if opened.lease is not None:
+            opened.lease.release()
+    here.leave()
+    return Result(run=opened.run.folder, status=outcome.status, step=outcome.step)
+
+
+def _opened(asked: Request, task: Task, train_data: Any, here: World) -> Any:
+    from grappe.data.fingerprint import fingerprint
+    from grappe.verbs.opening import Wanted, open_run
+
     with blaming(task):
-        training = _assemble(asked, task, here, run, engine, interrupt, terminal, began)
-        outcome = training.run_to_end()
-    if place.rank == 0:
+        dataset = fingerprint(train_data) if here.rank == 0 else ""
+    wanted = Wanted(
+        name=asked.task.name,
+        task=task,
+        plan=str(asked.plan),
+        folder=asked.run,
+        base=asked.base,
+        data=asked.data,
+        weights=asked.weights,
+        dataset=dataset,
+    )
+    return open_run(wanted, here)
+
+
+def _close(training: Training, run: Run, outcome: Any, here: World) -> None:
+    if here.rank == 0:
         run.describe(step=outcome.step, status=outcome.status)
         if outcome.status in ("finished", "stopped"):
             run.finish()
     training.engine.close()
     here.barrier()
-    here.leave()
-    return Result(run=run.folder, status=outcome.status, step=outcome.step)
+
+
+def _dataset(task: Task, split: str, folder: Path) -> Any:
+    from grappe.data import feed
+
+    dataset = user_call(task, "data", split, folder)
+    feed.check(dataset, split, task)
+    return dataset
 
 
 def _assemble(
     asked: Request,
     task: Task,
+    datasets: tuple[Any, Any],
     here: World,
-    run: Run,
+    opened: Any,
     engine: Any,
     interrupt: Any,
     terminal: Outlet | None,
     began: float,
 ) -> Training:
-    from grappe.checkpoint.initial import initial_weights
+    from grappe.checkpoint.keep import Keep
+    from grappe.checkpoint.saver import Saver
     from grappe.data import feed
     from grappe.engines.base import Setting
     from grappe.watchers.console import Console
     from grappe.watchers.curves import Curves
 
-    train_data = user_call(task, "data", "train", asked.data)
-    held_out = user_call(task, "data", "validation", asked.data)
-    for split, dataset in (("train", train_data), ("validation", held_out)):
-        feed.check(dataset, split, task)
-    training_feed = feed.training_feed(task, train_data, asked.plan, here)
-    validation = feed.evaluation_feed(task, held_out, asked.plan, here)
+    training_feed = feed.training_feed(task, datasets[0], asked.plan, here)
+    validation = feed.evaluation_feed(task, datasets[1], asked.plan, here)
     total = task.epochs * training_feed.ledger.steps_per_epoch
     if terminal is not None:
-        _announce(terminal, asked, task, here, run, len(train_data))
-    found = run.latest()
-    weights = initial_weights(task, run.checkpoints, found, asked.weights, here)
+        _announce(terminal, asked, task, here, opened, len(datasets[0]))
     setting = Setting(
-        task=task, plan=asked.plan, world=here, weights=weights, total_steps=total, flag=interrupt.flag
+        task=task,
+        plan=asked.plan,
+        world=here,
+        weights=opened.checkpoint.model,
+        total_steps=total,
+        flag=interrupt.flag,
     )
-    watchers = [Curves(), *([Console(terminal, _samples_word(train_data))] if terminal else [])]
+    may_commit = opened.lease.check if opened.lease is not None else _nothing
+    keep = Keep(last=asked.options.keep)
+    watchers = [Curves(), *([Console(terminal, _samples_word(datasets[0]))] if terminal else [])]
     training = Training(
         engine=engine(setting),
+        engine_name=asked.plan.engine,
         world=here,
-        run=run,
+        run=opened.run,
+        saver=Saver(opened.run.checkpoints, here, opened.token, keep, may_commit),
         options=asked.options,
         feed=training_feed,
         validation=validation,
@@ -179,75 +221,16 @@ def _assemble(
         interrupt=interrupt,
         started=began,
     )
-    if found is not None:
-        training.resume(found)
-        if here.rank == 0:
-            run.cut_back(found.step)
+    if opened.checkpoint.step:
+        training.resume(opened.checkpoint)
     return training
 
 
-def _open_run(asked: Request, task: Task, here: World) -> Path:
-    """The run's folder, made or checked by process 0."""
-    if asked.run is None or not Run.is_run(asked.run):
-        folder = asked.run or new_folder(asked.base, asked.task.name)
-        return Run.create(folder, description(asked, task, here)).folder
-    run = Run(asked.run)
-    known = run.description
-    if not same_task(task, known):
-        raise RunError(
-            f"{run.folder} is a run of the task {known.get('task')}, not of {asked.task.name}: "
-            "give another folder with --run, or none for a new one"
-        )
-    restarts = int(known.get("restarts", 0)) + 1
-    run.describe(fields=field_texts(task), plan=str(asked.plan), restarts=restarts, status="running")
-    return run.folder
+def _nothing() -> None:
+    """Processes other than 0 commit nothing."""
 
 
-def description(asked: Request, task: Task, here: World) -> dict[str, Any]:
-    """What run.json says of a new run."""
-    import platform
-
-    import torch
-
-    import grappe
-
-    return {
-        "task": asked.task.name,
-        "class": type(task).__qualname__,
-        "fields": field_texts(task),
-        "plan": str(asked.plan),
-        "seed": task.seed,
-        "data": str(asked.data.absolute()),
-        "processes": here.size,
-        "threads": here.threads,
-        "device": str(here.device),
-        "host": platform.node(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {
-            "grappe": grappe.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "restarts": 0,
-        "status": "running",
-    }
-
-
-def _on_process_0(here: World, make: Any) -> Any:
-    """What process 0 makes, or its error, on every process. Collective."""
-    answer: tuple[Any, Exception | None] = (None, None)
-    if here.rank == 0:
-        try:
-            answer = (make(), None)
-        except UsageError as error:
-            answer = (None, error)
-    made, error = here.share(answer)
-    if error is not None:
-        raise error
-    return made
-
-
-def _announce(terminal: Outlet, asked: Request, task: Task, here: World, run: Run, samples: int) -> None:
+def _announce(terminal: Outlet, asked: Request, task: Task, here: World, opened: Any, samples: int) -> None:
     slices = here.data_size
     micro = asked.plan.microbatches
     each = -(-task.batch_size // slices)
@@ -257,7 +240,8 @@ def _announce(terminal: Outlet, asked: Request, task: Task, here: World, run: Ru
     terminal.write(
         f"{type(task).__name__} on {here.size} process{'es' if here.size > 1 else ''} ({here.device.type}, "
         f"{here.threads} thread{'s' if here.threads > 1 else ''} each), plan: {asked.plan or 'one process'}\n"
-        f"{samples:,} training samples, {sizes}; run {run.folder}\n"
+        f"{samples:,} training samples, {sizes}; run {opened.run.folder}\n"
+        + "".join(f"{note}\n" for note in opened.notes)
     )
     terminal.flush()
 

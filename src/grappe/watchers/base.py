@@ -35,7 +35,7 @@ class Outcome:
     """How a training ended."""
 
     status: str
-    """"finished", "stopped" (patience) or "interrupted" (a signal or the time limit)."""
+    """"finished", "stopped" (patience), "paused" (--steps) or "interrupted" (a signal or the time limit)."""
     step: int
     scores: Scores | None
     phases: Mapping[str, float]
@@ -56,6 +56,9 @@ class Watcher:
 
     def saved(self, step: int) -> None:
         """A checkpoint is committed."""
+
+    def failed_to_save(self, problem: str) -> None:
+        """A checkpoint could not be written; the training goes on."""
 
     def ended(self, outcome: Outcome | None) -> None:
         """The training is over; None: by an error."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grappe.training import Training
 
 REFRESH_SECONDS = 0.2
+WIDE = 96  # characters that the longest line takes
 
 
 class Console(Watcher):
@@ -27,7 +28,7 @@ class Console(Watcher):
         self._console.soft_wrap = not self._live
         # What else is printed goes above the bar, where it is not led into a log.
         self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
-        self._sample = sample
+        self._unit = f" {sample}/s" if not self._live or self._console.width >= WIDE else "/s"
         self._progress: Progress | None = None
         self._drawn = self._samples_drawn = 0.0
         self._record: Record | None = None
@@ -42,7 +43,7 @@ class Console(Watcher):
         if self._live:
             self._progress = Progress(
                 TextColumn("epoch {task.fields[epoch]}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self._console.width >= WIDE else 10),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}"),
                 TimeRemainingColumn(compact=True),
@@ -69,11 +70,14 @@ class Console(Watcher):
         assert self._training is not None
         self._refresh()
         epoch = -(-step // self._training.per_epoch)
-        train = f"loss {self._record.loss:.4f}   " if self._record else ""
+        train = f"loss {self._record.loss:.4f}  " if self._record else ""
         self._console.print(
-            f"epoch {epoch:>3}  step {step:>6}  {train}validation loss {scores.loss:.4f}"
-            f"{_metrics(scores)}   {self._rate:,.0f} {self._sample}/s"
+            f"epoch {epoch:>2}  step {step:>4}  {train}validation {scores.loss:.4f}"
+            f"{_metrics(scores)}  {self._rate:,.0f}{self._unit}"
         )
+
+    def failed_to_save(self, problem: str) -> None:
+        self._console.print(f"{problem}; the checkpoint before it is whole, training goes on")
 
     def ended(self, outcome: Outcome | None) -> None:
         if self._progress is not None:
@@ -88,7 +92,7 @@ class Console(Watcher):
         self._seconds = self._samples_drawn = 0.0
         if self._progress is None or self._record is None:
             return
-        text = f"loss {self._record.loss:.4f}{_metrics(self._scores)}  {self._rate:,.0f} {self._sample}/s"
+        text = f"loss {self._record.loss:.4f}{_metrics(self._scores)}  {self._rate:,.0f}{self._unit}"
         self._progress.update(
             self._bar,
             completed=self._record.step,
@@ -103,6 +107,7 @@ class Console(Watcher):
             "finished": "finished",
             "stopped": "stopped: no better for a while",
             "interrupted": "interrupted, saved",
+            "paused": "paused after the steps asked for",
         }
         rows = [
             ("training", f"{words[outcome.status]}, {outcome.step} step{'s' if outcome.step != 1 else ''}")
@@ -123,7 +128,7 @@ def _metrics(scores: Scores | None) -> str:
     if scores is None:
         return ""
     return "".join(
-        f"   {name} {value:.4f}" for name, value in scores.metrics.items() if isinstance(value, float)
+        f"  {name} {value:.4f}" for name, value in scores.metrics.items() if isinstance(value, float)
     )
 
 

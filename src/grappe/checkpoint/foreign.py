@@ -1,0 +1,57 @@
+"""Weights from files that grappe did not write: safetensors, or a state dict that torch reads as weights only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.checkpoint.tensor_file import TensorFiles
+from grappe.errors import RunError
+from grappe.weights import InMemory, Weights
+
+PICKLED = (".ckpt", ".pt", ".pth", ".bin")
+PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
+
+
+def foreign_weights(file: Path) -> Weights:
+    """The weights in a .safetensors file, a Lightning .ckpt, or a .pt state dict.
+
+    A pickle is only read through torch's `weights_only` unpickler, which makes tensors and plain containers, and
+    runs nothing.
+
+    Raises:
+        RunError: there is no such file, it is damaged, or it holds more than weights.
+    """
+    if not file.is_file():
+        raise RunError(f"--from {file}: there is no such run or file")
+    if file.suffix == ".safetensors":
+        return TensorFiles([file])
+    if file.suffix not in PICKLED:
+        raise RunError(
+            f"--from {file}: give a run's folder, or a file that ends in .safetensors, .ckpt or .pt"
+        )
+    return InMemory(_without_prefix(_state_dict(file)))
+
+
+def _state_dict(file: Path) -> dict[str, Tensor]:
+    try:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged or hostile file
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error
+    if isinstance(content, dict):
+        content = content.get("state_dict", content.get("model", content))
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
+    return content
+
+
+def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names without what wrappers put before all of them: DDP, Lightning modules, torch.compile."""
+    for prefix in PREFIXES * 2:  # a compiled model in DDP has two
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors

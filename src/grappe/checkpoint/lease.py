@@ -1,0 +1,137 @@
+"""Lease: one writer a run. Another node can judge from the file alone whether its holder still lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from grappe.checkpoint.commit import read_json, write_json
+from grappe.errors import RunError
+
+FILE = "lease.json"
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who writes a run."""
+
+    token: str
+    host: str
+    pid: int
+    job: str
+    """The Slurm job that it runs in, or nothing."""
+    restart: int
+    """How often Slurm has restarted that job."""
+    beat: float
+    """Seconds since 1970, when it last said that it lives."""
+
+
+class Lease:
+    """Held from `take` to `release`, by process 0; its heartbeat is a thread.
+
+    Raises:
+        RunError: on `take`, another process that lives holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE
+        self.token = secrets.token_hex(8)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Takes the lease, over from a holder that is dead or has been silent for a minute."""
+        holder = self._holder()
+        if holder is not None and _lives(holder):
+            raise RunError(
+                f"{self._file.parent} is being written by process {holder.pid} on {holder.host}"
+                f"{f', job {holder.job}' if holder.job else ''}: stop that one first, or wait a minute if it is dead"
+            )
+        self._write()
+        time.sleep(0.05)  # two may have found it free: the later write holds
+        self.check()
+        self._thread = threading.Thread(target=self._beat, name="grappe-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises RunError when another process has taken the lease."""
+        holder = self._holder()
+        if holder is None or holder.token != self.token:
+            who = (
+                f"process {holder.pid} on {holder.host}"
+                if holder
+                else "somebody removed the lease; another process"
+            )
+            raise RunError(f"{who} writes {self._file.parent} now: this one writes nothing more")
+
+    def release(self) -> None:
+        """Gives it back."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        holder = self._holder()
+        if holder is not None and holder.token == self.token:
+            self._file.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                self.check()
+                self._write()
+            except (OSError, RunError):
+                continue  # the next commit asks again, and says it
+
+    def _write(self) -> None:
+        write_json(self._file, {**_myself(), "token": self.token, "beat": time.time()})
+
+    def _holder(self) -> Holder | None:
+        if not self._file.exists():
+            return None
+        try:
+            known = read_json(self._file)
+            return Holder(
+                token=str(known["token"]),
+                host=str(known["host"]),
+                pid=int(known["pid"]),
+                job=str(known["job"]),
+                restart=int(known["restart"]),
+                beat=float(known["beat"]),
+            )
+        except (RunError, KeyError, TypeError, ValueError):
+            return None  # half a lease holds nobody back
+
+
+def _myself() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0),
+    }
+
+
+def _lives(holder: Holder) -> bool:
+    me = _myself()
+    if holder.job and holder.job == me["job"] and holder.restart < me["restart"]:
+        return False  # Slurm restarts a job only when its processes are gone
+    if holder.host == me["host"] and not _process_lives(holder.pid):
+        return False
+    return time.time() - holder.beat < STALE_SECONDS
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,59 @@
+"""Which pieces of a state this process writes, so that every byte is written once, by as many as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grappe.checkpoint.tensor_file import Piece
+from grappe.weights import part_of
+from grappe.world import World
+
+
+def mine(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World) -> Iterator[Piece]:
+    """This process's pieces: its share of what is sharded, its turn of what several have, and all of its own.
+
+    A pure function of names and shapes, so that processes agree without a word: what several processes have
+    alike is written by the one of them that has the least to write so far.
+    """
+    loads: dict[int, list[int]] = {}
+    for name, tensor in tensors.items():
+        copies, index = _copies(tensor, world)
+        load = loads.setdefault(copies, [0] * copies)
+        writer = load.index(min(load))
+        load[writer] += tensor.numel() * tensor.element_size() + 1
+        if writer == index and (piece := _piece(name, tensor)) is not None:
+            yield piece
+    for name, tensor in own.items():
+        yield _whole(name, tensor)
+
+
+def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
+    """How many processes have what this process has of the tensor, and which of them this one is."""
+    split: set[str] = set()
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        split = {n for n, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()}
+    copies, index = 1, 0
+    for axis, (position, degree) in world.coordinates().items():
+        if axis not in split:
+            copies, index = copies * degree, index * degree + position
+    return copies, index
+
+
+def _piece(name: str, tensor: Tensor) -> Piece | None:
+    if not isinstance(tensor, DTensor):
+        return _whole(name, tensor)
+    local = tensor._local_tensor.detach()
+    if local.numel() == 0:
+        return None
+    shape, offset = part_of(tensor)
+    assert tuple(local.shape) == shape, (name, local.shape, shape)
+    return Piece(name, local, tuple(tensor.shape), offset)
+
+
+def _whole(name: str, tensor: Tensor) -> Piece:
+    shape = tuple(tensor.shape)
+    return Piece(name, tensor.detach(), shape, (0,) * len(shape))

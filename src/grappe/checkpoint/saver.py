@@ -1,0 +1,139 @@
+"""Saver: writes checkpoints behind the training's back, commits them once all processes' files are on disk.
+
+Each process writes a file of its own and then, beside it, the file's fingerprint. Process 0 waits for all the
+fingerprints and commits. Nothing else is sent between processes, so nothing disturbs the steps under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from grappe.checkpoint import tensor_file
+from grappe.checkpoint.commit import Fingerprint, commit, read_json, write_json, write_new
+from grappe.checkpoint.format import STATE, step_folder
+from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.pieces import mine
+from grappe.checkpoint.snapshot import Snapshots
+from grappe.checkpoint.tensor_file import Piece
+from grappe.errors import RunError
+from grappe.world import World
+
+POLL_SECONDS = 0.01
+
+
+class Saver:
+    """Saves to `folder`; all methods but `close` are collective.
+
+    Args:
+        token: names this start of the run, so that what a dead one left is never taken for ours.
+        may_commit: asked before each commit; it raises RunError when another process writes this run now.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, token: str, keep: Keep, may_commit: Callable[[], None]
+    ) -> None:
+        self._folder, self._world, self._token = folder, world, token
+        self._keep, self._may_commit = keep, may_commit
+        self._snapshots = Snapshots()
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        self._abandoned = threading.Event()
+        self._written = threading.Event()
+        self._written.set()
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> str | None:
+        """Copies the state and returns; writing goes on in the background.
+
+        Returns:
+            What went wrong with the save before this one, on any process; None: it is committed.
+        """
+        before = self.wait()
+        pieces = self._snapshots.take(mine(tensors, own, self._world))
+        self._written.clear()
+        self._abandoned.clear()
+        arguments = (step, pieces, dict(values))
+        self._thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
+        self._thread.start()
+        return before
+
+    def wait(self) -> str | None:
+        """Waits for the save under way, if there is one; what went wrong with it, on any process."""
+        if self._thread is None:
+            return None
+        self._written.wait()
+        problems = [problem for problem in self._world.gather(self._error) if problem]
+        if problems:
+            self._abandoned.set()
+        self._thread.join()
+        self._thread = None
+        problem = self._world.share(problems[0] if problems else self._error)
+        self._error = None
+        return problem
+
+    def _write(self, step: int, pieces: list[Piece], values: dict[str, Any]) -> None:
+        beside = self._folder / f".step-{step:06d}.{self._token}"
+        try:
+            try:
+                self._write_mine(beside, pieces)
+            finally:
+                self._written.set()
+            if self._world.rank == 0:
+                self._commit(beside, step, values)
+        except (OSError, RunError) as error:
+            self._error = f"step {step} could not be saved: {error}"
+            with contextlib.suppress(OSError):
+                shutil.rmtree(beside)
+        finally:
+            self._written.set()
+
+    def _write_mine(self, beside: Path, pieces: list[Piece]) -> None:
+        beside.mkdir(parents=True, exist_ok=True)
+        name = f"rank-{self._world.rank}.safetensors"
+        print_of = tensor_file.write(beside / name, pieces)
+        write_json(beside / f"{name}.done", print_of)
+
+    def _commit(self, beside: Path, step: int, values: dict[str, Any]) -> None:
+        files: dict[str, Fingerprint] = {}
+        for rank in range(self._world.size):
+            name = f"rank-{rank}.safetensors"
+            files[name] = self._waited_for(beside / f"{name}.done")
+        for name in files:
+            (beside / f"{name}.done").unlink()
+        state = json.dumps({"step": step, **values}, indent=1)
+        files[STATE] = write_new(beside / STATE, state.encode())
+        self._may_commit()
+        commit(beside, step_folder(self._folder, step), files)
+        self._keep.clean(self._folder)
+
+    def _waited_for(self, file: Path) -> Fingerprint:
+        while not file.exists():
+            if self._abandoned.wait(POLL_SECONDS):
+                raise RunError("another process could not write its part")
+        return read_json(file)
+
+    def close(self) -> None:
+        """Gives up on a save under way: the checkpoint before it stays the newest."""
+        self._abandoned.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+
+def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
+    """What saves that were killed left behind."""
+    try:
+        entries = [entry for entry in folder.iterdir() if entry.name.startswith((".step-", ".old-"))]
+    except OSError:
+        return []
+    now = time.time()
+    return [entry for entry in entries if now - entry.stat().st_mtime >= older_than_seconds]

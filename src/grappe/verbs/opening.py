@@ -1,0 +1,196 @@
+"""Opening a run: makes it or checks it, holds its lease, finds or builds the checkpoint that training begins from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grappe
+from grappe.checkpoint.format import Checkpoint, step_folder
+from grappe.checkpoint.initial import build
+from grappe.checkpoint.lease import Lease
+from grappe.checkpoint.saver import leftovers
+from grappe.errors import GrappeError, RunError
+from grappe.run import Run, new_folder
+from grappe.task import Task
+from grappe.verbs.session import field_texts, same_task
+from grappe.world import World
+
+ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A run that may be written."""
+
+    run: Run
+    checkpoint: Checkpoint
+    """Where training begins; of step 0 when it is new."""
+    token: str
+    """Names this start of the run."""
+    notes: tuple[str, ...]
+    """What the user should know, a line each."""
+    lease: Lease | None
+    """Held by process 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a run is opened for."""
+
+    name: str
+    """The task's, as the user wrote it."""
+    task: Task
+    plan: str
+    folder: Path | None
+    base: Path
+    data: Path
+    weights: Path | None
+    dataset: str
+    """The training data's fingerprint."""
+
+
+def open_run(wanted: Wanted, here: World) -> Opened:
+    """Opens the run on process 0, and tells the others. Collective.
+
+    Raises:
+        GrappeError: on every process, whatever made it impossible.
+    """
+    answer: tuple[Any, GrappeError | None] = (None, None)
+    lease = None
+    if here.rank == 0:
+        try:
+            folder, step, notes, lease = _open(wanted, here)
+            answer = ((folder, step, notes, lease.token), None)
+        except GrappeError as error:
+            answer = (None, error)
+    told, error = here.share(answer)
+    if error is not None:
+        raise error
+    folder, step, notes, token = told
+    run = Run(folder)
+    checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
+    return Opened(run=run, checkpoint=checkpoint, token=token, notes=notes, lease=lease)
+
+
+def _open(wanted: Wanted, here: World) -> tuple[Path, int, tuple[str, ...], Lease]:
+    new = wanted.folder is None or not Run.is_run(wanted.folder)
+    now = description(wanted, here)
+    if new:
+        run = Run.create(wanted.folder or new_folder(wanted.base, wanted.name), now)
+    else:
+        assert wanted.folder is not None
+        run = Run(wanted.folder)
+        if not same_task(wanted.task, run.description):
+            raise RunError(
+                f"{run.folder} is a run of the task {run.description.get('task')}, not of {wanted.name}: "
+                "give another folder with --run, or none for a new one"
+            )
+    lease = Lease(run.folder)
+    lease.take()
+    try:
+        return run.folder, *_begin(run, wanted, now, new), lease
+    except BaseException:
+        lease.release()
+        raise
+
+
+def _begin(run: Run, wanted: Wanted, now: dict[str, Any], new: bool) -> tuple[int, tuple[str, ...]]:
+    for entry in leftovers(run.checkpoints):
+        shutil.rmtree(entry, ignore_errors=True)
+    found = run.latest()
+    if found is None:
+        build(wanted.task, run.checkpoints, wanted.weights)
+        if not new:
+            run.cut_back(0)
+        return 0, ()
+    known = run.description
+    changes = tuple(changed(known, now))
+    _refuse_another_order(run, known, now, found.step)
+    restarts = int(known.get("restarts", 0)) + 1
+    kept = {name: known[name] for name in ("started", "host") if name in known}
+    run.describe(**{**now, **kept, "restarts": restarts, "status": "running"})
+    run.cut_back(found.step)
+    unread = [one.folder.name for one in run.unverified(found)]
+    notes = tuple(f"{name} does not verify: passed over" for name in unread)
+    resumed = f"going on from step {found.step}" if found.step else "starting again from step 0"
+    return found.step, (resumed, *notes, *changes)
+
+
+def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs from the last start, a line each: `field lr: 0.1 -> 0.2`."""
+    lines = []
+    for group, word in (("fields", "field "), ("versions", "")):
+        before, after = known.get(group) or {}, now[group]
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                lines.append(f"changed since: {word}{name}: {before.get(name)} -> {after.get(name)}")
+    for name in ("plan", "processes", "threads", "device", "source", "dataset"):
+        if name in known and known[name] != now[name]:
+            lines.append(
+                f"changed since: {name}: {known[name] or 'one process'} -> {now[name] or 'one process'}"
+            )
+    return lines
+
+
+def _refuse_another_order(run: Run, known: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
+    if step == 0:
+        return
+    before, after = known.get("fields") or {}, now["fields"]
+    reasons = [
+        f"{name} {before[name]} -> {after[name]}"
+        for name in ORDER
+        if before.get(name, after[name]) != after[name]
+    ]
+    lengths = [str(of.get("dataset", "")).partition("-")[0] for of in (known, now)]
+    if lengths[0] and lengths[0] != lengths[1]:
+        reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
+    if reasons:
+        raise RunError(
+            f"{run.folder} cannot go on at step {step} with {', '.join(reasons)}: the samples seen so far would not "
+            f"be those of this order. Start a new run from its weights: --from {run.folder}"
+        )
+
+
+def description(wanted: Wanted, here: World) -> dict[str, Any]:
+    """What run.json says of a run."""
+    task = wanted.task
+    return {
+        "task": wanted.name,
+        "class": type(task).__qualname__,
+        "fields": field_texts(task),
+        "plan": wanted.plan,
+        "seed": task.seed,
+        "data": str(wanted.data.absolute()),
+        "dataset": wanted.dataset,
+        "source": _source(task),
+        "processes": here.size,
+        "threads": here.threads,
+        "device": here.device.type,
+        "host": platform.node(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {
+            "grappe": grappe.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "restarts": 0,
+        "status": "running",
+    }
+
+
+def _source(task: Task) -> str:
+    """A hash of the task's own source text; empty where there is none to be had."""
+    try:
+        return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return ""
