@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 def test_torchrun() -> None:
     assert place_from_environment(TORCHRUN) == Place(
-        rank=3, size=4, local_rank=1, local_size=2, launcher="torchrun", job="none"
+        rank=3, size=4, local_rank=1, local_size=2, launcher="torchrun", job="none-29500"
     )
 
 

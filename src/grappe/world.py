@@ -73,7 +73,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place:
         local_rank=int(environment.get("LOCAL_RANK", 0)),
         local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
         launcher="torchrun",
-        job=environment.get("TORCHELASTIC_RUN_ID", ""),
+        job=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}-{environment['MASTER_PORT']}",
     )
 
 

@@ -22,7 +22,8 @@ Fingerprint = dict[str, Any]
 
 def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None:
     """Makes `beside`, whose `files` are on disk already, the folder `folder`: wholly, or not at all."""
-    write_new(beside / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+    manifest = {"files": files, "xxh3_128": _digest(files)}
+    write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush(beside)
     if folder.exists():
         if verify(folder) is None:  # the same step, saved before
@@ -45,15 +46,23 @@ def write_new(file: Path, content: bytes) -> Fingerprint:
 def verify(folder: Path) -> str | None:
     """What is wrong with a committed folder; None when every file is as its manifest says."""
     try:
-        files = read_json(folder / MANIFEST)["files"]
+        manifest = read_json(folder / MANIFEST)
+        files = manifest["files"]
         for name, expected in files.items():
-            if Path(name).name != name or not (folder / name).is_file():
+            file = folder / name
+            if Path(name).name != name or file.is_symlink() or not file.is_file():
                 return f"its manifest names {name!r}, which is no file in it"
-            if fingerprint(folder / name, int(expected["bytes"])) != expected:
+            if fingerprint(file, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
+        if manifest["xxh3_128"] != _digest(files):  # one name turned into another would hide a file
+            return f"{MANIFEST} is not what was saved"
+    except Exception as error:  # whatever a manifest that lies may lead to
         return f"its manifest or a file cannot be read: {error}"
     return None
+
+
+def _digest(files: Mapping[str, Fingerprint]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True))
 
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
@@ -84,6 +93,8 @@ def read_json(file: Path) -> dict[str, Any]:
         RunError: it cannot be read, or is no JSON object.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise RunError(f"{file} is no file")  # reading from a pipe would wait forever
         if file.stat().st_size > LARGEST_JSON:
             raise RunError(f"{file} is larger than any that grappe writes")
         content = json.loads(file.read_bytes())

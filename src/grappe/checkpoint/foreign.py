@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,19 @@ def foreign_weights(file: Path) -> Weights:
 
 def _state_dict(file: Path) -> dict[str, Tensor]:
     try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise RunError("it is compressed, which torch's own files never are")
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
         reason = str(error).partition("\n")[0]
         raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error
     if isinstance(content, dict):
         content = content.get("state_dict", content.get("model", content))
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
     return content
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grappe.checkpoint.commit import MANIFEST, read_json, verify
 from grappe.checkpoint.tensor_file import TensorFiles
-from grappe.weights import Under, agreed
+from grappe.weights import Under, Weights, agreed
 
 STATE = "state.json"
 MODEL, OPTIMIZER, LOCAL = "model.", "optimizer.", "local."
@@ -48,13 +48,14 @@ class ModelWeights:
     Names: `model.NAME` for parameters, `local.SLICE.NAME` for buffers.
     """
 
-    def __init__(self, tensors: TensorFiles) -> None:
+    def __init__(self, tensors: Weights) -> None:
         self._parameters = Under(tensors, MODEL)
         self._tensors = tensors
         self._buffers: dict[str, list[str]] = {}
         for full in tensors:
             if full.startswith(LOCAL):
-                self._buffers.setdefault(full.split(".", 2)[2], []).append(full)
+                name = full.removeprefix(LOCAL).partition(".")[2]
+                self._buffers.setdefault(name, []).append(full)
 
     def __contains__(self, name: str) -> bool:
         return name in self._buffers or name in self._parameters
@@ -87,7 +88,9 @@ def found(folder: Path) -> list[Checkpoint]:
     for entry in entries:
         prefix, _, number = entry.name.partition("-")
         if prefix == "step" and number.isdecimal() and number.isascii() and entry.is_dir():
-            checkpoints.append(Checkpoint(folder=entry, step=int(number)))
+            step = int(number)
+            if entry == step_folder(folder, step):  # a step has one name
+                checkpoints.append(Checkpoint(folder=entry, step=step))
     return sorted(checkpoints, key=lambda one: one.step, reverse=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -16,27 +18,33 @@ class Keep:
 
     last: int = 3
 
-    def clean(self, folder: Path) -> list[Path]:
-        """Removes the others; only ever called when a newer one is committed. The folders removed."""
-        removed = superfluous(found(folder), self.last)
-        for checkpoint in removed:
+    def clean(self, folder: Path, committed: int) -> list[Path]:
+        """Removes the others, once the checkpoint of step `committed` is on disk. The folders removed.
+
+        Those of later steps did not verify when the training went on from before them: they count for nothing,
+        lest they push out what is whole.
+        """
+        removed = []
+        for checkpoint in superfluous([one for one in found(folder) if one.step <= committed], self.last):
             # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
             doomed = checkpoint.folder.with_name(f".old-{checkpoint.folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
-            checkpoint.folder.rename(doomed)
+            with contextlib.suppress(OSError):  # tried again at the next commit
+                checkpoint.folder.rename(doomed)
+                removed.append(checkpoint.folder)
             shutil.rmtree(doomed, ignore_errors=True)
-        return [checkpoint.folder for checkpoint in removed]
+        return removed
 
 
 def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
     """Those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
     best = min(checkpoints, key=_loss, default=None)
-    return [one for one in checkpoints[last:] if one is not best or _loss(one) == float("inf")]
+    return [one for one in checkpoints[last:] if one is not best or _loss(one) == math.inf]
 
 
 def _loss(checkpoint: Checkpoint) -> float:
     try:
         loss = checkpoint.values.get("validation_loss")
     except RunError:
-        return float("inf")
-    return float(loss) if isinstance(loss, int | float) else float("inf")
+        return math.inf
+    return float(loss) if isinstance(loss, float) and math.isfinite(loss) else math.inf

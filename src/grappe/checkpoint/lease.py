@@ -55,7 +55,12 @@ class Lease:
                 f"{self._file.parent} is being written by process {holder.pid} on {holder.host}"
                 f"{f', job {holder.job}' if holder.job else ''}: stop that one first, or wait a minute if it is dead"
             )
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            raise RunError(
+                f"{self._file.parent} cannot be written: {error.strerror}: free it, or train in another with --run"
+            ) from error
         time.sleep(0.05)  # two may have found it free: the later write holds
         self.check()
         self._thread = threading.Thread(target=self._beat, name="grappe-lease", daemon=True)
@@ -105,7 +110,7 @@ class Lease:
                 restart=int(known["restart"]),
                 beat=float(known["beat"]),
             )
-        except (RunError, KeyError, TypeError, ValueError):
+        except (RunError, KeyError, TypeError, ValueError, OverflowError):
             return None  # half a lease holds nobody back
 
 
@@ -124,13 +129,13 @@ def _lives(holder: Holder) -> bool:
         return False  # Slurm restarts a job only when its processes are gone
     if holder.host == me["host"] and not _process_lives(holder.pid):
         return False
-    return time.time() - holder.beat < STALE_SECONDS
+    return abs(time.time() - holder.beat) < STALE_SECONDS  # a beat from the future is no sign of life either
 
 
 def _process_lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -48,7 +48,9 @@ def _piece(name: str, tensor: Tensor) -> Piece | None:
         return _whole(name, tensor)
     local = tensor._local_tensor.detach()
     if local.numel() == 0:
-        return None
+        # An empty part of a tensor is nobody's; an empty tensor is still a tensor, and has one writer.
+        first = all(place == 0 for place in tensor.device_mesh.get_coordinate() or ())
+        return _whole(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
     shape, offset = part_of(tensor)
     assert tuple(local.shape) == shape, (name, local.shape, shape)
     return Piece(name, local, tuple(tensor.shape), offset)

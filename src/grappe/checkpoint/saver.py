@@ -90,15 +90,16 @@ class Saver:
                 self._written.set()
             if self._world.rank == 0:
                 self._commit(beside, step, values)
-        except (OSError, RunError) as error:
-            self._error = f"step {step} could not be saved: {error}"
+        except Exception as error:  # a thread's exception would be lost, and the save taken for committed
+            kind = "" if isinstance(error, OSError | RunError) else f"{type(error).__name__}: "
+            self._error = f"step {step} could not be saved: {kind}{error}"
             with contextlib.suppress(OSError):
                 shutil.rmtree(beside)
         finally:
             self._written.set()
 
     def _write_mine(self, beside: Path, pieces: list[Piece]) -> None:
-        beside.mkdir(parents=True, exist_ok=True)
+        beside.mkdir(exist_ok=True)  # no parents: a run that was removed must not come back in part
         name = f"rank-{self._world.rank}.safetensors"
         print_of = tensor_file.write(beside / name, pieces)
         write_json(beside / f"{name}.done", print_of)
@@ -114,7 +115,7 @@ class Saver:
         files[STATE] = write_new(beside / STATE, state.encode())
         self._may_commit()
         commit(beside, step_folder(self._folder, step), files)
-        self._keep.clean(self._folder)
+        self._keep.clean(self._folder, step)
 
     def _waited_for(self, file: Path) -> Fingerprint:
         while not file.exists():
@@ -131,9 +132,11 @@ class Saver:
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
     """What saves that were killed left behind."""
-    try:
-        entries = [entry for entry in folder.iterdir() if entry.name.startswith((".step-", ".old-"))]
-    except OSError:
-        return []
     now = time.time()
-    return [entry for entry in entries if now - entry.stat().st_mtime >= older_than_seconds]
+    left = []
+    with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now
+        for entry in folder.iterdir():
+            if entry.name.startswith((".step-", ".old-")):
+                if now - entry.stat().st_mtime >= older_than_seconds:
+                    left.append(entry)
+    return left

@@ -7,6 +7,7 @@ We write it ourselves, since the library copies every tensor while holding the i
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from grappe.errors import RunError
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 ALIGNMENT = 8
@@ -58,6 +60,8 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     parts = {}
     position = 0
     for piece in pieces:
+        if piece.data.dtype not in NAMES:
+            raise RunError(f"{piece.name!r} is {piece.data.dtype}, which safetensors cannot hold")
         size = piece.data.numel() * piece.data.element_size()
         entries[piece.name] = {
             "dtype": NAMES[piece.data.dtype],
@@ -77,7 +81,7 @@ def _bytes(data: Tensor) -> Iterator[memoryview]:
     flat = (
         data.contiguous().view(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
     )
-    view = memoryview(flat.numpy())
+    view = memoryview(flat.numpy())  # pyrefly: ignore
     for start in range(0, len(view), WRITE_SIZE):
         yield view[start : start + WRITE_SIZE]
 
@@ -118,7 +122,10 @@ class TensorFiles:
             shape, offset = tuple(map(int, part["shape"])), tuple(map(int, part["offset"]))
             if self._shapes.setdefault(name, shape) != shape or not _fits(local, offset, shape):
                 raise RunError(f"{file}: the pieces of {name!r} do not fit together")
-            self._places.setdefault(name, []).append((handle, offset))
+            places = self._places.setdefault(name, [])
+            if any(offset == other for _, other in places):
+                raise RunError(f"{file}: a piece of {name!r} is there twice")
+            places.append((handle, offset))
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -143,26 +150,27 @@ class TensorFiles:
         Raises:
             RunError: the pieces there are do not cover it.
         """
-        result: Tensor | None = None
-        covered = 0
+        boxes = []
         for handle, at in self._places[name]:
-            source = handle.get_slice(name)
-            box = _overlap(offset, shape, at, source.get_shape())
-            if box is None:
-                continue
-            there = tuple(
-                slice(start - begin, stop - begin) for (start, stop), begin in zip(box, at, strict=True)
-            )
-            here = tuple(
-                slice(start - begin, stop - begin) for (start, stop), begin in zip(box, offset, strict=True)
-            )
-            values = source[there] if there else handle.get_tensor(name)
-            result = values.new_empty(tuple(shape)) if result is None else result
-            result[here] = values
-            covered += values.numel()
-        if result is None or covered != result.numel():
+            box = _overlap(offset, shape, at, handle.get_slice(name).get_shape())
+            if box is not None:
+                boxes.append((handle, at, box))
+        covered = sum(math.prod(stop - start for start, stop in box) for _, _, box in boxes)
+        if not boxes or covered != math.prod(shape):  # before memory is asked for: the shape may be a lie
             raise RunError(f"{name!r} is not there in full: a file of the checkpoint is missing")
+        result: Tensor | None = None
+        for handle, at, box in boxes:
+            there = _within(box, at)
+            values = handle.get_slice(name)[there] if there else handle.get_tensor(name)
+            result = values.new_empty(tuple(shape)) if result is None else result
+            result[_within(box, offset)] = values
+        assert result is not None
         return result
+
+
+def _within(box: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """A box as slices of what begins at `offset`."""
+    return tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, offset, strict=True))
 
 
 def _fits(local: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> bool:

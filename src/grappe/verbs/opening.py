@@ -76,6 +76,7 @@ def open_run(wanted: Wanted, here: World) -> Opened:
     told, error = here.share(answer)
     if error is not None:
         raise error
+    assert told is not None
     folder, step, notes, token = told
     run = Run(folder)
     checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -170,13 +171,22 @@ def meeting_place(place: Place, run: Path | None) -> Path:
     return folder
 
 
-def scratch_base() -> Path | None:
-    """Where to make a folder that every process sees; None: the temporary folder will do."""
+@contextlib.contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A new folder that all processes of this start see; process 0 throws it away in the end."""
     place = place_from_environment()
-    if place is None or place.size == place.local_size:
-        return None
-    BASE.mkdir(exist_ok=True)
-    return BASE
+    if place is None:
+        with tempfile.TemporaryDirectory(prefix=f"grappe-{name}-") as folder:
+            yield Path(folder)
+        return
+    shared = meeting_place(place, None) / f"{name}-{place.job}"
+    if place.rank == 0:
+        shutil.rmtree(shared, ignore_errors=True)
+    try:
+        yield shared
+    finally:
+        if place.rank == 0:
+            shutil.rmtree(shared, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from pathlib import Path
 
 from grappe.training import Options
-from grappe.verbs.session import scratch_base
+from grappe.verbs.session import scratch
 from grappe.verbs.train import Request, run_training
 
 
@@ -20,8 +18,8 @@ def smoke(asked: Request) -> str:
     Raises:
         GrappeError: what did not.
     """
-    with tempfile.TemporaryDirectory(prefix="grappe-smoke-", dir=scratch_base()) as folder:
-        first = dataclasses.replace(asked, run=Path(folder) / "run", options=Options(steps=1))
+    with scratch("smoke") as folder:
+        first = dataclasses.replace(asked, run=folder / "run", options=Options(steps=1))
         run_training(first)
         second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))
     plan = str(asked.plan) or "one process"

@@ -1,0 +1,35 @@
+"""A selection of a grid's cells in which every two values of different axes meet, wherever they may."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+Cell = dict[str, str]
+Pair = frozenset[tuple[str, str]]
+
+
+def grid(axes: Mapping[str, Sequence[str]], allowed: Callable[[Cell], bool]) -> list[Cell]:
+    """Every cell that makes sense."""
+    cells = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    return [cell for cell in cells if allowed(cell)]
+
+
+def pairs(cell: Cell) -> set[Pair]:
+    """What meets in a cell."""
+    return {frozenset(two) for two in itertools.combinations(cell.items(), 2)}
+
+
+def pairwise(cells: list[Cell]) -> list[Cell]:
+    """Few of `cells` in which all the pairs occur that occur in any: greedily, the richest next."""
+    each = [(cell, pairs(cell)) for cell in cells]
+    missing = set().union(*(found for _, found in each))
+    # A pair that few cells have must be met first: its cell is then free to bring others along.
+    seldom = {pair: sum(pair in found for _, found in each) for pair in missing}
+    chosen = []
+    while missing:
+        worth = lambda one: sum(1 / seldom[pair] for pair in one[1] & missing)  # noqa: E731
+        cell, found = max(each, key=worth)
+        chosen.append(cell)
+        missing -= found
+    return chosen

@@ -1,0 +1,138 @@
+"""Trainings that are given up in the middle, and go on: what each process of a pool does, with all the real parts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from grappe import Arrays
+from grappe.interrupt import SIGNALS
+from grappe.loop import StepResult
+from grappe.plan import Plan
+from grappe.run import Run
+from grappe.task import Task
+from grappe.training import Options, Training
+from grappe.verbs import train as verb
+from grappe.verbs.session import TaskReference
+from grappe.world import Place
+from tests.parity.tasks import Images
+
+
+class Given(Exception):
+    """The process is dead, as far as the training can tell."""
+
+
+class Apart(Dataset):
+    """Samples one by one, so that data workers load them."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, index: int) -> tuple:
+        return self._arrays[index]
+
+
+class Loaded(Images):
+    """Images that go through a DataLoader."""
+
+    def data(self, split: str, folder: Path) -> Dataset:
+        return Apart(super().data(split, folder))
+
+
+def part(
+    place: Place, meet: Path, task: Task, text: str, run: Path, options: Options, dies_at: int | None
+) -> str:
+    """Trains, or goes on, until the end or until it dies behind step `dies_at`; what the user is told."""
+    plan = Plan.parse(f"{text},threads=1" if text else "threads=1")
+    asked = verb.Request(
+        task=TaskReference.of(task),
+        plan=plan,
+        run=run,
+        base=run.parent,
+        data=run.parent,
+        weights=None,
+        options=options,
+    )
+    # Another launcher than ours, so that the pool's own output is left alone.
+    place = dataclasses.replace(place, launcher="test")
+
+    class Mortal(Training):
+        def after(self, result: StepResult) -> bool:
+            stop = super().after(result)
+            if result.batch.step + 1 == dies_at:
+                self._saver.wait()  # else it were chance which checkpoint it goes on from
+                raise Given
+            return stop
+
+    told = io.StringIO()
+    with _as_if_started(), mock.patch.object(verb, "Training", Mortal), contextlib.redirect_stdout(told):
+        try:
+            verb.worker(asked, place, meet)
+        except Given:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return told.getvalue()
+
+
+@contextlib.contextmanager
+def _as_if_started() -> Iterator[None]:
+    """Signals as they were afterwards; data workers allowed, which multiprocessing refuses to daemons."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemon = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if daemon is not None:
+            config["daemon"] = daemon
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def hashes(run: Path, step: int) -> dict[str, str]:
+    """By name: the hash of each tensor of a checkpoint (dtype, shape and bits), and its JSON."""
+    checkpoint = Run(run).latest()
+    assert checkpoint is not None
+    assert checkpoint.step == step
+    found = {"json": json.dumps(checkpoint.values, sort_keys=True)}
+    for name in checkpoint.tensors:
+        tensor = checkpoint.tensors.read(name)
+        bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        words = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+        found[name] = hashlib.sha256(words + bits).hexdigest()
+    return found
+
+
+def curves(run: Path) -> list[dict]:
+    """The steps and evaluations of a run, in order, without their seconds."""
+    return [
+        {name: value for name, value in one.items() if name != "seconds"}
+        for one in sorted(Run(run).records(), key=lambda one: (one["step"], one["kind"]))
+    ]
+
+
+def samples(run: Path) -> dict[int, list[int]]:
+    """By step: the sample ids that all processes took, in the order of their slices."""
+    steps: dict[int, list[int]] = {}
+    files = sorted((run / "ledger").iterdir(), key=lambda file: int(file.stem.partition("-")[2]))
+    for file in files:
+        for line in file.read_text().splitlines():
+            one = json.loads(line)
+            if one["kind"] == "step":
+                steps.setdefault(one["step"], []).extend(one["ids"])
+    return dict(sorted(steps.items()))

@@ -1,0 +1,137 @@
+"""Killed and resumed: the same bits under the same plan, the same samples and weights under another."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grappe.checkpoint.format import LOCAL, MODEL
+from grappe.plan import Plan
+from grappe.run import Run
+from grappe.training import Options
+from grappe.watchers.sample_ledger import SampleLedger
+from tests.faults.pairwise import Cell, grid, pairs, pairwise
+from tests.faults.resume_cell import Loaded, curves, hashes, samples
+from tests.parity.cell import TOLERANCE, difference
+from tests.parity.tasks import Images
+from tests.processes import Pool
+
+PART = "tests.faults.resume_cell:part"
+STEPS = 6  # two epochs of 12, 12 and 5 samples
+AXES = {
+    "layout": [
+        "", "replicate=2", "replicate=3", "replicate=4", "shard=2", "shard=3", "replicate=2,shard=2",
+        "engine=textbook,replicate=2", "engine=textbook,replicate=3",
+    ],
+    "zero": ["", "zero=1", "zero=2"],
+    "microbatches": ["", "microbatches=2"],
+    "precision": ["", "precision=bf16", "precision=fp16"],
+    "batchnorm": ["plain", "batchnorm"],
+    "data": ["arrays", "workers=0", "workers=2"],
+    "rule": ["sgd", "adam"],
+    "kill": ["first step", "epoch's end", "mid-epoch"],
+}  # fmt: skip
+KILLS = {"first step": (1, 1, 1), "epoch's end": (3, 3, 3), "mid-epoch": (2, 5, 4)}
+"""Steps between checkpoints, the step behind which it dies, the step of the newest checkpoint then."""
+WORLDS = ["", "replicate=2", "replicate=3", "shard=2", "shard=4", "replicate=2,shard=2"]
+
+
+def _allowed(cell: Cell) -> bool:
+    if cell["zero"] and "shard" not in cell["layout"]:
+        return False
+    return not (cell["precision"] and "textbook" in cell["layout"])
+
+
+GRID = grid(AXES, _allowed)
+CELLS = GRID if "GRAPPE_SOAK" in os.environ else pairwise(GRID)
+
+
+def plan_of(cell: Cell) -> str:
+    parts = [cell["layout"], cell["zero"], cell["microbatches"], cell["precision"]]
+    return ",".join(part for part in [*parts, cell["data"].removeprefix("arrays")] if part)
+
+
+def task_of(cell: Cell) -> Images:
+    kind = Images if cell["data"] == "arrays" else Loaded
+    return kind(rule=cell["rule"], batchnorm=cell["batchnorm"] == "batchnorm", dropout=0.3, clip=0.5)
+
+
+def run(
+    pool: Pool, task: Images, plan: str, folder: Path, dies_at: int | None = None, **options: int | None
+) -> str:
+    asked = Options(ledger=True, keep=100, **options)
+    return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, asked, dies_at)[0]
+
+
+def test_the_selection_has_every_pair_of_the_grid() -> None:
+    chosen = pairwise(GRID)
+    assert len(chosen) <= 30
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, GRID))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(filter(None, cell.values())))
+def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, cell: Cell) -> None:
+    task, plan = task_of(cell), plan_of(cell)
+    every, dies_at, newest = KILLS[cell["kill"]]
+    run(pool, task, plan, tmp_path / "whole", save_every=every)
+    run(pool, task, plan, tmp_path / "parts", dies_at, save_every=every)
+    hashes(tmp_path / "parts", newest)
+    assert f"going on from step {newest}" in run(pool, task, plan, tmp_path / "parts", save_every=every)
+    whole, parts = hashes(tmp_path / "whole", STEPS), hashes(tmp_path / "parts", STEPS)
+    assert {name.partition(".")[0] for name in whole} >= {"json", "model", "optimizer"}
+    assert (cell["batchnorm"] == "batchnorm") == any(name.startswith(LOCAL) for name in whole)
+    assert parts == whole
+    assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
+    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def killed(pool: Pool, tmp_path_factory: pytest.TempPathFactory):
+    """Runs that died at step 2, by plan; and the one-process run that did not."""
+    base = tmp_path_factory.mktemp("killed")
+
+    @functools.cache
+    def of(plan: str) -> Path:
+        folder = base / (plan or "one")
+        run(pool, WANDERER, plan, folder, dies_at=3, save_every=2)
+        return folder
+
+    return of
+
+
+WANDERER = Images(rule="sgd", epochs=4, clip=0.5)
+BEYOND = 12  # 10 steps after the checkpoint of step 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(pool, WANDERER, "", folder, save_every=2)
+    return folder
+
+
+def model(folder: Path) -> dict:
+    checkpoint = Run(folder).latest()
+    assert checkpoint is not None
+    assert checkpoint.step == BEYOND
+    return {name: checkpoint.tensors.read(name) for name in checkpoint.tensors if name.startswith(MODEL)}
+
+
+@pytest.mark.parametrize("after", WORLDS)
+@pytest.mark.parametrize("before", WORLDS)
+def test_another_world_goes_on_with_the_same_samples(
+    pool: Pool, tmp_path: Path, killed, undisturbed: Path, before: str, after: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed(before), folder)
+    told = run(pool, WANDERER, after, folder, save_every=2)
+    assert "going on from step 2" in told
+    assert ("changed since: plan: " in told) == (before != after)
+    assert samples(folder) == samples(undisturbed)
+    gap, name = difference(model(undisturbed), model(folder))
+    assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
