@@ -30,7 +30,7 @@ class Command:
             self.process = subprocess.Popen(
                 arguments,
                 cwd=cwd,
-                env={**os.environ, name: value, "TMPDIR": str(self.temp), **variables},
+                env={**_plain_environment(), name: value, "TMPDIR": str(self.temp), **variables},
                 stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -86,6 +86,12 @@ def pids_in_training(run: Path, processes: int) -> list[int]:
 
     until(lambda: len(found()) == processes, f"{processes} processes train")
     return found()
+
+
+def _plain_environment() -> dict[str, str]:
+    """Ours, without what a launcher of these tests may have set."""
+    launchers = ("SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GRAPPE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
 
 
 def _pids() -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grappe.errors import DataError
-from grappe.world import Place
+from grappe.place import Place
 
 
 def answer(argument: object, place: Place, meet: Path) -> object:

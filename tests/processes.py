@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.world import Place
+from grappe.place import Place
 
 CALL_SECONDS = 120
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from grappe.errors import DivergedError, RunError, TaskError
+from grappe.place import Place
 from grappe.plan import Plan
 from grappe.run import Run
 from grappe.training import Options
 from grappe.verbs.load import load
 from grappe.verbs.session import TaskReference
 from grappe.verbs.train import Request, Result, worker
-from grappe.world import Place
 from tests.parity.tasks import Images
 
 

@@ -9,8 +9,8 @@ import torch
 
 from grappe import world
 from grappe.errors import PlanError, UsageError
+from grappe.place import Place, place_from_environment
 from grappe.plan import Plan
-from grappe.world import Place, place_from_environment
 
 TORCHRUN = {
     "RANK": "3",

@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
-from grappe.world import Place
+from grappe.place import Place
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 STARTED = "--- started "  # opens each start's part of a log

@@ -24,7 +24,7 @@ from grappe import child, errors
 from grappe.child import Report, Terminal
 from grappe.errors import GrappeError, ProcessDied
 from grappe.interrupt import SIGNALS, handled
-from grappe.world import Place
+from grappe.place import Place
 
 GRACE_SECONDS = 3.0
 LAST_LINES = 12
@@ -86,7 +86,7 @@ class _Child:
     def __init__(self, place: Place, meet: Path) -> None:
         self.place = place
         self.log = child.early_log(meet, place)
-        self.report: Report | None = None
+        self.report = Report(kind="none yet")
         self.process: Any = None
         self.ended = False
 
@@ -108,10 +108,15 @@ class _Child:
         """How messages call it."""
         return f"process {self.place.rank} of {self.place.size} on {os.uname().nodename}"
 
+    @property
+    def waits(self) -> bool:
+        """Whether its report is still to come."""
+        return self.report.kind == "none yet"
+
     def hear(self) -> None:
         """Takes its report, if there is one to read."""
         try:
-            if self.report is None and self.pipe.poll():
+            if self.waits and self.pipe.poll():
                 self.report = self.pipe.recv()
         except (EOFError, OSError):
             self.report = Report(kind="silent")
@@ -121,7 +126,8 @@ class _Child:
         self.process.join()
         self.ended = True
         self.hear()
-        self.report = self.report or Report(kind="silent")
+        if self.waits:
+            self.report = Report(kind="silent")
 
     @property
     def code(self) -> int:
@@ -150,7 +156,7 @@ def _watch(children: list[_Child]) -> Any:
     while living and (deadline is None or time.monotonic() < deadline):
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
         # A report may be larger than its pipe holds, so it is read while its process waits to be rid of it.
-        ready = wait([*living, *(one.pipe for one in living.values() if one.report is None)], patience)
+        ready = wait([*living, *(one.pipe for one in living.values() if one.waits)], patience)
         for one in list(living.values()):
             if one.pipe in ready:
                 one.hear()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from grappe.child import TERMINAL
-from grappe.world import Place
+from grappe.place import Place
 
 
 class Outlet:
@@ -45,9 +45,9 @@ class Outlet:
         return getattr(self._stream, name)
 
 
-def outlet(place: Place) -> Outlet | None:
+def outlet(place: Place) -> IO[str] | None:
     """Process 0's way to the user, though its own output may go to a log; None for the others."""
     if place.rank != 0:
         return None
     handle = os.environ.pop(TERMINAL, None)
-    return Outlet(os.fdopen(int(handle), "w") if handle else sys.stdout)
+    return cast(IO[str], Outlet(os.fdopen(int(handle), "w") if handle else sys.stdout))

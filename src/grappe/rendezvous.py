@@ -15,8 +15,9 @@ from grappe.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
-    from grappe.world import Place
+    from grappe.place import Place
 
 TIMEOUT = timedelta(minutes=30)
 PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
@@ -40,7 +41,7 @@ def start(place: Place, backend: str, device: torch.device, meet: Path) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     address = meet / f"rendezvous-{place.job or 'local'}"
     if place.size == 1:
-        store: object = dist.HashStore()  # FSDP2 offloads through a group, of one process too
+        store: dist.Store = dist.HashStore()  # FSDP2 offloads through a group, of one process too
     else:
         store = _env_store(place) if place.launcher == "torchrun" else _published_store(place, address)
     # FSDP's offload and our own objects need CPU collectives beside NCCL's.
@@ -91,7 +92,7 @@ def _without_warnings() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _env_store(place: Place) -> object:
+def _env_store(place: Place) -> Store:
     import torch.distributed as dist
 
     # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
@@ -101,7 +102,7 @@ def _env_store(place: Place) -> object:
     return dist.PrefixStore(f"grappe/{starts}", store)
 
 
-def _published_store(place: Place, address: Path) -> object:
+def _published_store(place: Place, address: Path) -> Store:
     """A TCP store on a port of the system's choice, its address published by process 0."""
     import torch.distributed as dist
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.saver import Saver
 from grappe.data.batch import Batch
@@ -16,6 +18,7 @@ from grappe.engines.base import Engine, Saved
 from grappe.errors import DivergedError, RunError
 from grappe.interrupt import Interrupt
 from grappe.loop import StepResult
+from grappe.on_host import OnHost
 from grappe.run import Run
 from grappe.scores import Scores
 from grappe.watchers.base import Outcome, Record, Watcher
@@ -76,7 +79,7 @@ class Training:
         self._watchers, self._interrupt = watchers, interrupt
         self._patience = Patience(options.patience)
         self._ledger = SampleLedger(run.folder / "ledger", world.rank) if options.ledger else None
-        self._pending: tuple[StepResult, float] | None = None
+        self._pending: tuple[StepResult, float, OnHost | None, OnHost | None] | None = None
         self._stop: str | None = None
         self._step = 0
         self._scores: Scores | None = None
@@ -103,7 +106,7 @@ class Training:
         for watcher in self._watchers:
             watcher.started(self)
         if self._ledger is not None:
-            self._ledger.cut_back(self.start)
+            self._ledger.cut_back(self.start, self.world.size)
         self._clock = time.perf_counter()
         self.phases["start"] += self._clock - self._began
         outcome = None
@@ -123,7 +126,10 @@ class Training:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._settle()
-        self._pending = (result, seconds)
+        numbers = [
+            None if number is None else OnHost(number) for number in (_device_count(result), result.norm)
+        ]
+        self._pending = (result, seconds, *numbers)
         self._step = step = result.batch.step + 1
         last = step == self.total_steps
         evaluate = last or self._due(step, self.options.evaluate_every)
@@ -146,17 +152,17 @@ class Training:
         """Reads the numbers of the step before; done one step late, when the device has them ready."""
         if self._pending is None:
             return
-        (result, seconds), self._pending = self._pending, None
+        (result, seconds, count, norm), self._pending = self._pending, None
         batch = result.batch
         total, flag = result.sums.read()
         record = Record(
             step=batch.step + 1,
             epoch=batch.epoch,
             samples=batch.epoch * self.feed.ledger.length + self._within(batch),
-            loss=total / float(batch.count),
+            loss=total / float(batch.count if count is None else count.read()),
             lr=result.lr,
             seconds=seconds,
-            norm=float(result.norm) if result.norm is not None else None,
+            norm=None if norm is None else float(norm.read()),
             skipped=result.skipped,
             flag=flag,
         )
@@ -252,3 +258,8 @@ class Training:
         self.phases["steps"] = total - others
         status = self._stop or ("finished" if self._step >= self._whole else "paused")
         return Outcome(status=status, step=self._step, scores=self._scores, phases=dict(self.phases))
+
+
+def _device_count(result: StepResult) -> Tensor | None:
+    """The count that the loss is divided by, where the device has it: of counted targets."""
+    return result.batch.count if isinstance(result.batch.count, Tensor) else None

@@ -1,15 +1,15 @@
-"""World: where this process stands. Rank, size, device, mesh; the environment is read here and nowhere else."""
+"""World: where this process stands. Rank, size, device, mesh; and how it reaches the other processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe import rendezvous
-from grappe.errors import PlanError, UsageError
+from grappe.errors import PlanError
+from grappe.place import Place
 
 T = TypeVar("T")
 
@@ -21,101 +21,6 @@ if TYPE_CHECKING:
     from grappe.plan import Plan
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-INTERACTIVE_STEPS = (
-    0xFFFFFFF0  # Slurm's own steps, of salloc's shell and of the batch script, count down from the top
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which of how many processes this one is, before any of them talk."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = "grappe"
-    job: str = ""
-    """Names this start of this job: two starts must not meet each other's rendezvous."""
-
-
-def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or srun gave this process; None when neither started it.
-
-    torchrun wins, as it may itself have been started by srun. A step of one process is left to our own
-    launch, as a laptop is.
-
-    Raises:
-        UsageError: a launcher's variables are set, and make no sense.
-    """
-    try:
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            return _torchrun(environment)
-        if _in_slurm_step(environment):
-            return _srun(environment)
-    except ValueError as error:
-        raise UsageError(
-            f"a variable that torchrun or srun sets for each process is not a number ({error}): unset RANK, "
-            "WORLD_SIZE and SLURM_PROCID, or start grappe with its launcher"
-        ) from error
-    return None
-
-
-def _torchrun(environment: Mapping[str, str]) -> Place:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in environment:
-            raise UsageError(
-                f"RANK and WORLD_SIZE are set, and {name} is not: unset both, or start grappe with torchrun"
-            )
-    return Place(
-        rank=int(environment["RANK"]),
-        size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
-        launcher="torchrun",
-        job=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}-{environment['MASTER_PORT']}",
-    )
-
-
-def _srun(environment: Mapping[str, str]) -> Place | None:
-    if int(environment["SLURM_STEP_NUM_TASKS"]) == 1:
-        return None
-    return Place(
-        rank=int(environment["SLURM_PROCID"]),
-        size=int(environment["SLURM_STEP_NUM_TASKS"]),
-        local_rank=int(environment["SLURM_LOCALID"]),
-        local_size=_local_tasks(environment),
-        launcher="srun",
-        job="-".join(
-            environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        ),
-    )
-
-
-def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of a step's.
-
-    Known by SLURM_STEP_ID with SLURM_PROCID, never by the job's name: inside salloc or a bare batch shell one
-    of them is missing. A shell of `srun --pty` has both, and what is typed in it is no part of the step.
-    """
-    step = environment.get("SLURM_STEP_ID", "")
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    return (
-        step.isdigit()
-        and int(step) < INTERACTIVE_STEPS
-        and all(name in environment for name in names)
-        and "SLURM_PTY_PORT" not in environment
-    )
-
-
-def _local_tasks(environment: Mapping[str, str]) -> int:
-    """How many of the step's processes are on this node, from a text like `2(x2),1`."""
-    counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, _, repeat = part.partition("(x")
-        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
-    node = int(environment.get("SLURM_NODEID", 0))
-    return counts[node] if node < len(counts) else counts[0]
 
 
 def cores() -> int:
@@ -309,7 +214,7 @@ def _with_mesh(plan: Plan, place: Place, device: torch.device, threads: int, bac
         group = dist.group.WORLD
     elif plan.data_parallel > 1:
         group = mesh["replicate", "shard"]._flatten("data").get_group()
-    coordinate = dict(zip(AXES, mesh.get_coordinate(), strict=True))
+    coordinate = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
     return World(
         place=place,
         device=device,
@@ -317,6 +222,6 @@ def _with_mesh(plan: Plan, place: Place, device: torch.device, threads: int, bac
         data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
         data_size=plan.data_parallel,
         data_group=group,
-        control=control,
+        control=cast("ProcessGroup", control),
         threads=threads,
     )

@@ -14,7 +14,8 @@ from grappe.checkpoint.initial import built
 from grappe.data.feed import training_feed
 from grappe.engines.base import Setting
 from grappe.plan import Plan
-from grappe.world import Place, join
+from grappe.place import Place
+from grappe.world import join
 from tests.processes import Pool
 
 WIDTH, DEPTH = 64, 4

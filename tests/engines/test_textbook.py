@@ -18,7 +18,8 @@ from grappe.engines.base import Setting
 from grappe.engines.textbook import Textbook, naive_all_reduce, ring_all_reduce
 from grappe.errors import PlanError
 from grappe.plan import Plan
-from grappe.world import Place, join
+from grappe.place import Place
+from grappe.world import join
 from tests.processes import Pool
 
 LENGTHS = (0, 1, 2, 3, 1000)

@@ -26,12 +26,12 @@ from grappe.task import Task
 from grappe.training import Options, Training
 from grappe.verbs import train as verb
 from grappe.verbs.session import TaskReference
-from grappe.world import Place
+from grappe.place import Place
 from tests.parity.tasks import Images
 
 
-class Given(Exception):
-    """The process is dead, as far as the training can tell."""
+class Given(BaseException):
+    """The process is dead, as far as the training can tell; no `except Exception` may catch it."""
 
 
 class Apart(Dataset):

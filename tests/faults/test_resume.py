@@ -135,3 +135,25 @@ def test_another_world_goes_on_with_the_same_samples(
     assert samples(folder) == samples(undisturbed)
     gap, name = difference(model(undisturbed), model(folder))
     assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
+
+
+@pytest.mark.parametrize(("before", "after"), [("native", "textbook"), ("textbook", "native")])
+def test_another_engine_takes_the_weights_over_and_says_so(
+    pool: Pool, tmp_path: Path, before: str, after: str
+) -> None:
+    task = Images(rule="adam", dropout=0.3)
+    run(pool, task, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
+    was = {name: one for name, one in hashes(tmp_path / "run", 4).items() if name.startswith(MODEL)}
+    told = run(pool, task, f"engine={after}", tmp_path / "run", steps=5, save_every=1)
+    assert f"from engine {before} to {after}: only the weights go over" in told
+    fresh = Run(tmp_path / "run").latest()
+    assert fresh is not None
+    counted = {
+        float(fresh.tensors.read(name))
+        for name in fresh.tensors
+        if name.startswith("optimizer.") and name.endswith(".step")
+    }
+    assert counted == {1.0}, "Adam's step counters are not those of a fresh optimizer"
+    moved = hashes(tmp_path / "run", 5)
+    assert set(was) <= set(moved)
+    assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]

@@ -62,7 +62,7 @@ def verify(folder: Path) -> str | None:
 
 
 def _digest(files: Mapping[str, Fingerprint]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True))
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
 
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:

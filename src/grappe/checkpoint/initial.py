@@ -22,6 +22,8 @@ from grappe.errors import GrappeError, RunError, TaskError
 from grappe.task import Task
 from grappe.weights import InMemory, Weights, named_tensors
 
+DONE = "done"  # said by the builder, as an exit code alone may be the task's own
+
 
 def build(task: Task, checkpoints: Path, given: Path | None) -> None:
     """Makes the model in a process of its own and saves it as step 0: the builder's memory ends with it.
@@ -111,17 +113,17 @@ def _in_a_child(work: Callable[[], None]) -> None:
     if pid == 0:
         os.close(reader)
         message = _message_of(work)
-        os.write(writer, message.encode()[:60_000])
+        os.write(writer, (message or DONE).encode()[:60_000])
         os._exit(1 if message else 0)
     os.close(writer)
     with os.fdopen(reader) as stream:
         message = stream.read()
-    _, status = os.waitpid(pid, 0)
-    if status == 0:
+    os.waitpid(pid, 0)
+    if message == DONE:
         return
     name, _, text = message.partition("\n")
     if not text:
-        text = "the process that makes the model was killed: is the model larger than this machine's memory?"
+        text = "the process that makes the model was killed, or ended itself: is the model larger than this machine's memory?"
     raise getattr(errors, name, TaskError)(text)
 
 

@@ -49,7 +49,8 @@ def _piece(name: str, tensor: Tensor) -> Piece | None:
     local = tensor._local_tensor.detach()
     if local.numel() == 0:
         # An empty part of a tensor is nobody's; an empty tensor is still a tensor, and has one writer.
-        first = all(place == 0 for place in tensor.device_mesh.get_coordinate() or ())
+        places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+        first = all(place == 0 for place, placed in places if not placed.is_replicate())
         return _whole(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
     shape, offset = part_of(tensor)
     assert tuple(local.shape) == shape, (name, local.shape, shape)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grappe.on_host import OnHost
 from grappe.world import World
 
 RIDER_SIZE = 2  # the loss's sum and the flag
@@ -17,28 +18,19 @@ class Sums:
     """The global sums of one step, on their way; `read` waits for them."""
 
     def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
+        if work is not None and values.is_cuda:
+            work.wait()  # makes the stream wait, not us
+        self._values = OnHost(values)
         self._work = work
         self._flag = flag
-        self._event = None
-        self._values = values
-        if values.is_cuda:
-            # Copied now and read a step later: a read at once would make the GPU wait for us, and we for it.
-            if work is not None:
-                work.wait()
-            self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
 
     def read(self) -> Sequence[float]:
         """[the loss's sum over all processes, the sum of their flags]."""
-        if self._event is not None:
-            self._event.synchronize()
-        elif self._work is not None:
+        if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._flag is not None:
-            return self._values.item(), self._flag
-        return self._values.tolist()
+        values = self._values.read()
+        return (values.item(), self._flag) if self._flag is not None else values.tolist()
 
 
 class Tally:

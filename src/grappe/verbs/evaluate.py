@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 
 from grappe.errors import UsageError, nearest
+from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
 from grappe.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.verbs.load import newest, task_of
 from grappe.verbs.session import TaskReference, blaming, start, user_call
-from grappe.world import Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,10 @@ from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import GrappeError, RunError
+from grappe.plan import Plan
 from grappe.run import Run, new_folder
 from grappe.task import Task
-from grappe.verbs.session import field_texts, same_task
+from grappe.verbs.session import blaming, field_texts, same_task
 from grappe.world import World
 
 ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
@@ -69,7 +70,8 @@ def open_run(wanted: Wanted, here: World) -> Opened:
     lease = None
     if here.rank == 0:
         try:
-            folder, step, notes, lease = _open(wanted, here)
+            with blaming(wanted.task):
+                folder, step, notes, lease = _open(wanted, here)
             answer = ((folder, step, notes, lease.token), None)
         except GrappeError as error:
             answer = (None, error)
@@ -102,6 +104,8 @@ def _open(wanted: Wanted, here: World) -> tuple[Path, int, tuple[str, ...], Leas
         return run.folder, *_begin(run, wanted, now, new), lease
     except BaseException:
         lease.release()
+        if new:
+            shutil.rmtree(run.folder, ignore_errors=True)
         raise
 
 
@@ -124,6 +128,8 @@ def _begin(run: Run, wanted: Wanted, now: dict[str, Any], new: bool) -> tuple[in
     unread = [one.folder.name for one in run.unverified(found)]
     notes = tuple(f"{name} does not verify: passed over" for name in unread)
     resumed = f"going on from step {found.step}" if found.step else "starting again from step 0"
+    if found.step and (engine := found.values.get("engine_name")) != (mine := Plan.parse(wanted.plan).engine):
+        notes = (*notes, f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh")
     return found.step, (resumed, *notes, *changes)
 
 

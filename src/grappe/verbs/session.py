@@ -26,9 +26,9 @@ from grappe.errors import (
     TaskError,
     UsageError,
 )
+from grappe.place import Place, place_from_environment
 from grappe.plan import Plan
-from grappe.task import Task, fields
-from grappe.world import Place, place_from_environment
+from grappe.task import Task, fields, overrides
 
 BASE = Path("runs")
 LEAVING_SECONDS = 2.0
@@ -46,9 +46,15 @@ class TaskReference:
         """The task itself.
 
         Raises:
-            TaskError: it cannot be found or made.
+            TaskError: it cannot be found or made, or lacks a part.
         """
-        return self.value if self.value is not None else tasks.make(tasks.find(self.name), self.texts)
+        task = self.value if self.value is not None else tasks.make(tasks.find(self.name), self.texts)
+        for part in ("model", "data", "loss", "optimizer"):
+            if not overrides(task, part):
+                raise TaskError(
+                    f"the task {type(task).__name__} has no {part}(): write it, see grappe.Task.{part}"
+                )
+        return task
 
     @classmethod
     def of(cls, task: Task | type[Task] | str, texts: Mapping[str, str] | None = None) -> TaskReference:
@@ -120,12 +126,18 @@ def _said_once(error: Exception, place: Place) -> BaseException:
         return SystemExit(error.exit_code if ours else EXIT_FAILURE)
     who = f"process {place.rank} of {place.size} on {os.uname().nodename}"
     if not ours:
-        told: GrappeError = ProcessDied(f"{who} failed with {type(error).__name__}: {error}")
+        told: GrappeError = ProcessDied(f"{who} {_words(error)}")
     else:
         told = type(error)(f"{who}: {error}" if place.rank else str(error))
     told.by = who
     told.details = "".join(traceback.format_exception(error))
     return told
+
+
+def _words(error: Exception) -> str:
+    if any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe")):
+        return "lost another process, which has ended: the launcher says which, and how"
+    return f"failed with {type(error).__name__}: {error}"
 
 
 def speaks() -> bool:
@@ -206,8 +218,6 @@ def user_call(task: Task, method: str, *arguments: Any) -> Any:
         return getattr(task, method)(*arguments)
     except GrappeError:
         raise
-    except NotImplementedError as error:
-        raise TaskError(f"{type(task).__name__} has no {method}(): a task needs it") from error
     except Exception as error:
         raise TaskError(f"{type(task).__name__}.{method}() failed: {blame.sentence(error)}") from error
 

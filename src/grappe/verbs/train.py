@@ -7,17 +7,15 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
+from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
 from grappe.task import Task
 from grappe.training import Options, Training
 from grappe.verbs.session import TaskReference, blaming, start, user_call
-from grappe.world import Place, World
-
-if TYPE_CHECKING:
-    from grappe.outlet import Outlet
+from grappe.world import World
 
 DATA_FOLDER = "GRAPPE_DATA"
 
@@ -181,7 +179,7 @@ def _assemble(
     opened: Any,
     engine: Any,
     interrupt: Any,
-    terminal: Outlet | None,
+    terminal: IO[str] | None,
     began: float,
 ) -> Training:
     from grappe.checkpoint.keep import Keep
@@ -230,7 +228,7 @@ def _nothing() -> None:
     """Processes other than 0 commit nothing."""
 
 
-def _announce(terminal: Outlet, asked: Request, task: Task, here: World, opened: Any, samples: int) -> None:
+def _announce(terminal: IO[str], asked: Request, task: Task, here: World, opened: Any, samples: int) -> None:
     slices = here.data_size
     micro = asked.plan.microbatches
     each = -(-task.batch_size // slices)

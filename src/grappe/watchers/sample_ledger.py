@@ -14,15 +14,19 @@ class SampleLedger:
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(exist_ok=True)
-        self._path = folder / f"rank-{rank}.jsonl"
-        self._file = self._path.open("a")
+        self._folder, self._rank = folder, rank
+        self._file = _path(folder, rank).open("a")
 
-    def cut_back(self, step: int) -> None:
-        """Drops what lies beyond `step`: the training goes on from there."""
-        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+    def cut_back(self, step: int, processes: int) -> None:
+        """Drops what lies beyond `step`: the training goes on from there, perhaps with fewer processes."""
         self._file.close()
-        self._file = self._path.open("w")
-        self._file.write("".join(line + "\n" for line in kept))
+        mine = range(self._rank, self._rank + 1)
+        if self._rank == 0:
+            known = [int(file.stem.partition("-")[2]) for file in self._folder.glob("rank-*.jsonl")]
+            mine = [0, *(rank for rank in known if rank >= processes)]  # those that nobody is any more
+        for rank in mine:
+            _cut_back(_path(self._folder, rank), step)
+        self._file = _path(self._folder, self._rank).open("a")
 
     def noted(self, batches: Iterator[Batch], kind: str, step: int | None = None) -> Iterator[Batch]:
         """The same batches, each written down: {"kind", "step", "ids"}."""
@@ -34,3 +38,18 @@ class SampleLedger:
     def flush(self) -> None:
         """Everything so far is in the file."""
         self._file.flush()
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.jsonl"
+
+
+def _cut_back(file: Path, step: int) -> None:
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        # A process that was killed has left half a line, the last, of a step behind the checkpoint.
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    beside = file.with_name(f".{file.name}")
+    beside.write_text("".join(kept))
+    beside.replace(file)

@@ -1,0 +1,140 @@
+"""Starting is resuming from step 0: a builder makes the weights in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from grappe import Arrays, Task
+from grappe.checkpoint.format import latest
+from grappe.checkpoint.initial import build, built
+from grappe.errors import RunError, TaskError
+
+MADE_BY: list[int] = []
+WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing"]
+
+
+class Small(Task):
+    """A linear layer and a normalisation; it can go wrong in every way."""
+
+    goes: WHATEVER = "well"
+    width: int = 3
+
+    def model(self) -> nn.Module:
+        MADE_BY.append(os.getpid())
+        if self.goes == "raise":
+            raise ValueError(f"width {self.width} is odd")
+        if self.goes == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.goes == "leave":
+            os._exit(0)
+        if self.goes == "exit":
+            sys.exit("no more")
+        if self.goes == "nothing":
+            return None  # type: ignore[return-value]
+        model = nn.Sequential(nn.Linear(self.width, 4), nn.BatchNorm1d(4))
+        model.register_buffer("hidden", torch.randn(2), persistent=False)
+        return model
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        return Arrays(torch.zeros(2, self.width), torch.zeros(2))
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum(1)
+
+
+def started(folder: Path, given: Path | None = None, task: Task | None = None) -> dict[str, torch.Tensor]:
+    """The weights of a new run's step 0."""
+    build(task or Small(), folder / "checkpoints", given)
+    checkpoint = latest(folder / "checkpoints")
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.values) == (0, {"step": 0})
+    return {name: checkpoint.model.read(name) for name in checkpoint.model}
+
+
+def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_model_is_made_in_a_child(tmp_path) -> None:
+    MADE_BY.clear()
+    weights = started(tmp_path)
+    assert MADE_BY == []  # nothing of the child's memory is ours
+    here = built(Small())
+    assert MADE_BY == [os.getpid()]
+    assert alike(weights, {name: here.read(name) for name in here})
+    assert "hidden" in weights
+    assert alike(weights, started(tmp_path / "again"))
+    assert not alike(weights, started(tmp_path / "seed", task=Small(seed=8)))
+
+
+@pytest.mark.parametrize(
+    ("goes", "words"),
+    [
+        ("raise", r"the model cannot be made: ValueError: width 3 is odd \(.*test_initial.py, line \d+: raise"),
+        ("kill", r"was killed, or ended itself: is the model larger than this machine's memory\?"),
+        ("leave", r"was killed, or ended itself"),
+        ("exit", r"the model cannot be made: SystemExit: no more"),
+        ("nothing", r"Small.model\(\) returned NoneType: return an nn.Module"),
+    ],
+)
+def test_what_goes_wrong_in_the_child_is_one_message(tmp_path, goes: WHATEVER, words: str) -> None:
+    with pytest.raises(TaskError, match=words) as raised:
+        build(Small(goes=goes), tmp_path / "checkpoints", None)
+    assert "\n" not in str(raised.value)
+    assert latest(tmp_path / "checkpoints") is None
+
+
+def state_of(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: tensor.clone() for name, tensor in Small().model().state_dict().items()}
+
+
+def test_from_a_run(tmp_path) -> None:
+    first = started(tmp_path / "first", task=Small(seed=8))
+    assert alike(started(tmp_path / "second", given=tmp_path / "first"), first)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "lightning", "state dict", "wrapped"])
+def test_from_a_file(tmp_path, kind: str) -> None:
+    given = state_of(8)
+    file = tmp_path / {"safetensors": "a.safetensors", "lightning": "a.ckpt"}.get(kind, "a.pt")
+    if kind == "safetensors":
+        safetensors.torch.save_file(given, file)
+    elif kind == "lightning":
+        content = {f"model.{name}": tensor for name, tensor in given.items()}
+        torch.save({"state_dict": content, "epoch": 1, "pytorch-lightning_version": "2.5"}, file)
+    else:
+        prefix = "module." if kind == "wrapped" else ""
+        torch.save({prefix + name: tensor for name, tensor in given.items()}, file)
+    weights = started(tmp_path / "run", given=file)
+    fresh = started(tmp_path / "fresh")
+    assert alike(weights, {**given, "hidden": fresh["hidden"]})  # what is not saved is made afresh
+
+
+def test_names_that_do_not_match_are_listed(tmp_path) -> None:
+    given = state_of(8)
+    del given["0.bias"]
+    torch.save({**given, **{f"extra{index}": torch.ones(1) for index in range(7)}}, tmp_path / "a.pt")
+    words = r"Missing: 0.bias. Left over: extra0, extra1, extra2, extra3, extra4 and 2 more"
+    with pytest.raises(RunError, match=words):
+        build(Small(), tmp_path / "checkpoints", tmp_path / "a.pt")
+    torch.save(state_of(8), tmp_path / "b.pt")
+    with pytest.raises(RunError, match=r"0.weight is \[4, 3\] there, \[4, 5\] in the model"):
+        build(Small(width=5), tmp_path / "checkpoints", tmp_path / "b.pt")
+    assert latest(tmp_path / "checkpoints") is None
+
+
+def test_from_what_is_no_run(tmp_path) -> None:
+    with pytest.raises(RunError, match="no run with a checkpoint that verifies"):
+        build(Small(), tmp_path / "checkpoints", tmp_path)
+    with pytest.raises(RunError, match="no such run or file"):
+        build(Small(), tmp_path / "checkpoints", tmp_path / "nowhere")

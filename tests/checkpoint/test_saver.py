@@ -1,0 +1,193 @@
+"""Saving behind the training's back: what is copied when, what is told, what is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grappe.checkpoint.commit import verify
+from grappe.checkpoint.format import found, latest
+from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.saver import Saver, leftovers
+from grappe.errors import RunError
+from grappe.plan import Plan
+from grappe.world import Place, World, join
+
+ALONE = World(place=Place(), device=torch.device("cpu"))
+
+
+def saver(folder: Path, may_commit: Callable[[], None] = lambda: None, keep: int = 3) -> Saver:
+    return Saver(folder, ALONE, "token", Keep(last=keep), may_commit)
+
+
+def save(to: Saver, step: int, **values: Any) -> str | None:
+    return to.save(step, {"model.w": torch.full((3,), float(step))}, {}, values)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+class Gate:
+    """A commit that waits to be let through."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+
+
+def test_a_save_is_committed_and_holds_what_was_given(tmp_path) -> None:
+    to = saver(tmp_path)
+    weights, count = torch.randn(4, 3).t(), torch.tensor(7)
+    assert to.save(5, {"model.w": weights}, {"local.0.n": count}, {"engine": {"x": 1.5}}) is None
+    assert to.wait() is None
+    assert to.wait() is None  # nothing to wait for
+    assert names(tmp_path) == ["step-000005"]
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.values == {"step": 5, "engine": {"x": 1.5}}
+    assert torch.equal(newest.tensors.read("model.w"), weights)
+    assert torch.equal(newest.tensors.read("local.0.n"), count)
+
+
+def test_training_goes_on_while_it_writes(tmp_path) -> None:
+    gate = Gate()
+    to = saver(tmp_path, gate)
+    weights = torch.zeros(1 << 20)
+    values = {"seen": 1}
+    assert to.save(1, {"model.w": weights}, {}, values) is None
+    weights += 1  # while the file may still be being written
+    values["seen"] = 2
+    assert gate.reached.wait(60)
+    weights += 1
+    assert found(tmp_path) == []
+    gate.opened.set()
+    assert to.save(2, {"model.w": weights}, {}, values) is None
+    weights += 1
+    assert to.wait() is None
+    second, first = found(tmp_path)
+    assert verify(first.folder) is verify(second.folder) is None
+    assert bool((first.tensors.read("model.w") == 0).all())
+    assert bool((second.tensors.read("model.w") == 2).all())
+    assert (first.values["seen"], second.values["seen"]) == (1, 2)
+
+
+def test_a_failed_save_is_told_by_the_next_and_the_run_goes_on(tmp_path) -> None:
+    to = saver(tmp_path)
+    save(to, 1)
+    (tmp_path / ".step-000002.token").write_text("in the way")
+    assert save(to, 2) is None
+    problem = save(to, 3)
+    assert problem is not None
+    assert problem.startswith("step 2 could not be saved: ")
+    assert "File exists" in problem
+    assert to.wait() is None
+    assert [one.step for one in found(tmp_path)] == [3, 1]
+    assert all(verify(one.folder) is None for one in found(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "words"),
+    [
+        (torch.zeros(2), {1, 2}, "TypeError"),
+        (torch.zeros(2, dtype=torch.complex128), 0, "complex128"),
+        (torch.zeros(2), [[]] * 3, None),
+    ],
+)
+def test_no_kind_of_failure_is_taken_for_a_commit(tmp_path, tensor, value, words: str | None) -> None:
+    to = saver(tmp_path)
+    to.save(4, {"model.w": tensor}, {}, {"value": value})
+    problem = to.wait()
+    assert (problem is None) == (words is None)
+    assert words is None or words in (problem or "")
+    assert [one.step for one in found(tmp_path)] == ([] if words else [4])
+    assert leftovers(tmp_path) == []
+
+
+def test_nothing_is_deleted_before_a_commit(tmp_path) -> None:
+    to = saver(tmp_path, keep=1)
+    save(to, 1)
+    assert to.wait() is None
+    gate = Gate()
+    to = saver(tmp_path, gate, keep=1)
+    save(to, 2)
+    assert gate.reached.wait(60)
+    assert [one.step for one in found(tmp_path)] == [1]
+    gate.opened.set()
+    assert to.wait() is None
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_a_run_that_another_writes_now_is_left_alone(tmp_path) -> None:
+    def lost() -> None:
+        raise RunError("process 7 writes it now")
+
+    save(to := saver(tmp_path, keep=1), 1)
+    to.wait()
+    save(to := saver(tmp_path, lost, keep=1), 2)
+    assert to.wait() == "step 2 could not be saved: process 7 writes it now"
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_folder_that_vanished_does_not_come_back_in_part(tmp_path) -> None:
+    folder = tmp_path / "run/checkpoints"
+    to = saver(folder)
+    save(to, 1)
+    assert "No such file" in (to.wait() or "")
+    assert names(tmp_path) == []
+
+
+def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:
+    waiting = World(place=Place(size=2), device=torch.device("cpu"))
+    to = Saver(tmp_path, waiting, "token", Keep(), lambda: None)
+    to._thread = threading.Thread(target=to._write, args=(1, [], {}), daemon=True)
+    to._thread.start()
+    to.close()
+    assert not to._thread.is_alive()
+    assert names(tmp_path) == []
+
+
+def two_save(place: Place, meet: Path, folder: Path, failing: int) -> list[str | None]:
+    """Three saves of which the second fails on the process `failing`; what each wait told."""
+    world = join(Plan.parse(f"replicate={place.size},threads=1"), place, meet)
+    to = Saver(folder, world, "token", Keep(), lambda: None)
+    told = []
+    for step in (1, 2, 3):
+        if step == 2 and place.rank == failing:
+            (folder / f".step-000002.token/rank-{failing}.safetensors").mkdir(parents=True)
+        world.gather(None)
+        own = {f"local.{place.rank}.n": torch.tensor(step)}
+        to.save(step, {"model.w": torch.full((3,), float(step))}, own, {})
+        told.append(to.wait())
+    to.close()
+    world.leave()
+    return told
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_fails_abandons_the_save_on_both(pool, tmp_path, failing: int) -> None:
+    told = pool.run("tests.checkpoint.test_saver:two_save", 2, tmp_path, failing)
+    assert told[0] == told[1]
+    assert told[0][0] is told[0][2] is None
+    assert "step 2 could not be saved" in told[0][1]
+    assert "rank-" in told[0][1]
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+    third = latest(tmp_path)
+    assert third is not None
+    assert [int(third.tensors.read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
+
+
+def test_leftovers_are_what_kills_left(tmp_path) -> None:
+    for name in (".step-000003.abc", ".old-step-000001", "step-000002"):
+        (tmp_path / name).mkdir()
+    assert sorted(entry.name for entry in leftovers(tmp_path)) == [".old-step-000001", ".step-000003.abc"]
+    assert leftovers(tmp_path, older_than_seconds=1000) == []
+    assert leftovers(tmp_path / "nowhere") == []

@@ -1,0 +1,193 @@
+"""Records what a piece of code does to the file system, and rebuilds what a crash may leave of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+Tree = dict[str, "bytes | Tree"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A change to one inode: a name in a folder, or half of a file's bytes."""
+
+    kind: str
+    """"set" or "unset" a name, "move" one, "write" bytes; "sync" makes what was done to the inode last."""
+    inode: int
+    name: str = ""
+    other: str = ""
+    """The name that a "move" takes away."""
+    target: int = 0
+    """The inode that the name means from now on."""
+    at: int = 0
+    content: bytes = b""
+
+
+class Recorder:
+    """Inodes are real ones; only what happens under `root` is recorded."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.operations: list[Operation] = []
+        self.start: list[Operation] = []
+        self.is_folder: dict[int, bool] = {}
+        self._scan(root)
+
+    def _scan(self, folder: Path) -> None:
+        inode = self._inode(folder)
+        for entry in sorted(folder.iterdir()):
+            self.start.append(
+                Operation(kind="set", inode=inode, name=entry.name, target=self._inode(entry))
+            )
+            if entry.is_dir():
+                self._scan(entry)
+            else:
+                self.start.append(
+                    Operation(kind="write", inode=self._inode(entry), content=entry.read_bytes())
+                )
+
+    def _inode(self, path: Path) -> int:
+        status = path.lstat()
+        self.is_folder[status.st_ino] = path.is_dir()
+        return status.st_ino
+
+    def add(self, **of: Any) -> None:
+        self.operations.append(Operation(**of))
+
+    def made(self, path: Path) -> None:
+        if self._inside(path):
+            self.add(
+                kind="set", inode=self._inode(path.parent), name=path.name, target=self._inode(path)
+            )
+
+    def gone(self, path: Path, inode: int) -> None:
+        if self._inside(path):
+            self.add(kind="unset", inode=inode, name=path.name)
+
+    def moved(self, old: Path, new: Path) -> None:
+        if self._inside(new):
+            assert old.parent == new.parent
+            inode, target = self._inode(new.parent), self._inode(new)
+            self.add(kind="move", inode=inode, name=new.name, other=old.name, target=target)
+
+    def synced(self, path: Path) -> None:
+        if not self._inside(path) and path != self.root:
+            return
+        inode = self._inode(path)
+        if not path.is_dir():
+            content = path.read_bytes()
+            half = len(content) // 2
+            self.add(kind="write", inode=inode, content=content[:half])
+            self.add(kind="write", inode=inode, at=half, content=content[half:])
+        self.add(kind="sync", inode=inode)
+
+    def _inside(self, path: Path) -> bool:
+        return self.root in path.parents
+
+
+def _path(path: Any, dir_fd: int | None = None) -> Path:
+    base = Path(os.readlink(f"/proc/self/fd/{dir_fd}")) if dir_fd is not None else Path.cwd()
+    return base / os.fspath(path)
+
+
+@contextlib.contextmanager
+def recording(root: Path) -> Iterator[Recorder]:
+    """Inside, every change under `root` that is made with pathlib, os or shutil is recorded, and really made."""
+    recorder = Recorder(root)
+    real = {name: getattr(os, name) for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")}
+    real_open = pathlib.Path.open
+    kept = []  # open handles, so that no inode's number is given twice
+
+    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        real["mkdir"](path, mode, dir_fd=dir_fd)
+        recorder.made(_path(path, dir_fd))
+
+    def remove(name: str) -> Any:
+        def removing(path: Any, *, dir_fd: int | None = None) -> None:
+            place = _path(path, dir_fd)
+            parent = place.parent.stat().st_ino
+            kept.append(os.open(place, os.O_RDONLY))
+            real[name](path, dir_fd=dir_fd)
+            recorder.gone(place, parent)
+
+        return removing
+
+    def rename(name: str) -> Any:
+        def renaming(old: Any, new: Any) -> None:
+            real[name](old, new)
+            recorder.moved(_path(old), _path(new))
+
+        return renaming
+
+    def fsync(handle: int) -> None:
+        real["fsync"](handle)
+        recorder.synced(Path(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def opening(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        new = not path.exists()
+        stream = real_open(path, mode, *arguments, **named)
+        if new:
+            recorder.made(path)
+        return stream
+
+    shims = {"mkdir": mkdir, "rename": rename("rename"), "replace": rename("replace"), "fsync": fsync}
+    shims |= {"unlink": remove("unlink"), "rmdir": remove("rmdir")}
+    with contextlib.ExitStack() as stack:
+        for name, shim in shims.items():
+            stack.enter_context(patch.object(os, name, shim))
+        stack.enter_context(patch.object(pathlib.Path, "open", opening))
+        yield recorder
+    for handle in kept:
+        os.close(handle)
+
+
+def unsynced(operations: list[Operation]) -> list[int]:
+    """Which of the operations nothing has made last yet: a crash may keep or drop each."""
+    last = {one.inode: index for index, one in enumerate(operations) if one.kind == "sync"}
+    return [
+        index
+        for index, one in enumerate(operations)
+        if one.kind != "sync" and index > last.get(one.inode, -1)
+    ]
+
+
+def left(recorder: Recorder, operations: Iterable[Operation]) -> Tree:
+    """The tree that these operations leave, whatever others between them were dropped."""
+    names: dict[int, dict[str, int]] = {}
+    bytes_of: dict[int, bytearray] = {}
+    for one in (*recorder.start, *operations):
+        entries = names.setdefault(one.inode, {})
+        if one.kind == "write":
+            content = bytes_of.setdefault(one.inode, bytearray())
+            content.extend(bytes(max(0, one.at + len(one.content) - len(content))))
+            content[one.at : one.at + len(one.content)] = one.content
+        elif one.kind == "unset":
+            entries.pop(one.name, None)
+        elif one.kind in ("set", "move"):
+            entries[one.name] = one.target
+            entries.pop(one.other, None)
+
+    def tree(inode: int) -> Tree:
+        return {
+            name: tree(target) if recorder.is_folder[target] else bytes(bytes_of.get(target, b""))
+            for name, target in names.get(inode, {}).items()
+        }
+
+    return tree(recorder.root.stat().st_ino)
+
+
+def rebuild(tree: Tree, folder: Path) -> None:
+    """Makes the tree in a new folder."""
+    folder.mkdir()
+    for name, content in tree.items():
+        if isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        else:
+            rebuild(content, folder / name)
