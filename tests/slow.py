@@ -8,8 +8,19 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
-from grappe import Arrays, Task
+from grappe import Task
+
+
+class Points(Dataset):
+    """32 points, given one by one so that data workers have something to do."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.arange(3.0) / 96 + index / 32, index % 2
 
 
 class Slow(Task):
@@ -23,8 +34,8 @@ class Slow(Task):
     def model(self) -> nn.Module:
         return nn.Linear(3, 2)
 
-    def data(self, split: str, folder: Path) -> Arrays:
-        return Arrays(torch.arange(96.0).view(32, 3) / 96, torch.arange(32) % 2)
+    def data(self, split: str, folder: Path) -> Points:
+        return Points()
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         print(f"step in {os.getpid()}", flush=True)

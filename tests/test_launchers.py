@@ -66,13 +66,6 @@ def test_srun_trains_with_one_voice(start: Start, tmp_path: Path, launcher: Vari
     assert not list(tmp_path.rglob("rendezvous-*"))
 
 
-def test_a_plan_that_does_not_fit_is_said_once(start: Start) -> None:
-    first, second = start(one_node, "train", "digits", "--plan", "replicate=3")
-    message = "grappe: plan needs 3 processes (replicate=3), this job has 2: use replicate=2, or ask for 3\n"
-    assert first.end() == (2, "", message)
-    assert second.end() == (2, "", "")
-
-
 def test_what_processes_find_wrong_together_is_said_once(start: Start) -> None:
     ends = [one.end() for one in start(one_node, "train", "digits", "epocs=3", *PLAN)]
     assert [(code, out) for code, out, _ in ends] == [(2, "")] * 2
@@ -104,15 +97,3 @@ def test_torchrun_may_train_twice_in_the_same_processes(tmp_path: Path) -> None:
     assert code == 0, err
     assert out.count("Slow on 2 processes") == 2
     assert out.count("smoke: step, evaluation, save and resume work") == 1
-
-
-def test_torchrun_with_a_plan_that_does_not_fit(tmp_path: Path) -> None:
-    command = Command(
-        TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "grappe",
-        "train", SLOW, "--plan", "replicate=3", cwd=tmp_path,
-    )  # fmt: skip
-    code, _, err = command.end()
-    command.close()
-    assert code == 1
-    assert err.count("grappe: plan needs 3 processes (replicate=3), this job has 2") == 1
-    assert "exitcode  : 2" in err

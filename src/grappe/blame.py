@@ -8,11 +8,13 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 SHIPPED = PACKAGE / "tasks"  # written as a user would write them
 TYPED = ("<stdin", "<console", "<ipython")
+LAYERS = os.path.join("torch", "nn", "modules")  # noqa: PTH118 - a part of frames' file names
 WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
@@ -42,6 +44,26 @@ def line_of(error: BaseException) -> Line | None:
     return own[-1] if own else None
 
 
+def layer_of(error: BaseException) -> str | None:
+    """The layer, of torch's own ones, whose forward the exception came out of."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or LAYERS not in frames[-1].f_code.co_filename:
+        return None
+    return f"{type(frames[-1].f_locals.get('self')).__name__}.{frames[-1].f_code.co_name}()"
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether the user's own code, or the layers that it chose, led to `error`."""
+    return line_of(error) is not None or layer_of(error) is not None
+
+
+def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of a user's own code that a stack is in; the innermost of all where there is none."""
+    lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+    own = [line for line in lines if not _is_library(line.file)]
+    return str((own or lines)[-1]) if lines else "nowhere"
+
+
 def sentence(error: BaseException) -> str:
     """`error` in one line, with the user's own line that led to it."""
     text = str(error)
@@ -50,7 +72,7 @@ def sentence(error: BaseException) -> str:
         text = error.msg
     elif WORKER.match(text):
         name, _, text = text.rstrip().splitlines()[-1].partition(": ")
-    line = line_of(error)
+    line = line_of(error) or layer_of(error)
     return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "")
 
 

@@ -94,6 +94,27 @@ def early_log(meet: Path, place: Place) -> Path:
     return meet / f"rank-{place.rank}.log"
 
 
+def end_now(meet: Path, place: Place, message: str) -> None:
+    """Ends this process from any thread, with what to tell the user: its main thread may never come back."""
+    if place.launcher == "grappe":
+        _last_words(early_log(meet, place)).write_text(message)
+    else:
+        print(f"grappe: {message}", file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILURE)
+
+
+def last_words(log: Path) -> Report | None:
+    """What a process that was ended by `end_now` had to say; `log` is its early log."""
+    try:
+        return Report(kind="error", error="ProcessDied", message=_last_words(log).read_text())
+    except OSError:
+        return None
+
+
+def _last_words(log: Path) -> Path:
+    return log.with_suffix(".last")
+
+
 def redirect(log: Path, place: Place, early: Path | None = None) -> None:
     """Sends this process's standard output and error to the end of `log`, what is in `early` too."""
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -73,6 +73,18 @@ def train(
         int | None, Parameter(help="Stop after so many evaluations without a lower loss.")
     ] = None,
     steps: Annotated[int | None, Parameter(help="Stop after so many steps in all.")] = None,
+    keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 3,
+    time_limit: Annotated[
+        str | None,
+        Parameter(help="Save and stop before so long: 90s, 30m, 2h, 02:30:00. Default: Slurm's end time."),
+    ] = None,
+    stall_limit: Annotated[
+        str | None,
+        Parameter(help="End when no process gets on for so long. Default: learned from the run's own steps."),
+    ] = None,
+    stop_on_failed_save: Annotated[
+        bool, Parameter(negative="", show_default=False, help="End when a checkpoint cannot be written.")
+    ] = False,
     ledger: Annotated[
         bool, Parameter(negative="", show_default=False, help="Write down the sample ids of each step.")
     ] = False,
@@ -86,6 +98,7 @@ def train(
     ] = False,
 ) -> int:
     """Train a task under a plan, or go on with a run."""
+    from grappe.duration import seconds
     from grappe.fields import split
     from grappe.verbs import session
 
@@ -94,16 +107,29 @@ def train(
         ("save-every", save_every),
         ("patience", patience),
         ("steps", steps),
+        ("keep", keep),
     ):
         if value is not None and value < 1:
             raise UsageError(f"--{name}={value}: it must be at least 1")
+    limits = [
+        seconds(text, name) if text is not None else None
+        for name, text in (("--time-limit", time_limit), ("--stall-limit", stall_limit))
+    ]
     texts = split(fields)
     session.prepare(plan, task)
     from grappe.training import Options
     from grappe.verbs import train as verb
 
     options = Options(
-        evaluate_every=evaluate_every, save_every=save_every, patience=patience, steps=steps, ledger=ledger
+        evaluate_every=evaluate_every,
+        save_every=save_every,
+        patience=patience,
+        steps=steps,
+        keep=keep,
+        time_limit=limits[0],
+        stall_limit=limits[1],
+        stop_on_failed_save=stop_on_failed_save,
+        ledger=ledger,
     )
     asked = verb.request(task, plan, run, data, texts, from_, options)
     if smoke:

@@ -128,6 +128,8 @@ class _Child:
         self.hear()
         if self.waits:
             self.report = Report(kind="silent")
+        if self.report.kind == "silent":
+            self.report = child.last_words(self.log) or self.report
 
     @property
     def code(self) -> int:

@@ -56,23 +56,29 @@ class Run:
         return [one for one in checkpoint_format.found(self.checkpoints) if one.step > found.step]
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of its curves, of one `kind` ("step", "evaluation") or all; a half-written line ends them."""
+        """The lines of its curves, of one `kind` ("step", "evaluation") or all; a damaged line is passed over."""
+        if not (self.folder / METRICS).is_file():  # a pipe would be waited for
+            return
         try:
-            stream = (self.folder / METRICS).open()
+            stream = (self.folder / METRICS).open(errors="replace")
         except OSError:
             return
         with stream:
             for line in stream:
                 try:
                     record = json.loads(line)
-                except ValueError:
-                    return
+                except (ValueError, RecursionError):
+                    continue
                 if isinstance(record, dict) and kind in (None, record.get("kind")):
                     yield record
 
     def cut_back(self, step: int) -> None:
         """Drops what the curves say beyond `step`: the training goes on from there."""
-        kept = [json.dumps(record) for record in self.records() if record.get("step", 0) <= step]
+        kept = []
+        for record in self.records():
+            at = record.get("step", 0)
+            if isinstance(at, int) and at <= step:
+                kept.append(json.dumps(record))
         beside = self.folder / f".{METRICS}.{os.getpid()}"
         beside.write_text("".join(line + "\n" for line in kept))
         beside.replace(self.folder / METRICS)

@@ -21,6 +21,7 @@ from grappe.loop import StepResult
 from grappe.on_host import OnHost
 from grappe.run import Run
 from grappe.scores import Scores
+from grappe.watchdog import Watchdog
 from grappe.watchers.base import Outcome, Record, Watcher
 from grappe.watchers.sample_ledger import SampleLedger
 from grappe.watchers.stop import Patience
@@ -43,6 +44,8 @@ class Options:
     """How many of the newest checkpoints stay, beside the best."""
     time_limit: float | None = None
     """Seconds after which to save and stop; None: Slurm's end time, where there is one."""
+    stall_limit: float | None = None
+    """Seconds without a step, an evaluated batch or a save that count as a standstill; None: learned (Watchdog)."""
     stop_on_failed_save: bool = False
     """Whether a checkpoint that cannot be written ends the training."""
     ledger: bool = False
@@ -66,6 +69,7 @@ class Training:
         total_steps: int,
         watchers: Sequence[Watcher],
         interrupt: Interrupt,
+        watchdog: Watchdog,
         started: float,
     ) -> None:
         self.engine, self.world, self.run, self.options = engine, world, run, options
@@ -76,7 +80,7 @@ class Training:
         self._whole = total_steps
         self.start = 0
         self.batch_size = feed.ledger.batch_size
-        self._watchers, self._interrupt = watchers, interrupt
+        self._watchers, self._interrupt, self._watchdog = watchers, interrupt, watchdog
         self._patience = Patience(options.patience)
         self._ledger = SampleLedger(run.folder / "ledger", world.rank) if options.ledger else None
         self._pending: tuple[StepResult, float, OnHost | None, OnHost | None] | None = None
@@ -110,12 +114,14 @@ class Training:
         self._clock = time.perf_counter()
         self.phases["start"] += self._clock - self._began
         outcome = None
+        self._watchdog.start(self.start)
         try:
             self.engine.train(self._timed(self.feed.batches(self.start, self.total_steps)), self.after)
             self._settle()
             self._finish_saving()
             outcome = self._outcome()
         finally:
+            self._watchdog.stop()
             self._saver.close()
             for watcher in self._watchers:
                 watcher.ended(outcome)
@@ -130,17 +136,20 @@ class Training:
             None if number is None else OnHost(number) for number in (_device_count(result), result.norm)
         ]
         self._pending = (result, seconds, *numbers)
-        self._step = step = result.batch.step + 1
+        self._step = self._watchdog.step = step = result.batch.step + 1
+        self._watchdog.marks += 1
         last = step == self.total_steps
         evaluate = last or self._due(step, self.options.evaluate_every)
         save = last or self._due(step, self.options.save_every)
         if evaluate or save:
             self._settle()
         if self._stop is None and evaluate:
-            self._evaluate(step)
+            with self._watchdog.doing("evaluation"):
+                self._evaluate(step)
         if save or self._stop is not None:
             self._settle()
-            self._save(step)
+            with self._watchdog.doing("save"):
+                self._save(step)
         if evaluate or save:
             self._clock = time.perf_counter()
         return self._stop is not None
@@ -189,7 +198,7 @@ class Training:
     def _evaluate(self, step: int) -> None:
         began = time.perf_counter()
         ledger = self.validation.ledger
-        batches: Iterator[Batch] = self.validation.batches(0, ledger.steps_per_epoch)
+        batches = self._watchdog.noted(self.validation.batches(0, ledger.steps_per_epoch))
         if self._ledger is not None:
             batches = self._ledger.noted(batches, "evaluation", step)
         self._scores = self.engine.evaluate(batches, ledger.length)
@@ -225,7 +234,8 @@ class Training:
     def _finish_saving(self) -> None:
         """Waits until the last save is committed: a training that ends has lost nothing."""
         began = time.perf_counter()
-        problem = self._saver.wait()
+        with self._watchdog.doing("save"):
+            problem = self._saver.wait()
         if problem is not None:
             raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
         self.phases["checkpoint"] += time.perf_counter() - began

@@ -64,6 +64,23 @@ def test_a_manifest_that_lies_is_noticed(tmp_path, manifest: str) -> None:
     assert verify(folder)
 
 
+def test_a_name_turned_into_another_does_not_hide_a_file(tmp_path) -> None:
+    folder, beside = tmp_path / "step-000001", tmp_path / ".step-000001.0"
+    beside.mkdir()
+    commit(beside, folder, {name: write_new(beside / name, name.encode()) for name in ("rank-0", "rank-1")})
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace("rank-0", "rank-1"))  # one bit; the later entry wins
+    assert "manifest.json is not what was saved" in (verify(folder) or "")
+
+
+def test_a_link_is_no_file_of_it(tmp_path) -> None:
+    folder = tmp_path / "step-000001"
+    made(folder)
+    (folder / "tensors").rename(tmp_path / "elsewhere")
+    (folder / "tensors").symlink_to(tmp_path / "elsewhere")
+    assert "no file in it" in (verify(folder) or "")
+
+
 def test_json_is_replaced_in_one_step(tmp_path) -> None:
     file = tmp_path / "run.json"
     write_json(file, {"a": 1})

@@ -65,7 +65,7 @@ def test_round_trip_here_and_in_the_library(tmp_path, tensors: dict[str, torch.T
 
 
 def test_what_safetensors_cannot_hold_is_said(tmp_path) -> None:
-    with pytest.raises(RunError, match="'wide' is torch.complex128"):
+    with pytest.raises(RunError, match=r"'wide' is torch\.complex128"):
         write(tmp_path / "a.safetensors", [whole("wide", torch.zeros(2, dtype=torch.complex128))])
 
 
@@ -86,7 +86,9 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
 def split_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Piece]]:
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
-    tensor = torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
+    tensor = (
+        torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
+    )
     sides = [list(itertools.pairwise(draw(cuts(size)))) for size in shape]
     pieces = []
     for box in itertools.product(*sides):
@@ -143,7 +145,9 @@ def test_a_shape_that_lies_is_refused_before_memory_is_asked_for(tmp_path) -> No
         TensorFiles([tmp_path / "a.safetensors"]).read("t")
 
 
-@pytest.mark.parametrize("pieces", ["[]", '{"t": 3}', '{"t": {"shape": "x", "offset": null}}', "[" * 100_000, "{"])
+@pytest.mark.parametrize(
+    "pieces", ["[]", '{"t": 3}', '{"t": {"shape": "x", "offset": null}}', "[" * 100_000, "{"]
+)
 def test_pieces_told_of_in_nonsense_are_refused(tmp_path, pieces: str) -> None:
     header = {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"pieces": pieces}}
     text = json.dumps(header).encode()

@@ -43,9 +43,7 @@ class Recorder:
     def _scan(self, folder: Path) -> None:
         inode = self._inode(folder)
         for entry in sorted(folder.iterdir()):
-            self.start.append(
-                Operation(kind="set", inode=inode, name=entry.name, target=self._inode(entry))
-            )
+            self.start.append(Operation(kind="set", inode=inode, name=entry.name, target=self._inode(entry)))
             if entry.is_dir():
                 self._scan(entry)
             else:
@@ -63,9 +61,7 @@ class Recorder:
 
     def made(self, path: Path) -> None:
         if self._inside(path):
-            self.add(
-                kind="set", inode=self._inode(path.parent), name=path.name, target=self._inode(path)
-            )
+            self.add(kind="set", inode=self._inode(path.parent), name=path.name, target=self._inode(path))
 
     def gone(self, path: Path, inode: int) -> None:
         if self._inside(path):
@@ -93,7 +89,7 @@ class Recorder:
 
 
 def _path(path: Any, dir_fd: int | None = None) -> Path:
-    base = Path(os.readlink(f"/proc/self/fd/{dir_fd}")) if dir_fd is not None else Path.cwd()
+    base = Path(f"/proc/self/fd/{dir_fd}").readlink() if dir_fd is not None else Path.cwd()
     return base / os.fspath(path)
 
 
@@ -128,7 +124,7 @@ def recording(root: Path) -> Iterator[Recorder]:
 
     def fsync(handle: int) -> None:
         real["fsync"](handle)
-        recorder.synced(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        recorder.synced(Path(f"/proc/self/fd/{handle}").readlink())
 
     def opening(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
         new = not path.exists()

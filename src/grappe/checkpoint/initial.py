@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from grappe import errors
+from grappe import blame, errors
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import commit, write_new
 from grappe.checkpoint.foreign import foreign_weights
@@ -123,7 +123,10 @@ def _in_a_child(work: Callable[[], None]) -> None:
         return
     name, _, text = message.partition("\n")
     if not text:
-        text = "the process that makes the model was killed, or ended itself: is the model larger than this machine's memory?"
+        text = (
+            "the process that makes the model was killed, or ended itself: "
+            "is the model larger than this machine's memory?"
+        )
     raise getattr(errors, name, TaskError)(text)
 
 
@@ -136,13 +139,8 @@ def _message_of(work: Callable[[], None]) -> str:
         message = f"{type(error).__name__}\n{error}"
     except BaseException as error:
         traceback.print_exc()
-        message = f"TaskError\nthe model cannot be made: {_blame(error)}"
+        message = f"TaskError\nthe model cannot be made: {blame.sentence(error)}"
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     return message
-
-
-def _blame(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno}: {last.line})"

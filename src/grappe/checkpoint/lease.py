@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -84,7 +85,8 @@ class Lease:
             self._thread.join()
         holder = self._holder()
         if holder is not None and holder.token == self.token:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it ends by itself; an error here would hide the one before
+                self._file.unlink()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):

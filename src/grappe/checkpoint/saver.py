@@ -136,7 +136,7 @@ def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
     left = []
     with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now
         for entry in folder.iterdir():
-            if entry.name.startswith((".step-", ".old-")):
-                if now - entry.stat().st_mtime >= older_than_seconds:
-                    left.append(entry)
+            ours = entry.name.startswith((".step-", ".old-"))
+            if ours and now - entry.stat().st_mtime >= older_than_seconds:
+                left.append(entry)
     return left

@@ -103,6 +103,9 @@ class Feed:
             collate_fn=self._task.collate,
             num_workers=workers,
             worker_init_fn=_ignore_signals if workers else None,
+            # Our processes come from a server, and would have one started for their workers: it would neither
+            # know a task file's classes nor have torch imported.
+            multiprocessing_context="fork" if workers else None,
             pin_memory=self._world.device.type == "cuda",
             generator=torch.Generator(),  # it draws a seed for its workers, and must not from dropout's stream
         )
@@ -213,5 +216,5 @@ def _channels_last(leaf: Any) -> Any:
 
 
 def _ignore_signals(_: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -122,5 +122,5 @@ def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:
     if not mine:
         raise TaskError(f"{reference}: there is no class in it that derives from grappe.Task")
     raise TaskError(
-        f"{reference}: it has several tasks, say which: {', '.join(f'{reference}:{n}' for n in mine)}"
+        f"{reference} has several tasks: {', '.join(mine)}. Say which, as in {Path(reference).name}:{next(iter(mine))}"
     )

@@ -44,25 +44,27 @@ def describe(folder: Path) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("run", str(run.folder))
     table.add_row("task", str(known.get("task")))
-    table.add_row(
-        "fields", " ".join(f"{name}={value}" for name, value in (known.get("fields") or {}).items())
-    )
+    table.add_row("fields", _pairs(known.get("fields"), "="))
     table.add_row("plan", str(known.get("plan") or "one process"))
     table.add_row("status", f"{_status(run, known)}, restarts {known.get('restarts', 0)}")
     table.add_row("started", f"{known.get('started')} on {known.get('host')}")
-    table.add_row(
-        "versions", " ".join(f"{name} {value}" for name, value in (known.get("versions") or {}).items())
-    )
+    table.add_row("versions", _pairs(known.get("versions"), " "))
     step = _last(run, "step")
     if step:
-        table.add_row("last step", f"{step['step']}, loss {step['loss']}")
+        table.add_row("last step", f"{step.get('step')}, loss {step.get('loss')}")
     if evaluation := _last(run, "evaluation"):
-        table.add_row(
-            "evaluation", f"step {evaluation['step']}, {evaluation['samples']} samples: {_scores(evaluation)}"
-        )
+        where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
+        table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
     for checkpoint in found(run.checkpoints):
         table.add_row("checkpoint", f"{checkpoint.folder.name}: {verify(checkpoint.folder) or 'verified'}")
     return table
+
+
+def _pairs(named: Any, between: str) -> str:
+    """Names and values of what run.json has; what is no object there is shown as it is."""
+    if not isinstance(named, dict):
+        return str(named or "")
+    return " ".join(f"{name}{between}{value}" for name, value in named.items())
 
 
 def _status(run: Run, known: dict[str, Any]) -> str:

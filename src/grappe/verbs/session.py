@@ -207,7 +207,7 @@ def blaming(task: Task) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, GrappeError) or blame.line_of(error) is None:
+        if isinstance(error, GrappeError) or not blame.is_users(error):
             raise
         raise TaskError(f"{type(task).__name__} failed: {blame.sentence(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -107,9 +108,10 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     """One process of a training. Collective."""
     began = time.perf_counter()
     from grappe import engines, world
-    from grappe.child import early_log, redirect
+    from grappe.child import early_log, end_now, redirect
     from grappe.interrupt import Interrupt
     from grappe.outlet import outlet
+    from grappe.watchdog import Watchdog
 
     terminal = outlet(place)
     here = world.join(asked.plan, place, meet)
@@ -122,9 +124,26 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     try:
         if place.launcher == "grappe":
             redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
+        watchdog = Watchdog(
+            rank=here.rank,
+            size=here.size,
+            folder=opened.run.folder / "logs",
+            token=opened.token,
+            limit=asked.options.stall_limit,
+            end=functools.partial(end_now, meet, place),
+        )
         with blaming(task):
             training = _assemble(
-                asked, task, (train_data, held_out), here, opened, engine, interrupt, terminal, began
+                asked,
+                task,
+                (train_data, held_out),
+                here,
+                opened,
+                engine,
+                interrupt,
+                watchdog,
+                terminal,
+                began,
             )
             outcome = training.run_to_end()
         _close(training, opened.run, outcome, here)
@@ -179,6 +198,7 @@ def _assemble(
     opened: Any,
     engine: Any,
     interrupt: Any,
+    watchdog: Any,
     terminal: IO[str] | None,
     began: float,
 ) -> Training:
@@ -217,6 +237,7 @@ def _assemble(
         total_steps=total,
         watchers=watchers if here.rank == 0 else [],
         interrupt=interrupt,
+        watchdog=watchdog,
         started=began,
     )
     if opened.checkpoint.step:

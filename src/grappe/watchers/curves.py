@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import IO, TYPE_CHECKING
@@ -20,12 +21,13 @@ class Curves(Watcher):
     """Writes lines in blocks, so that a step costs a few microseconds; whole before each save."""
 
     def __init__(self) -> None:
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._text = b""
         self._waiting: list[Record] = []
         self._flushed = 0.0
 
     def started(self, training: Training) -> None:
-        self._file = (training.run.folder / "metrics.jsonl").open("a")
+        self._file = (training.run.folder / "metrics.jsonl").open("ab", buffering=0)
 
     def stepped(self, record: Record) -> None:
         self._waiting.append(record)
@@ -49,14 +51,14 @@ class Curves(Watcher):
             self._file.close()
 
     def _flush(self) -> None:
-        if self._file is not None:
-            self._file.write("".join(map(_line, self._waiting)))
-            self._file.flush()
+        self._text += "".join(map(_line, self._waiting)).encode()
         self._waiting.clear()
+        with contextlib.suppress(OSError):  # a full disk: kept until there is room; a failed save says it
+            while self._file is not None and self._text:
+                self._text = self._text[self._file.write(self._text) :]
 
     def _write(self, line: dict) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(line) + "\n")
+        self._text += json.dumps(line).encode() + b"\n"
 
 
 def _line(record: Record) -> str:

@@ -1,0 +1,137 @@
+"""Bit flips, truncations and swapped files: each is detected and the checkpoint before is used, or is harmless."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.checkpoint.format import Checkpoint
+from grappe.errors import RunError
+from grappe.run import Run
+from tests.test_training import train
+
+DAMAGES = 1000
+KINDS = ("flip", "flip", "flip", "truncate", "swap", "other", "lose", "grow")
+Content = tuple[dict[str, torch.Tensor], dict]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """A run with checkpoints of steps 0, 3 and 6."""
+    return Run(train(tmp_path_factory.mktemp("damage") / "run", steps=6).run)
+
+
+def content(checkpoint: Checkpoint) -> Content:
+    tensors = checkpoint.tensors
+    return {name: tensors.read(name) for name in tensors}, checkpoint.values
+
+
+def alike(a: Content, b: Content) -> bool:
+    return a[1] == b[1] and set(a[0]) == set(b[0]) and all(torch.equal(a[0][n], b[0][n]) for n in a[0])
+
+
+def damaged(run: Run, kind: str, file: Path, generator: random.Random) -> dict[Path, bytes]:
+    """Damages it on disk; what was in the files that are touched."""
+    before = {file: file.read_bytes()}
+    text = bytearray(before[file])
+    if kind == "flip":
+        text[generator.randrange(len(text))] ^= 1 << generator.randrange(8)
+        file.write_bytes(text)
+    elif kind == "truncate":
+        file.write_bytes(text[: generator.randrange(len(text))])
+    elif kind == "grow":
+        file.write_bytes(text + bytes(generator.randrange(1, 9)))
+    elif kind == "lose":
+        file.unlink()
+    elif kind == "swap":  # two files of a checkpoint, each under the other's name
+        other = generator.choice([one for one in file.parent.iterdir() if one != file])
+        before[other] = other.read_bytes()
+        file.write_bytes(before[other])
+        other.write_bytes(before[file])
+    else:  # the file of that name of another checkpoint
+        others = [one for one in run.checkpoints.iterdir() if one != file.parent]
+        file.write_bytes((generator.choice(others) / file.name).read_bytes())
+    return before
+
+
+def test_damage_to_a_checkpoint(run) -> None:
+    generator = random.Random(3)
+    whole = {
+        step: content(Checkpoint(folder=run.checkpoints / f"step-{step:06d}", step=step)) for step in (3, 6)
+    }
+    files = sorted(file for step in (3, 6) for file in (run.checkpoints / f"step-{step:06d}").iterdir())
+    assert len(files) == 6
+    passed_over = 0
+    for count in range(DAMAGES):
+        kind, file = generator.choice(KINDS), generator.choice(files)
+        before = damaged(run, kind, file, generator)
+        newest = run.latest()
+        told = f"{count}: {kind} of {file.relative_to(run.folder)}"
+        assert newest is not None, told
+        assert newest.step in whole, told
+        assert alike(content(newest), whole[newest.step]), told
+        assert newest.step == 6 or file.parent.name == "step-000006", told
+        passed_over += newest.step == 3
+        for one, text in before.items():
+            one.write_bytes(text)
+    assert passed_over > DAMAGES / 3
+    newest = run.latest()
+    assert newest is not None
+    assert alike(content(newest), whole[6])
+
+
+def test_no_bit_of_a_manifest_can_flip_unseen(run) -> None:
+    """Every fifth of its bits, so that each byte has one or two."""
+    folder = run.checkpoints / "step-000006"
+    whole = content(Checkpoint(folder=folder, step=6))
+    manifest = folder / "manifest.json"
+    good = manifest.read_bytes()
+    for position in range(0, len(good) * 8, 5):
+        text = bytearray(good)
+        text[position // 8] ^= 1 << position % 8
+        manifest.write_bytes(text)
+        newest = run.latest()
+        assert newest is not None
+        assert newest.step == 3 or alike(content(newest), whole)
+    manifest.write_bytes(good)
+
+
+def flips(good: bytes, count: int) -> Iterator[bytes]:
+    generator = random.Random(4)
+    for _ in range(count):
+        text = bytearray(good)
+        text[generator.randrange(len(text))] ^= 1 << generator.randrange(8)
+        yield bytes(text)
+
+
+def test_damage_to_the_curves_loses_a_line_at_most(run) -> None:
+    file = run.folder / "metrics.jsonl"
+    good = file.read_bytes()
+    lines = len(good.splitlines())
+    for text in (*flips(good, 200), good[:-20], b"\xff" * 99 + b"\n" + good, b"[" * 100_000 + b"\n" + good):
+        file.write_bytes(text)
+        assert lines - 2 <= len(list(run.records())) <= lines + 1  # a flipped line end takes two
+        run.cut_back(3)
+        assert all(isinstance(one.get("step", 0), int) for one in run.records())
+    file.write_bytes(good)
+
+
+def test_damage_to_the_description_is_said_or_harmless(run) -> None:
+    file = run.folder / "run.json"
+    good = file.read_bytes()
+    for text in (*flips(good, 200), good[:-20], b""):
+        file.write_bytes(text)
+        try:
+            assert isinstance(run.description, dict)
+        except RunError as error:
+            assert "run.json cannot be read" in str(error)
+        newest = run.latest()
+        assert newest is not None
+        assert newest.step == 6
+    file.write_bytes(good)
+    assert json.loads(good) == run.description

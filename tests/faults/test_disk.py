@@ -1,0 +1,178 @@
+"""A disk that is full, may not be written, or is gone: the run says so, keeps the old, goes on or stops as asked."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.checkpoint.commit import verify
+from grappe.checkpoint.format import found, latest
+from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.saver import Saver, leftovers
+from grappe.errors import RunError
+from grappe.run import Run
+from grappe.world import Place, World
+from tests.parity.tasks import Images
+from tests.test_training import same, train, weights
+
+AT: dict[int, Callable[[], object]] = {}
+CALLS = [0]
+
+
+class Disturbed(Images):
+    """Things happen to the disk before some of its steps."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            CALLS[0] += 1
+            AT.pop(CALLS[0], int)()
+        return super().loss(output, target)
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """A disk of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    while folder.is_mount():
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def make_read_only(folder: Path) -> None:
+    """As after an error of the disk: files that are open stay writable. Undone by unmounting it once."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with (folder / "ballast").open("wb", buffering=0) as stream:
+        try:
+            while stream.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            pass
+
+
+def at(**steps: Callable[[], object]) -> None:
+    """Sets what happens at which step: at(step4=...)."""
+    CALLS[0] = 0
+    AT.clear()
+    AT.update({int(name.removeprefix("step")): act for name, act in steps.items()})
+
+
+TASK = Disturbed(epochs=3, rule="adam")
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_training(disk, capsys) -> None:
+    at(step4=lambda: fill(disk), step8=(disk / "ballast").unlink)
+    result = train(disk / "run", TASK)
+    assert (result.status, result.step) == ("finished", 9)
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "step 6 could not be saved: [Errno 28]" in out
+    assert "the checkpoint before it is whole, training goes on" in out
+    run = Run(result.run)
+    assert [one.step for one in found(run.checkpoints)] == [9, 3, 0]
+    assert all(verify(one.folder) is None for one in found(run.checkpoints))
+    assert leftovers(run.checkpoints) == []
+    assert [one["step"] for one in run.records("step")] == list(range(1, 10))  # the curves waited for room
+    at()
+    assert same(weights(run.folder), weights(train(disk / "other", TASK).run))
+
+
+def test_it_stops_when_that_was_asked(disk) -> None:
+    at(step4=lambda: fill(disk))
+    with pytest.raises(
+        RunError, match=r"step 6 could not be saved: .*No space.*checkpoint before it is whole"
+    ):
+        train(disk / "run", TASK, stop_on_failed_save=True)
+    (disk / "ballast").unlink()
+    newest = Run(disk / "run").latest()
+    assert newest is not None
+    assert newest.step == 3
+    at()
+    assert train(disk / "run", TASK).status == "finished"
+
+
+def test_the_last_checkpoint_must_be_written(disk) -> None:
+    at(step8=lambda: fill(disk))
+    with pytest.raises(RunError, match=r"step 9 could not be saved: .*free some space, and start again"):
+        train(disk / "run", TASK)
+    (disk / "ballast").unlink()
+    at()
+    assert train(disk / "run", TASK).status == "finished"
+
+
+def test_a_disk_that_becomes_read_only(disk, capsys) -> None:
+    at(step4=lambda: make_read_only(disk))
+    with pytest.raises(RunError, match=r"step 9 could not be saved: \[Errno 30\] Read-only"):
+        train(disk / "run", TASK)
+    assert "step 6 could not be saved: [Errno 30]" in capsys.readouterr().out.replace("\n", " ")
+    newest = Run(disk / "run").latest()
+    assert newest is not None
+    assert newest.step == 3
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    (
+        disk / "run/lease.json"
+    ).unlink()  # it could not be given back, and its process, which is this one, lives
+    at()
+    assert train(disk / "run", TASK).status == "finished"
+
+
+def test_a_disk_that_is_read_only_is_said_at_once(disk) -> None:
+    at()
+    train(disk / "run", TASK, steps=3)
+    make_read_only(disk)
+    for name in ("run", "new"):
+        with pytest.raises(RunError, match="cannot be written: Read-only file system"):
+            train(disk / name, TASK)
+
+
+def test_a_run_that_is_removed_while_it_trains(tmp_path, capsys) -> None:
+    at(step4=lambda: shutil.rmtree(tmp_path / "run"))
+    with pytest.raises(RunError, match=r"step 9 could not be saved: .*No such file"):
+        train(tmp_path / "run", TASK)
+    assert "step 6 could not be saved" in capsys.readouterr().out.replace("\n", " ")
+    assert not (tmp_path / "run").exists()  # nothing of it came back
+
+
+def limited(folder: Path) -> str | None:
+    """In a child that may write no file of more than 4 KB: what a save of 40 KB tells."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        saver = Saver(folder, World(place=Place(), device=torch.device("cpu")), "t", Keep(), lambda: None)
+        told = [saver.save(1, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
+        told += [saver.save(2, {"model.w": torch.ones(10_000)}, {}, {}) or saver.wait()]
+        told += [saver.save(3, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
+        os.write(writer, repr(told).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    os.wait()
+    return text
+
+
+def test_a_quota(tmp_path) -> None:
+    told = limited(tmp_path)
+    assert told is not None
+    assert told.startswith("[None, 'step 2 could not be saved: [Errno 27] File too large")
+    assert told.endswith(", None]")
+    assert [one.step for one in found(tmp_path)] == [3, 1]
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.step == 3
+    assert leftovers(tmp_path) == []

@@ -1,0 +1,269 @@
+"""Hostile files in a run that somebody sent: no code runs, nothing outside is touched, one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from grappe.checkpoint.commit import MANIFEST, _digest, fingerprint
+from grappe.checkpoint.format import STATE
+from grappe.checkpoint.initial import build
+from grappe.errors import GrappeError
+from grappe.plan import Plan
+from grappe.run import Run
+from grappe.verbs import evaluate
+from grappe.verbs.load import load
+from grappe.verbs.runs import describe, listing
+from grappe.world import Place
+from tests.parity.tasks import Images
+from tests.test_training import train
+
+PATIENCE_SECONDS = 15
+DEEP = b"[" * 100_000
+TENSORS = "rank-0.safetensors"
+
+
+class Evil:
+    """A pickle that makes the file `ran` here when it is read."""
+
+    def __reduce__(self):
+        return (os.system, ("touch ran",))
+
+
+def safetensors(header: object, data: bytes = bytes(64), length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+PICKLES = {"pickle": pickle.dumps(Evil()), "old pickle": pickle.dumps(Evil(), 0)}
+NONSENSE = {
+    **PICKLES,
+    "empty": b"",
+    "deep": DEEP,
+    "deep object": b'{"a":' * 100_000,
+    "list": b"[]",
+    "digits": b'{"step": ' + b"9" * 100_000 + b"}",
+    "no text": b"\xff\xfe\x00",
+}
+RUN_FILES = {
+    **NONSENSE,
+    "infinite": b'{"task": 1e999, "fields": {"epochs": 1e999}, "restarts": 1e999}',
+    "wrong kinds": b'{"task": [], "fields": [1], "versions": "x", "plan": {}, "data": 5}',
+    "code": b'{"task": "os:system", "fields": {"command": "touch ran"}}',
+    "its own code": b'{"task": "RUN/evil.py", "fields": {}}',
+    "climbs out": b'{"task": "tests.parity.tasks:Images", "fields": {}, "data": "../../../outside"}',
+}
+MANIFESTS = {
+    **NONSENSE,
+    "climbs out": b'{"files": {"../../../outside/kept": {"bytes": 4}}, "xxh3_128": ""}',
+    "absolute": b'{"files": {"/etc/passwd": {"bytes": 4}}, "xxh3_128": ""}',
+    "itself": b'{"files": {".": {}, "..": {}, "": {}}, "xxh3_128": ""}',
+    "null byte": b'{"files": {"a\\u0000b": {"bytes": 4}}, "xxh3_128": ""}',
+    "half a pair": b'{"files": {"\\ud800": {"bytes": 4}}, "xxh3_128": ""}',
+    "infinite": b'{"files": {"state.json": {"bytes": 1e999}}, "xxh3_128": ""}',
+    "not a number": b'{"files": {"state.json": {"bytes": NaN}}, "xxh3_128": ""}',
+    "negative": b'{"files": {"state.json": {"bytes": -1}}, "xxh3_128": ""}',
+    "nothing": b'{"files": {}, "xxh3_128": ""}',
+}
+TENSOR_FILES = {
+    **PICKLES,
+    "empty": b"",
+    "length": safetensors({}, length=2**64 - 1),
+    "longer": safetensors({}, length=10**9),
+    "deep": safetensors(DEEP),
+    "negative": safetensors({"model.0.0.weight": entry(-8, 8, [4])}),
+    "backwards": safetensors({"model.0.0.weight": entry(16, 0, [4])}),
+    "overlapping": safetensors({"model.a": entry(0, 64, [16]), "model.b": entry(32, 64, [8])}),
+    "beyond": safetensors({"model.0.0.weight": entry(0, 1 << 40, [1 << 38])}),
+    "overflow": safetensors({"model.0.0.weight": entry(0, 64, [1 << 32, 1 << 32, 16])}),
+    "no such type": safetensors({"model.0.0.weight": entry(0, 64, [16], "EVIL")}),
+    "names": safetensors({"../../../outside/kept": entry(0, 32, [8]), "local.": entry(32, 64, [8])}),
+    "local": safetensors({"local.x": entry(0, 32, [8]), "local..": entry(32, 64, [8])}),
+    "huge piece": safetensors(
+        {
+            "model.0.0.weight": entry(0, 64, [16]),
+            "__metadata__": {"pieces": '{"model.0.0.weight": {"shape": [9e99], "offset": [0]}}'},
+        }
+    ),
+    "large piece": safetensors(
+        {
+            "model.0.0.weight": entry(0, 64, [2, 2, 2, 2]),
+            "__metadata__": {
+                "pieces": '{"model.0.0.weight": {"shape": [100000, 100000, 99, 99], "offset": [0, 0, 0, 0]}}'
+            },
+        }
+    ),
+    "another model": save({"model.x": torch.ones(1)}),
+}
+METRICS = {
+    **NONSENSE,
+    "no keys": b'{"kind": "step"}\n{"kind": "evaluation"}\n',
+    "wrong kinds": b'{"kind": "step", "step": {}, "loss": []}\n{"kind": "evaluation", "step": [], "accuracy": {}}\n',
+    "one line": b'{"kind": "step", "loss": "' + b"x" * (1 << 22),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("hostile") / "run", Images(epochs=1), steps=1).run
+
+
+def hangs(number: int, frame: object) -> None:
+    raise AssertionError("it hangs")
+
+
+@pytest.fixture
+def run(made, tmp_path, monkeypatch) -> Iterator[Path]:
+    """A copy of a run, with a folder beside it that must stay as it is, and a clock that ends what hangs."""
+    shutil.copytree(made, tmp_path / "runs/run")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/kept").write_text("kept")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(PATIENCE_SECONDS)
+    yield tmp_path / "runs/run"
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["outside", "runs"]
+    assert [(one.name, one.read_text()) for one in (tmp_path / "outside").iterdir()] == [("kept", "kept")]
+    assert not list(tmp_path.rglob("ran"))
+
+
+def scores(folder: Path) -> object:
+    asked = evaluate.Request(
+        run=folder, task=None, plan=Plan.parse("threads=1"), split="validation", data=folder
+    )
+    return evaluate.worker(asked, Place(launcher="test"), folder)
+
+
+def told(verb: Callable[[], object]) -> str:
+    """The error's words, one line; nothing when there was none. Any other exception fails the test."""
+    try:
+        verb()
+    except GrappeError as error:
+        assert str(error)
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def look(folder: Path) -> list[str]:
+    """What the verbs that only read say of a run."""
+    return [
+        told(lambda: listing(folder.parent)),
+        told(lambda: describe(folder)),
+        told(lambda: load(folder)),
+        told(lambda: scores(folder)),
+    ]
+
+
+def seal(checkpoint: Path) -> None:
+    """Makes a manifest that is right for the files there, as whoever sends them can."""
+    files = {one.name: fingerprint(one) for one in checkpoint.iterdir() if one.name != MANIFEST}
+    (checkpoint / MANIFEST).write_text(json.dumps({"files": files, "xxh3_128": _digest(files)}))
+
+
+def newest(folder: Path) -> Path:
+    found = Run(folder).latest()
+    assert found is not None
+    return found.folder
+
+
+def test_an_honest_run_is_read(run) -> None:
+    seal(newest(run))
+    assert look(run) == ["", "", "", ""]
+
+
+@pytest.mark.parametrize("case", RUN_FILES)
+def test_run_json(run, case: str) -> None:
+    (run / "evil.py").write_text("import os\nos.system('touch ran')\n")
+    (run / "run.json").write_bytes(RUN_FILES[case].replace(b"RUN", str(run).encode()))
+    assert look(run)[0] == ""
+    if case != "climbs out":
+        assert all(look(run)[2:])
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_manifest(run, case: str) -> None:
+    checkpoint = newest(run)
+    (checkpoint / MANIFEST).write_bytes(MANIFESTS[case])
+    assert newest(run).name == "step-000000"  # the one before
+    assert look(run) == ["", "", "", ""]
+
+
+@pytest.mark.parametrize("case", TENSOR_FILES)
+def test_tensors(run, case: str) -> None:
+    checkpoint = newest(run)
+    (checkpoint / TENSORS).write_bytes(TENSOR_FILES[case])
+    assert newest(run).name == "step-000000"
+    seal(checkpoint)
+    assert newest(run) == checkpoint
+    looked = look(run)
+    assert looked[:2] == ["", ""]
+    assert all(looked[2:])
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_state(run, case: str) -> None:
+    checkpoint = newest(run)
+    (checkpoint / STATE).write_bytes(NONSENSE[case])
+    seal(checkpoint)
+    assert look(run) == ["", "", "", ""]  # weights need no state
+    if case != "digits":
+        assert "state.json" in told(lambda: Run(run).latest().values)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_metrics(run, case: str) -> None:
+    (run / "metrics.jsonl").write_bytes(METRICS[case])
+    assert look(run) == ["", "", "", ""]
+    Run(run).cut_back(0)
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", STATE, MANIFEST, TENSORS])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link out", "endless"])
+def test_what_is_no_file(run, name: str, kind: str) -> None:
+    file = run / name if (run / name).exists() else newest(run) / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero" if kind == "endless" else run.parents[1] / "outside/kept")
+    look(run)
+
+
+@pytest.mark.parametrize("case", [*PICKLES, "bomb"])
+@pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".safetensors"])
+def test_weights_to_start_from(run, tmp_path, case: str, suffix: str) -> None:
+    file = run / f"evil{suffix}"
+    if case == "bomb":
+        with zipfile.ZipFile(file, "w") as bomb:
+            for name in ("archive/data.pkl", "archive/data/0"):
+                bomb.writestr(name, bytes(1 << 24), zipfile.ZIP_DEFLATED, 9)
+    else:
+        file.write_bytes(PICKLES[case])
+    assert "evil" in told(lambda: build(Images(), run / "started", file))
+
+
+def test_the_bait_is_live(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in PICKLES.values():
+        pickle.loads(text)
+        (tmp_path / "ran").unlink()

@@ -1,0 +1,118 @@
+"""A training that stands still is ended with a word on why; one that is slow is left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe.watchdog import Standstill, Watchdog, sentence
+from tests.commands import GRAPPE, Command, pids_in_training, until
+
+STUCK = str(Path(__file__).with_name("stuck.py"))
+PLAN = ("--plan", "replicate=2,threads=1,workers=0,device=cpu", "--run", "run")
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts trainings of tests/faults/stuck.py in an empty folder, and ends what is left of them."""
+    started: list[Command] = []
+
+    def begin(name: str, *arguments: str) -> Command:
+        started.append(Command(GRAPPE, "train", f"{STUCK}:{name}", *PLAN, *arguments, cwd=tmp_path))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.close()
+
+
+def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: Path) -> None:
+    code, _, err = start("Sleepy", "--stall-limit", "4s").end()
+    assert code == 1, err
+    found = re.search(r"process ([01]) of 2 on \S+ makes no progress in step (\d+), at (\S+), line \d+", err)
+    assert found, err
+    assert found[3] == STUCK
+    assert "in __getitem__(): time.sleep(3600); the others wait for it" in err
+    reports = [(tmp_path / f"run/logs/stall-rank-{rank}.txt").read_text() for rank in range(2)]
+    guilty = int(found[1])
+    assert '"waits": false' in reports[guilty]
+    assert '"waits": true' in reports[1 - guilty]
+    assert "__getitem__" in reports[guilty]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_process_is_named_by_the_other(start: Start, tmp_path: Path, rank: int) -> None:
+    command = start("Quick", "--stall-limit", "4s")
+    os.kill(pids_in_training(tmp_path / "run", 2)[rank], signal.SIGSTOP)
+    code, _, err = command.end()
+    assert code == 1, err
+    assert f"process {rank} of 2 does not answer: it is stopped, dead or cut off" in err
+    assert f"process {1 - rank} waits in step" in err
+    until(lambda: not command.members(), "the stopped process is gone too")
+
+
+def test_all_stopped_for_longer_than_the_limit_is_no_standstill(start: Start, tmp_path: Path) -> None:
+    command = start("Quick", "--stall-limit", "4s")
+    pids = pids_in_training(tmp_path / "run", 2)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    steps = (tmp_path / "run/logs/rank-0.log").read_text().count("step in")
+    waiting = Command("sleep", "6", cwd=tmp_path)
+    waiting.end()
+    waiting.close()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    log = tmp_path / "run/logs/rank-0.log"
+    until(lambda: log.read_text().count("step in") > steps + 200, "it goes on")
+    command.interrupt()
+    assert command.end()[0] == 75
+    assert not list((tmp_path / "run/logs").glob("stall-*"))
+
+
+def test_a_slow_evaluation_is_no_standstill(start: Start, tmp_path: Path) -> None:
+    """Each evaluation takes longer than the limit, each of its batches less."""
+    code, out, err = start("SlowEvaluation", "--stall-limit", "3s").end()
+    assert (code, err) == (0, ""), err
+    assert "finished, 16 steps" in out
+    assert not list((tmp_path / "run/logs").glob("stall-*"))
+
+
+def test_the_bound_is_learned_and_generous(tmp_path: Path) -> None:
+    dog = Watchdog(rank=0, size=1, folder=tmp_path, token="a", limit=None, end=print)
+    assert dog.bound() == 900, "the first step may compile"
+    dog._seen |= {"step", "save"}
+    assert dog.bound() == 60
+    dog._longest = 10.0
+    assert dog.bound() == 200
+    with dog.doing("evaluation"):
+        assert dog.bound() == 900, "the first evaluation may compile"
+    with dog.doing("save"):
+        assert dog.bound() == 900
+
+
+def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
+    return Standstill(
+        rank=rank, host="n1", phase="step", step=step, where=f"x.py, line {rank}", waits=waits, excused=False, stack=("s",)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (
+            [told(0), told(1, waits=False)],
+            "process 1 of 2 on n1 makes no progress in step 8, at x.py, line 1;",
+        ),
+        ([told(0), told(1, step=6)], "process 1 of 2 on n1 makes no progress in step 7"),
+        ([told(0), told(1)], "all 2 processes wait for each other: a message was lost"),
+        ([told(1)], "process 0 of 2 does not answer"),
+    ],
+)
+def test_who_is_blamed(tmp_path: Path, found: list[Standstill], wanted: str) -> None:
+    assert wanted in sentence({one.rank: one for one in found}, 2, tmp_path, 60.0)
