@@ -65,9 +65,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="grappe-bench-") as temporary:
         folder = Path(temporary)
         cifar_files.write(folder / "data", options.per_file)
-        rounds = [
-            play(folder, number, options.per_file, options.torchvision) for number in range(options.rounds)
-        ]
+        rounds = []
+        for number in range(options.rounds):
+            rounds.append(play(folder, number, options.per_file, options.torchvision))
+            print(f"round {number + 1}: {rounds[-1]}; {machine()}", file=sys.stderr)
     images = options.per_file * len(cifar_files.TRAINING)
     print("\n## The CIFAR-10 script of the Alliance's page, on CPU\n")
     print(f"{options.rounds} rounds of one epoch each: {images:,} images, batches of {BATCH}, two cores.")

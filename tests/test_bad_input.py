@@ -131,6 +131,7 @@ def test_wrong_words(complain: Complain, arguments: list[str], message: str) -> 
         pytest.param("raise RuntimeError('out of luck')", "RuntimeError: out of luck (", id="raises at import"),
         pytest.param("exit(3)", "SystemExit: 3 (", id="ends itself"),
         pytest.param("def broken(:", "SyntaxError: invalid syntax (", id="syntax"),
+        pytest.param(TASK + "grappe.train(Mine())", "the task's file starts processes itself", id="trains itself"),
         pytest.param("x = 1", "there is no class in it that derives from grappe.Task", id="no task"),
         pytest.param(TASK + TASK.partition("import grappe")[2].replace("Mine", "Other"),
             "has several tasks: Mine, Other. Say which, as in task.py:Mine", id="two tasks"),

@@ -237,6 +237,7 @@ class Mine(grappe.Task):
 run = grappe.train(Mine(epochs=1, batch_size=8), "replicate=2,threads=1,device=cpu", "run")
 print("trained", run.latest().step)
 print("weights", grappe.load(run, Mine()).weight.shape[1])
+print("evaluated", grappe.evaluate(run, plan="threads=1,device=cpu").samples)
 """
 
 
@@ -249,6 +250,6 @@ def test_a_script_without_a_guard_and_its_own_class(start: Start, tmp_path: Path
         command = start(sys.executable, "-i", "-q", text="exec(open('script.py').read())\n")
     code, out, err = command.end()
     assert (code, err.replace(">>> ", "").strip()) == (0, "")
-    assert out.endswith("trained 4\nweights 3\n")
+    assert out.endswith("trained 4\nweights 3\nevaluated 32\n")
     assert (tmp_path / "runs-of-the-script").read_text() == "once\n"
     gone(command)

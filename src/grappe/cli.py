@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grappe import entry
-from grappe.errors import EXIT_OK, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 
 WIDTH = 200  # of tables that go into a file or a pipe
 HELP = """Train a PyTorch model on whatever machines you were given.
@@ -80,7 +80,7 @@ def train(
     ] = None,
     stall_limit: Annotated[
         str | None,
-        Parameter(help="End when no process gets on for so long. Default: learned from the run's own steps."),
+        Parameter(help="End when nothing gets done for so long. Default: learned from its own steps."),
     ] = None,
     stop_on_failed_save: Annotated[
         bool, Parameter(negative="", show_default=False, help="End when a checkpoint cannot be written.")
@@ -141,6 +141,28 @@ def train(
     if result.status == "finished before":
         _show(f"{result.run} is finished (step {result.step}): nothing to do")
     return session.interrupted() if result.status == "interrupted" else EXIT_OK
+
+
+@app.command
+def drill(
+    task: Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")],
+    /,
+    *fields: Annotated[str, Parameter(help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")],
+    plan: PlanText = "",
+    data: DataFolder = None,
+) -> int:
+    """Kill a small training of a task, on purpose, and show what was lost."""
+    from grappe.fields import split
+    from grappe.verbs import session
+
+    texts = split(fields)
+    session.prepare(plan, task)
+    from grappe.verbs import drill as verb
+    from grappe.verbs.train import request
+
+    findings = list(verb.drill(request(task, plan, data=data, fields=texts)))
+    _show(verb.table(findings))
+    return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
 
 
 @app.command
@@ -220,6 +242,29 @@ def runs(
     from grappe.verbs.runs import describe, listing
 
     _show(describe(run) if run is not None else listing(base))
+    return EXIT_OK
+
+
+@app.command
+def prune(
+    run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that nobody writes.")] = None,
+    /,
+    *,
+    base: Annotated[Path, Parameter(help="The folder of runs.")] = Path("runs"),
+    keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
+    dry_run: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Say what would go, and remove nothing.")
+    ] = False,
+) -> int:
+    """Remove checkpoints that nobody will miss, and what killed saves left behind."""
+    if keep < 1:
+        raise UsageError(f"--keep={keep}: it must be at least 1")
+    from grappe.run import Run, all_runs
+    from grappe.verbs.prune import prune as verb
+    from grappe.verbs.prune import table
+
+    removed = verb([Run(run)] if run is not None else all_runs(base), keep, dry_run=dry_run)
+    _show(table(removed, dry_run=dry_run))
     return EXIT_OK
 
 

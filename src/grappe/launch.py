@@ -22,10 +22,11 @@ import cloudpickle
 
 from grappe import child, errors
 from grappe.child import Report, Terminal
-from grappe.errors import GrappeError, ProcessDied
+from grappe.errors import GrappeError, ProcessDied, TaskError
 from grappe.interrupt import SIGNALS, handled
 from grappe.place import Place
 
+NAME = "grappe-rank-"
 GRACE_SECONDS = 3.0
 LAST_LINES = 12
 
@@ -61,6 +62,11 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
         GrappeError: raised by one of them; ProcessDied when one ended unasked, named with its last lines.
         KeyboardInterrupt: after Ctrl-C; with `saves`, after the second one.
     """
+    if multiprocessing.current_process().name.startswith(NAME):
+        raise TaskError(
+            "the task's file starts processes itself when it is loaded: put that under "
+            'if __name__ == "__main__":, or leave it out'
+        )
     meet = Path(tempfile.mkdtemp(prefix="grappe-"))
     children: list[_Child] = []
     with _Signals(children, saves) as signals:
@@ -98,7 +104,7 @@ class _Child:
         self.process = context.Process(
             target=child.run,
             args=(payload, self.place, meet, theirs, terminal),
-            name=f"grappe-{self.place.rank}",
+            name=f"{NAME}{self.place.rank}",
         )
         with theirs, _without_main():
             self.process.start()

@@ -132,10 +132,7 @@ class Training:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._settle()
-        numbers = [
-            None if number is None else OnHost(number) for number in (_device_count(result), result.norm)
-        ]
-        self._pending = (result, seconds, *numbers)
+        self._pending = (result, seconds, _on_host(_device_count(result)), _on_host(result.norm))
         self._step = self._watchdog.step = step = result.batch.step + 1
         self._watchdog.marks += 1
         last = step == self.total_steps
@@ -268,6 +265,10 @@ class Training:
         self.phases["steps"] = total - others
         status = self._stop or ("finished" if self._step >= self._whole else "paused")
         return Outcome(status=status, step=self._step, scores=self._scores, phases=dict(self.phases))
+
+
+def _on_host(number: Tensor | None) -> OnHost | None:
+    return None if number is None else OnHost(number)
 
 
 def _device_count(result: StepResult) -> Tensor | None:

@@ -88,7 +88,7 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._tick = min(TICK_SECONDS, limit / 10) if limit else TICK_SECONDS
-        self._grace = min(GRACE_SECONDS, 20 * self._tick)
+        self._grace = min(GRACE_SECONDS, limit / 2) if limit else GRACE_SECONDS
 
     def start(self, step: int) -> None:
         """From now on a standstill ends the training."""

@@ -81,7 +81,7 @@ def test_the_model_is_made_in_a_child(tmp_path) -> None:
     [
         (
             "raise",
-            r"the model cannot be made: ValueError: width 3 is odd \(.*test_initial.py, line \d+: raise",
+            r"the model cannot be made: ValueError: width 3 is odd \(.*test_initial.py, line \d+, in model\(\): raise",
         ),
         ("kill", r"was killed, or ended itself: is the model larger than this machine's memory\?"),
         ("leave", r"was killed, or ended itself"),

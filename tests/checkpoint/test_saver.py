@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from grappe.checkpoint.saver import Saver, leftovers
 from grappe.errors import RunError
 from grappe.plan import Plan
 from grappe.world import Place, World, join
+from tests.commands import until
 
 ALONE = World(place=Place(), device=torch.device("cpu"))
 
@@ -143,6 +145,18 @@ def test_a_folder_that_vanished_does_not_come_back_in_part(tmp_path) -> None:
     save(to, 1)
     assert "No such file" in (to.wait() or "")
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_vanishes_while_others_are_waited_for_ends_the_wait(tmp_path) -> None:
+    waiting = World(place=Place(size=2), device=torch.device("cpu"))
+    to = Saver(tmp_path, waiting, "token", Keep(), lambda: None)
+    thread = threading.Thread(target=to._write, args=(1, [], {}), daemon=True)
+    thread.start()
+    until((tmp_path / ".step-000001.token/rank-0.safetensors.done").exists, "its own part is written")
+    shutil.rmtree(tmp_path / ".step-000001.token")
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "was removed" in (to._error or "")
 
 
 def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:

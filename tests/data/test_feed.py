@@ -16,8 +16,8 @@ from grappe import Arrays, Task, draw, partners
 from grappe.data.arrays import normalise
 from grappe.data.feed import Feed, check, evaluation_feed, training_feed
 from grappe.errors import TaskError
-from grappe.plan import Plan
 from grappe.place import Place
+from grappe.plan import Plan
 from grappe.world import World
 
 untimed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -13,8 +13,8 @@ from grappe import Arrays, Task, engines
 from grappe.checkpoint.initial import built
 from grappe.data.feed import training_feed
 from grappe.engines.base import Setting
-from grappe.plan import Plan
 from grappe.place import Place
+from grappe.plan import Plan
 from grappe.world import join
 from tests.processes import Pool
 

@@ -17,8 +17,8 @@ from grappe.engines import textbook
 from grappe.engines.base import Setting
 from grappe.engines.textbook import Textbook, naive_all_reduce, ring_all_reduce
 from grappe.errors import PlanError
-from grappe.plan import Plan
 from grappe.place import Place
+from grappe.plan import Plan
 from grappe.world import join
 from tests.processes import Pool
 

@@ -20,13 +20,13 @@ from torch.utils.data import Dataset
 from grappe import Arrays
 from grappe.interrupt import SIGNALS
 from grappe.loop import StepResult
+from grappe.place import Place
 from grappe.plan import Plan
 from grappe.run import Run
 from grappe.task import Task
 from grappe.training import Options, Training
 from grappe.verbs import train as verb
 from grappe.verbs.session import TaskReference
-from grappe.place import Place
 from tests.parity.tasks import Images
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +13,6 @@ from grappe.checkpoint.format import LOCAL, MODEL
 from grappe.plan import Plan
 from grappe.run import Run
 from grappe.training import Options
-from grappe.watchers.sample_ledger import SampleLedger
 from tests.faults.pairwise import Cell, grid, pairs, pairwise
 from tests.faults.resume_cell import Loaded, curves, hashes, samples
 from tests.parity.cell import TOLERANCE, difference

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import queue
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -33,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: Path) -> None:
-    code, _, err = start("Sleepy", "--stall-limit", "4s").end()
+    code, _, err = start("Sleepy", "--stall-limit", "3s").end()
     assert code == 1, err
     found = re.search(r"process ([01]) of 2 on \S+ makes no progress in step (\d+), at (\S+), line \d+", err)
     assert found, err
@@ -48,7 +51,7 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_process_is_named_by_the_other(start: Start, tmp_path: Path, rank: int) -> None:
-    command = start("Quick", "--stall-limit", "4s")
+    command = start("Quick", "--stall-limit", "3s")
     os.kill(pids_in_training(tmp_path / "run", 2)[rank], signal.SIGSTOP)
     code, _, err = command.end()
     assert code == 1, err
@@ -58,7 +61,7 @@ def test_a_stopped_process_is_named_by_the_other(start: Start, tmp_path: Path, r
 
 
 def test_all_stopped_for_longer_than_the_limit_is_no_standstill(start: Start, tmp_path: Path) -> None:
-    command = start("Quick", "--stall-limit", "4s")
+    command = start("Quick", "--stall-limit", "3s")
     pids = pids_in_training(tmp_path / "run", 2)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -94,6 +97,20 @@ def test_the_bound_is_learned_and_generous(tmp_path: Path) -> None:
         assert dog.bound() == 900, "the first evaluation may compile"
     with dog.doing("save"):
         assert dog.bound() == 900
+
+
+def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
+    """Process 0 writes to a terminal that was paused by Ctrl-S; once it answers no more, it is at fault."""
+    ended: queue.Queue[str] = queue.Queue()
+    dog = Watchdog(rank=1, size=2, folder=tmp_path, token="a", limit=0.2, end=ended.put)
+    report = tmp_path / "stall-rank-0.txt"
+    paused = dataclasses.replace(told(0), excused=True)
+    report.write_text(json.dumps({"token": "a", **dataclasses.asdict(paused)}) + "\n")
+    dog.start(0)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=2)
+    report.unlink()
+    assert "process 0 of 2 does not answer" in ended.get(timeout=60)
 
 
 def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:

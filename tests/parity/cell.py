@@ -11,9 +11,9 @@ from grappe import engines
 from grappe.checkpoint.initial import built
 from grappe.data.feed import evaluation_feed, training_feed
 from grappe.engines.base import Setting
+from grappe.place import Place
 from grappe.plan import Plan
 from grappe.task import Task
-from grappe.place import Place
 from grappe.world import join
 
 TOLERANCE = 1e-5  # contract 7: per tensor, in norm, after at most 10 steps in fp32

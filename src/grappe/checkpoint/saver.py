@@ -121,6 +121,8 @@ class Saver:
         while not file.exists():
             if self._abandoned.wait(POLL_SECONDS):
                 raise RunError("another process could not write its part")
+            if not file.parent.is_dir():  # nobody would ever write it
+                raise RunError(f"{file.parent} was removed: No such file or directory")
         return read_json(file)
 
     def close(self) -> None:

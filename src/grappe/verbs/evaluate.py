@@ -42,6 +42,8 @@ def evaluate(
     run = run if isinstance(run, Run) else Run(run)
     if split not in SPLITS:
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
+    if task is None and str(run.description.get("task")).startswith("__main__:"):
+        task = task_of(run)  # of this script or notebook, which other processes cannot look into
     asked = Request(
         run=run.folder,
         task=TaskReference.of(task) if task is not None else None,

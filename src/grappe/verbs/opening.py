@@ -123,14 +123,19 @@ def _begin(run: Run, wanted: Wanted, now: dict[str, Any], new: bool) -> tuple[in
     _refuse_another_order(run, known, now, found.step)
     restarts = int(known.get("restarts", 0)) + 1
     kept = {name: known[name] for name in ("started", "host") if name in known}
-    run.describe(**{**now, **kept, "restarts": restarts, "status": "running"})
+    history = known.get("changes") if isinstance(known.get("changes"), list) else []
+    history = [*history, *(f"restart {restarts} at step {found.step}: {one}" for one in changes)]
+    run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
     run.cut_back(found.step)
     unread = [one.folder.name for one in run.unverified(found)]
     notes = tuple(f"{name} does not verify: passed over" for name in unread)
     resumed = f"going on from step {found.step}" if found.step else "starting again from step 0"
     if found.step and (engine := found.values.get("engine_name")) != (mine := Plan.parse(wanted.plan).engine):
-        notes = (*notes, f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh")
-    return found.step, (resumed, *notes, *changes)
+        notes = (
+            *notes,
+            f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh",
+        )
+    return found.step, (resumed, *notes, *(f"changed since: {one}" for one in changes))
 
 
 def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -140,12 +145,10 @@ def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         before, after = known.get(group) or {}, now[group]
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name):
-                lines.append(f"changed since: {word}{name}: {before.get(name)} -> {after.get(name)}")
+                lines.append(f"{word}{name}: {before.get(name)} -> {after.get(name)}")
     for name in ("plan", "processes", "threads", "device", "source", "dataset"):
         if name in known and known[name] != now[name]:
-            lines.append(
-                f"changed since: {name}: {known[name] or 'one process'} -> {now[name] or 'one process'}"
-            )
+            lines.append(f"{name}: {known[name] or 'one process'} -> {now[name] or 'one process'}")
     return lines
 
 

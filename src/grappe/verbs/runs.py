@@ -49,6 +49,8 @@ def describe(folder: Path) -> Table:
     table.add_row("status", f"{_status(run, known)}, restarts {known.get('restarts', 0)}")
     table.add_row("started", f"{known.get('started')} on {known.get('host')}")
     table.add_row("versions", _pairs(known.get("versions"), " "))
+    for change in known.get("changes") or []:
+        table.add_row("changed", str(change))
     step = _last(run, "step")
     if step:
         table.add_row("last step", f"{step.get('step')}, loss {step.get('loss')}")

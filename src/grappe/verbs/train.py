@@ -16,6 +16,7 @@ from grappe.run import Run
 from grappe.task import Task
 from grappe.training import Options, Training
 from grappe.verbs.session import TaskReference, blaming, start, user_call
+from grappe.watchers.base import Watcher
 from grappe.world import World
 
 DATA_FOLDER = "GRAPPE_DATA"
@@ -33,6 +34,9 @@ class Request:
     weights: Path | None
     options: Options
     quiet: bool = False
+    """Whether to tell the user nothing but errors."""
+    also: tuple[Watcher, ...] = ()
+    """Further watchers, on every process; they travel by value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     from grappe.outlet import outlet
     from grappe.watchdog import Watchdog
 
-    terminal = outlet(place)
+    terminal = None if asked.quiet else outlet(place)
     here = world.join(asked.plan, place, meet)
     interrupt = Interrupt(asked.options.time_limit)
     interrupt.install()  # not while the others are waited for: there is nothing to save yet
@@ -235,7 +239,7 @@ def _assemble(
         feed=training_feed,
         validation=validation,
         total_steps=total,
-        watchers=watchers if here.rank == 0 else [],
+        watchers=[*(watchers if here.rank == 0 else []), *asked.also],
         interrupt=interrupt,
         watchdog=watchdog,
         started=began,

@@ -23,7 +23,8 @@ class Console(Watcher):
     """Shows a training on `stream`; draws five times a second, whatever the number of steps."""
 
     def __init__(self, stream: IO[str], sample: str = "samples") -> None:
-        self._console = RichConsole(file=stream, highlight=False, soft_wrap=True)
+        # Said, as a notebook's variables would have it draw for a terminal.
+        self._console = RichConsole(file=stream, highlight=False, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._console.soft_wrap = not self._live
         # What else is printed goes above the bar, where it is not led into a log.

@@ -1,0 +1,105 @@
+"""What the drill does to a training, from inside its processes: real signals, at chosen steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grappe.checkpoint.format import found
+from grappe.run import Run
+from grappe.watchers.base import Record, Watcher
+
+if TYPE_CHECKING:
+    from grappe.training import Training
+
+DISTURBED = "drill-disturbed.json"
+RESUMED = "drill-resumed.json"
+POLL_SECONDS = 0.0002
+
+
+@dataclasses.dataclass
+class Saboteur(Watcher):
+    """Hurts its own process once `step` is done; travels to all of them by value."""
+
+    fault: str
+    step: int
+    ranks: str = "all"
+    """"all", "first" or "last"."""
+    done: bool = False
+
+    def started(self, training: Training) -> None:
+        rank, size = training.world.rank, training.world.size
+        self._mine = {"all": True, "first": rank == 0, "last": rank == size - 1}[self.ranks]
+        self._folder, self._rank = training.run.folder, rank
+
+    def stepped(self, record: Record) -> None:
+        if record.step < self.step or self.done:
+            return
+        self.done = True
+        if self._rank == 0:
+            note(self._folder / DISTURBED, {"step": record.step})
+        if not self._mine or self.fault == "save":
+            return
+        if self.fault == "disk":
+            # For this process no file can grow any more: what a full disk is to it, without being root.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        else:
+            os.kill(os.getpid(), getattr(signal, self.fault))
+
+    def saved(self, step: int) -> None:
+        if self.fault == "save" and self._mine and step >= self.step:
+            threading.Thread(target=self._kill_in_save, args=(step,), daemon=True).start()
+
+    def _kill_in_save(self, step: int) -> None:
+        while not any((self._folder / "checkpoints").glob(f".step-{step:06d}.*/rank-*")):
+            time.sleep(POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclasses.dataclass
+class Stopwatch(Watcher):
+    """Writes down where a training began, and when its first step was done."""
+
+    begun: int = 0
+    written: bool = False
+
+    def started(self, training: Training) -> None:
+        self.begun, self._folder = training.start, training.run.folder
+        self._speaks = training.world.rank == 0
+
+    def stepped(self, record: Record) -> None:
+        if self._speaks and not self.written:
+            note(self._folder / RESUMED, {"from": self.begun, "time": time.time()})
+            self.written = True
+
+
+def note(file: Path, values: dict) -> None:
+    """Writes a few numbers for the drill to read."""
+    file.write_text(json.dumps(values))
+
+
+def largest_file(run: Path) -> Path:
+    """The largest file of the newest checkpoint."""
+    newest = found(Run(run).checkpoints)[0].folder
+    return max(newest.iterdir(), key=lambda file: file.stat().st_size)
+
+
+def truncate(run: Path) -> None:
+    """Cuts the newest checkpoint's largest file in half."""
+    file = largest_file(run)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(run: Path) -> None:
+    """Turns over one bit in the middle of the newest checkpoint's largest file."""
+    file = largest_file(run)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

@@ -1,0 +1,66 @@
+"""grappe train's options about keeping and stopping, as typed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from grappe import cli
+from grappe.run import Run
+from grappe.training import Options
+from grappe.verbs import train as verb
+from tests.commands import GRAPPE, Command
+
+TASK = f"{Path(__file__).with_name('stuck.py')}:Quick"
+PLAN = ("--plan", "threads=1,workers=0,device=cpu", "--run", "run")
+
+
+def train(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    command = Command(GRAPPE, "train", TASK, *PLAN, *arguments, cwd=folder)
+    try:
+        return command.end()
+    finally:
+        command.close()
+
+
+def test_a_time_limit_saves_exits_75_and_the_run_goes_on(tmp_path: Path) -> None:
+    code, out, err = train(tmp_path, "--time-limit", "8s", "--save-every", "1000000")
+    assert code == os.EX_TEMPFAIL, err
+    stopped = re.search(r"interrupted, saved, (\d+) step", out)
+    assert stopped, out
+    step = int(stopped[1])
+    latest = Run(tmp_path / "run").latest()
+    assert latest is not None
+    assert latest.step == step > 0
+    code, out, err = train(tmp_path, "--steps", str(step + 3))
+    assert code == 0, err
+    assert f"going on from step {step}\n" in out
+    assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, step + 4))
+
+
+def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
+    code, _, err = train(
+        tmp_path, "--steps", "6", "--save-every", "1", "--evaluate-every", "6", "--keep", "2"
+    )
+    assert code == 0, err
+    assert sorted(one.name for one in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-000005",
+        "step-000006",
+    ]
+
+
+def test_options_reach_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[verb.Request] = []
+
+    def note(request: verb.Request) -> verb.Result:
+        asked.append(request)
+        return verb.Result(run=tmp_path, status="finished", step=1)
+
+    monkeypatch.setattr(verb, "run_training", note)
+    options = "--time-limit 2h --stall-limit 5m --keep 7 --stop-on-failed-save"
+    assert cli.app(["train", "digits", *options.split()]) == 0
+    wanted = Options(time_limit=7200.0, stall_limit=300.0, keep=7, stop_on_failed_save=True)
+    assert asked[0].options == wanted
