@@ -69,7 +69,7 @@ def test_tasks_are_found_by_path_and_by_module(tmp_path) -> None:
     )
     assert find(f"{file}:Two")().lr == 3
     assert find("tests.parity.tasks:Images").__name__ == "Images"
-    with pytest.raises(TaskError, match="has several tasks: One, Two. Say which, as in mine.py:One"):
+    with pytest.raises(TaskError, match=r"has several tasks: One, Two\. Say which, as in mine\.py:One"):
         find(str(file))
     with pytest.raises(TaskError, match="did you mean digits"):
         find("digit")

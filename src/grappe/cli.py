@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
-from rich.console import Console
-from rich.table import Table
 
 from grappe import entry
+from grappe.entry import plain_table, show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.parameters import SWITCH, DataFolder, FieldText, PlanText, RunFolder, TaskName
 
-WIDTH = 200  # of tables that go into a file or a pipe
 HELP = """Train a PyTorch model on whatever machines you were given.
 
 The learning task is described once; a plan says how each optimizer step is
@@ -38,22 +36,13 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app["--help"].group = app["--version"].group = Group("About")
-PlanText = Annotated[
-    str,
-    Parameter(
-        show_default=False,
-        help="How a step is spread: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
-    ),
-]
-RunFolder = Annotated[Path, Parameter(help="A run's folder: runs/… (see: grappe runs)")]
-DataFolder = Annotated[Path | None, Parameter(help="Where datasets are. Default: $GRAPPE_DATA, or ./data.")]
 
 
 @app.command
 def train(
-    task: Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")],
+    task: TaskName,
     /,
-    *fields: Annotated[str, Parameter(help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")],
+    *fields: FieldText,
     plan: PlanText = "",
     run: Annotated[
         Path | None, Parameter(help="The run's folder; if it holds a run, goes on with it.")
@@ -83,18 +72,11 @@ def train(
         Parameter(help="End when nothing gets done for so long. Default: learned from its own steps."),
     ] = None,
     stop_on_failed_save: Annotated[
-        bool, Parameter(negative="", show_default=False, help="End when a checkpoint cannot be written.")
+        bool, SWITCH, Parameter(help="End when a checkpoint cannot be written.")
     ] = False,
-    ledger: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Write down the sample ids of each step.")
-    ] = False,
+    ledger: Annotated[bool, SWITCH, Parameter(help="Write down the sample ids of each step.")] = False,
     smoke: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            show_default=False,
-            help="One step, evaluation, save, resume: does it work under this plan?",
-        ),
+        bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
     ] = False,
 ) -> int:
     """Train a task under a plan, or go on with a run."""
@@ -116,7 +98,7 @@ def train(
         for name, text in (("--time-limit", time_limit), ("--stall-limit", stall_limit))
     ]
     texts = split(fields)
-    session.prepare(plan, task)
+    session.prepare(plan, task, run)
     from grappe.training import Options
     from grappe.verbs import train as verb
 
@@ -135,19 +117,19 @@ def train(
     if smoke:
         from grappe.verbs.smoke import smoke as check
 
-        _show(check(asked))
+        show(check(asked))
         return EXIT_OK
     result = verb.run_training(asked)
     if result.status == "finished before":
-        _show(f"{result.run} is finished (step {result.step}): nothing to do")
+        show(f"{result.run} is finished (step {result.step}): nothing to do")
     return session.interrupted() if result.status == "interrupted" else EXIT_OK
 
 
 @app.command
 def drill(
-    task: Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")],
+    task: TaskName,
     /,
-    *fields: Annotated[str, Parameter(help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")],
+    *fields: FieldText,
     plan: PlanText = "",
     data: DataFolder = None,
 ) -> int:
@@ -161,7 +143,7 @@ def drill(
     from grappe.verbs.train import request
 
     findings = list(verb.drill(request(task, plan, data=data, fields=texts)))
-    _show(verb.table(findings))
+    show(verb.table(findings))
     return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
 
 
@@ -188,14 +170,14 @@ def evaluate(
 
     scores = verb(run, split, plan, data=data)
     if json_:
-        _show(json.dumps(dataclasses.asdict(scores)))
+        show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
-    table = _table("", "")
+    table = plain_table("", "")
     table.add_row("samples", f"{scores.samples:,} of {split}, each once")
     table.add_row("loss", f"{scores.loss:.6f}")
     for name, value in scores.metrics.items():
         table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value))
-    _show(table)
+    show(table)
     return EXIT_OK
 
 
@@ -241,7 +223,7 @@ def runs(
     """List the runs, or describe one: what it is, where it stands, its checkpoints."""
     from grappe.verbs.runs import describe, listing
 
-    _show(describe(run) if run is not None else listing(base))
+    show(describe(run) if run is not None else listing(base))
     return EXIT_OK
 
 
@@ -252,9 +234,7 @@ def prune(
     *,
     base: Annotated[Path, Parameter(help="The folder of runs.")] = Path("runs"),
     keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
-    dry_run: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Say what would go, and remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, SWITCH, Parameter(help="Say what would go, and remove nothing.")] = False,
 ) -> int:
     """Remove checkpoints that nobody will miss, and what killed saves left behind."""
     if keep < 1:
@@ -264,7 +244,7 @@ def prune(
     from grappe.verbs.prune import table
 
     removed = verb([Run(run)] if run is not None else all_runs(base), keep, dry_run=dry_run)
-    _show(table(removed, dry_run=dry_run))
+    show(table(removed, dry_run=dry_run))
     return EXIT_OK
 
 
@@ -278,30 +258,18 @@ def tasks(
     """List the shipped tasks, or one task's fields."""
     from grappe.verbs.catalogue import task_fields, task_list
 
-    _show(task_fields(name) if name else task_list())
+    show(task_fields(name) if name else task_list())
     return EXIT_OK
 
 
 @app.command
 def engines() -> int:
     """Show what each engine can do: the keys of a plan."""
+
     from grappe.verbs.catalogue import plan_table
 
-    _show(plan_table())
+    show(plan_table())
     return EXIT_OK
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
-
-
-def _show(content: Any) -> None:
-    """Prints a result, once however many processes have it."""
-    from grappe.verbs.session import speaks
-
-    if speaks():
-        width = None if sys.stdout.isatty() else WIDTH
-        Console(highlight=False, markup=False, soft_wrap=isinstance(content, str), width=width).print(content)
 
 
 def main() -> None:

@@ -1,17 +1,20 @@
-"""Entry: runs the command line, and turns errors, signals and a reader that has had enough into exit codes."""
+"""Entry: runs the command line and prints its results; errors, signals and a reader who leaves become exit codes."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
+from rich.console import Console
+from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
 
 EXIT_SIGINT = 130
+WIDTH = 200  # of tables that go into a file or a pipe
 
 
 def run(app: App) -> NoReturn:
@@ -72,3 +75,17 @@ def _complain(error: GrappeError, debug: bool) -> int:
             print(error.details or "".join(traceback.format_exception(error)), file=sys.stderr)
         print(f"grappe: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines."""
+    return Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
+
+
+def show(content: Any) -> None:
+    """Prints a result, once however many processes have it."""
+    from grappe.verbs.session import speaks
+
+    if speaks():
+        width = None if sys.stdout.isatty() else WIDTH
+        Console(highlight=False, markup=False, soft_wrap=isinstance(content, str), width=width).print(content)

@@ -61,6 +61,7 @@ def pieces(place: Place, meet: Path, text: str) -> tuple[dict[str, torch.Tensor]
     whole, spread = states(world)
     own = {f"local.{place.rank}.count": torch.tensor(place.rank)}
     taken = [piece._replace(data=piece.data.clone()) for piece in mine(spread, own, world)]
+    world.gather(None)  # process 0 has the store: it may not leave before all have met
     world.leave()
     return whole, taken, [name for name, tensor in spread.items() if isinstance(tensor, DTensor)]
 
@@ -90,6 +91,7 @@ def loads(place: Place, meet: Path, text: str) -> int:
     world = join(Plan.parse(f"{text},threads=1"), place, meet)
     tensors = {f"t{index}": torch.zeros((index * 37) % 1000 + 1) for index in range(200)}
     written = sum(piece.data.numel() * 4 for piece in mine(tensors, {}, world))
+    world.gather(None)  # process 0 has the store: it may not leave before all have met
     world.leave()
     return written
 

@@ -114,9 +114,10 @@ def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
 
 
 def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
+    where = f"x.py, line {rank}"
     return Standstill(
-        rank=rank, host="n1", phase="step", step=step, where=f"x.py, line {rank}", waits=waits, excused=False, stack=("s",)
-    )  # fmt: skip
+        rank=rank, host="n1", phase="step", step=step, where=where, waits=waits, excused=False, stack=("s",)
+    )
 
 
 @pytest.mark.parametrize(

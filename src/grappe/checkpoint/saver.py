@@ -45,6 +45,7 @@ class Saver:
         self._keep, self._may_commit = keep, may_commit
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
+        self._beside: Path | None = None
         self._error: str | None = None
         self._abandoned = threading.Event()
         self._written = threading.Event()
@@ -62,6 +63,7 @@ class Saver:
         pieces = self._snapshots.take(mine(tensors, own, self._world))
         self._written.clear()
         self._abandoned.clear()
+        self._beside = self._folder / f".step-{step:06d}.{self._token}"
         arguments = (step, pieces, dict(values))
         self._thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
         self._thread.start()
@@ -79,6 +81,9 @@ class Saver:
         self._thread = None
         problem = self._world.share(problems[0] if problems else self._error)
         self._error = None
+        if problem is not None and self._beside is not None and self._world.rank == 0:
+            # One that was slow may have written its part after another had failed and tidied up.
+            shutil.rmtree(self._beside, ignore_errors=True)
         return problem
 
     def _write(self, step: int, pieces: list[Piece], values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rich.console import Group
 from rich.table import Table
 
 from grappe import engines, tasks
@@ -70,12 +71,10 @@ def task_list() -> Table:
     return table
 
 
-def task_fields(name: str) -> Table:
-    """A task's fields and their defaults."""
+def task_fields(name: str) -> Group:
+    """A task's words about itself, its fields and their defaults."""
     cls = tasks.find(name)
-    table = Table(
-        "field", "default", title=tasks.describe(cls), title_justify="left", box=None, padding=(0, 2, 0, 0)
-    )
+    table = Table("field", "default", box=None, padding=(0, 2, 0, 0))
     for field, default in tasks.defaults(cls).items():
         table.add_row(field, str(default))
-    return table
+    return Group(tasks.describe(cls), table)

@@ -20,6 +20,7 @@ from grappe.training import Options
 from grappe.verbs import drill_faults as faults
 from grappe.verbs.drill_faults import Saboteur, Stopwatch
 from grappe.verbs.train import Request, run_training
+from grappe.watchers.base import Watcher
 
 STEPS, SAVE_EVERY, HURT_AT = 10, 2, 5
 LEAST_STEPS = HURT_AT + 2
@@ -101,16 +102,18 @@ def _resized(plan: Plan, change: int) -> Plan | None:
     return dataclasses.replace(plan, replicate=plan.replicate + change)
 
 
-def _train(asked: Request, run: Path, **changes: object) -> Path:
-    options = Options(
-        steps=STEPS,
-        evaluate_every=STEPS,
-        save_every=SAVE_EVERY,
-        keep=STEPS,
-        stop_on_failed_save=True,
-        stall_limit=STALL_SECONDS,
-    )
-    return run_training(dataclasses.replace(asked, run=run, **{"options": options, **changes})).run
+OPTIONS = Options(
+    steps=STEPS,
+    evaluate_every=STEPS,
+    save_every=SAVE_EVERY,
+    keep=STEPS,
+    stop_on_failed_save=True,
+    stall_limit=STALL_SECONDS,
+)
+
+
+def _train(asked: Request, run: Path, also: tuple[Watcher, ...] = (), options: Options = OPTIONS) -> Path:
+    return run_training(dataclasses.replace(asked, run=run, also=also, options=options)).run
 
 
 def _finding(fault: Fault, asked: Request, run: Path, reference: Path) -> Finding:
@@ -119,7 +122,7 @@ def _finding(fault: Fault, asked: Request, run: Path, reference: Path) -> Findin
         return Finding(fault=fault.name, recovered=False, weights="the fault had no effect")
     began = time.time()
     try:
-        _train(asked, run, also=(Stopwatch(),), plan=fault.plan or asked.plan)
+        _train(dataclasses.replace(asked, plan=fault.plan or asked.plan), run, (Stopwatch(),))
         resumed = json.loads((run / faults.RESUMED).read_text())
     except (GrappeError, OSError) as error:
         return Finding(fault=fault.name, recovered=False, weights=str(error).splitlines()[0])
@@ -138,13 +141,12 @@ def _disturb(fault: Fault, asked: Request, run: Path) -> int | None:
     """Trains until the fault strikes; the steps done by then, None when it had no effect."""
     if fault.damage is not None:
         done = HURT_AT - HURT_AT % SAVE_EVERY + SAVE_EVERY
-        options = Options(steps=done, save_every=SAVE_EVERY, evaluate_every=STEPS, keep=STEPS)
-        _train(asked, run, options=options)
+        _train(asked, run, options=dataclasses.replace(OPTIONS, steps=done))
         fault.damage(run)
         return done
     assert fault.saboteur is not None
     with contextlib.suppress(GrappeError):  # it was to end badly
-        _train(asked, run, also=(fault.saboteur,))
+        _train(asked, run, (fault.saboteur,))
     if Run(run).description.get("status") == "paused":
         return None
     return json.loads((run / faults.DISTURBED).read_text())["step"]

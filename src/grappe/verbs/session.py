@@ -68,7 +68,7 @@ class TaskReference:
         return cls(name=f"{kind.__module__}:{kind.__qualname__}", value=value)
 
 
-def prepare(plan: str, task: str | None = None) -> None:
+def prepare(plan: str, task: str | None = None, run: Path | None = None) -> None:
     """Refuses what can be refused before torch is loaded; then has it loaded where processes will start from.
 
     Raises:
@@ -77,7 +77,8 @@ def prepare(plan: str, task: str | None = None) -> None:
     engines.check_name(Plan.parse(plan).engine)
     if task is not None:
         tasks.check_name(task)
-    if place_from_environment() is None:
+    done = run is not None and (run / "done").exists()
+    if not done and place_from_environment() is None:
         launch.warm()
 
 

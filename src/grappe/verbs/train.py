@@ -112,10 +112,9 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     """One process of a training. Collective."""
     began = time.perf_counter()
     from grappe import engines, world
-    from grappe.child import early_log, end_now, redirect
+    from grappe.child import early_log, redirect
     from grappe.interrupt import Interrupt
     from grappe.outlet import outlet
-    from grappe.watchdog import Watchdog
 
     terminal = None if asked.quiet else outlet(place)
     here = world.join(asked.plan, place, meet)
@@ -128,14 +127,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     try:
         if place.launcher == "grappe":
             redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
-        watchdog = Watchdog(
-            rank=here.rank,
-            size=here.size,
-            folder=opened.run.folder / "logs",
-            token=opened.token,
-            limit=asked.options.stall_limit,
-            end=functools.partial(end_now, meet, place),
-        )
+        watchdog = _watchdog(asked, place, meet, here, opened)
         with blaming(task):
             training = _assemble(
                 asked,
@@ -156,6 +148,20 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
             opened.lease.release()
     here.leave()
     return Result(run=opened.run.folder, status=outcome.status, step=outcome.step)
+
+
+def _watchdog(asked: Request, place: Place, meet: Path, here: World, opened: Any) -> Any:
+    from grappe.child import end_now
+    from grappe.watchdog import Watchdog
+
+    return Watchdog(
+        rank=here.rank,
+        size=here.size,
+        folder=opened.run.folder / "logs",
+        token=opened.token,
+        limit=asked.options.stall_limit,
+        end=functools.partial(end_now, meet, place),
+    )
 
 
 def _opened(asked: Request, task: Task, train_data: Any, here: World) -> Any:
