@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -89,7 +90,14 @@ class Feed:
         if self._arrays is not None:
             device = self._world.device
             return (self._arrays.gather(ids, device) for _, ids in requests)
-        return iter(self._loader(requests))
+        loader = self._loader(requests)
+        # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
+        # whose end waits for threads that are not there.
+        gc.freeze()
+        try:
+            return iter(loader)
+        finally:
+            gc.unfreeze()
 
     def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]]) -> DataLoader:
         # Validation draws the same in every evaluation, so that losses can be compared.
