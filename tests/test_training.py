@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grappe.errors import DivergedError, RunError, TaskError
+from grappe.interrupt import Interrupt
 from grappe.place import Place
 from grappe.plan import Plan
 from grappe.run import Run
@@ -164,3 +165,31 @@ def test_the_trained_model_can_be_loaded(tmp_path) -> None:
     assert not model.training
     wanted = weights(run)
     assert all(torch.equal(value, wanted[f"model.{name}"]) for name, value in model.named_parameters())
+
+
+class Stopped(Interrupt):
+    """A signal that comes while one step is under way."""
+
+    at: int = 0
+    calls: int = 0
+
+    def flag(self) -> float:
+        Stopped.calls += 1
+        return 1.0 if Stopped.calls >= Stopped.at else 0.0
+
+
+@pytest.mark.parametrize("at", [3, 9])
+def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_goes_on(
+    tmp_path, monkeypatch, at: int
+) -> None:
+    whole = train(tmp_path / "whole")
+    monkeypatch.setattr("grappe.interrupt.Interrupt", Stopped)
+    # The flag is read a step late: raised in the step before, it stops the one at which an evaluation is due.
+    Stopped.calls, Stopped.at = 0, at - 1
+    assert train(tmp_path / "run").status == "interrupted"
+    assert at not in [one["step"] for one in Run(tmp_path / "run").records("evaluation")]
+    Stopped.calls, Stopped.at = 0, 10**9
+    assert train(tmp_path / "run").status == "finished"
+    found, wanted = (list(Run(folder).records("evaluation")) for folder in (tmp_path / "run", whole.run))
+    assert found == wanted
+    assert same(weights(whole.run), weights(tmp_path / "run"))

@@ -88,6 +88,7 @@ class Training:
         self._step = 0
         self._scores: Scores | None = None
         self._evaluated = self._saved = -1
+        self._owed = False
         self._clock = self._began = started
         self.phases = {"start": 0.0, "data": 0.0, "steps": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
 
@@ -100,6 +101,7 @@ class Training:
         self.engine.restore(saved)
         self.start = self._step = found.step
         self._patience.restore(values.get("patience", {}))
+        self._owed = values.get("evaluation_owed") is True
 
     def run_to_end(self) -> Outcome:
         """Trains until the last step, or until something says stop. Collective.
@@ -116,6 +118,9 @@ class Training:
         outcome = None
         self._watchdog.start(self.start)
         try:
+            if self._owed:
+                with self._watchdog.doing("evaluation"):
+                    self._evaluate(self.start)
             self.engine.train(self._timed(self.feed.batches(self.start, self.total_steps)), self.after)
             self._settle()
             self._finish_saving()
@@ -140,7 +145,9 @@ class Training:
         save = last or self._due(step, self.options.save_every)
         if evaluate or save:
             self._settle()
-        if self._stop is None and evaluate:
+        # A signal does not wait for an evaluation: it is owed, and made when the training goes on.
+        self._owed = evaluate and self._stop is not None
+        if evaluate and not self._owed:
             with self._watchdog.doing("evaluation"):
                 self._evaluate(step)
         if save or self._stop is not None:
@@ -219,6 +226,7 @@ class Training:
             "engine_name": self._engine_name,
             "engine": dict(state.values),
             "patience": self._patience.state(),
+            "evaluation_owed": self._owed,
             "validation_loss": self._scores.loss if self._scores and self._evaluated == step else None,
         }
         problem = self._saver.save(step, state.tensors, state.own, values)
