@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from grappe import launch
 from grappe.place import Place
 
 CALL_SECONDS = 120
@@ -23,8 +24,8 @@ class Pool:
     """Processes that wait for functions ("package.module:name"), called as function(place, meet, *arguments)."""
 
     def __init__(self, size: int) -> None:
+        launch.warm()  # the server is one for all of this process: it must be the one that launching needs
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["grappe.preload"])
         self._meet = Path(tempfile.mkdtemp(prefix="grappe-test-"))
         self._calls = itertools.count()
         self._size = size
