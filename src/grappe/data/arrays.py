@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from grappe.errors import TaskError
 
+CPU = torch.device("cpu")
 DEVICE_SHARE = 0.25  # of a GPU's free memory that a dataset may take, so that gathers need no transfer
 
 
@@ -37,6 +38,7 @@ class Arrays(Dataset):
         if len(lengths) != 1:
             raise TaskError(f"Arrays: inputs and targets have different lengths: {sorted(lengths)}")
         self._length = lengths.pop()
+        self._plain = isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor)
 
     def __len__(self) -> int:
         return self._length
@@ -48,13 +50,12 @@ class Arrays(Dataset):
     def gather(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
         """The samples `ids` [B] as a prepared batch on `device`."""
         index = torch.from_numpy(ids)
-
-        def pick(stored: Tensor) -> Tensor:
-            rows = stored.index_select(0, index.to(stored.device))
-            return rows if device is None or rows.device == device else _send(rows, device)
-
-        inputs = tree_map(pick, self.inputs) if not isinstance(self.inputs, Tensor) else pick(self.inputs)
-        targets = tree_map(pick, self.targets) if not isinstance(self.targets, Tensor) else pick(self.targets)
+        if self._plain and device == CPU:
+            inputs, targets = self.inputs.index_select(0, index), self.targets.index_select(0, index)
+        else:
+            inputs, targets = tree_map(
+                lambda stored: _pick(stored, index, device), (self.inputs, self.targets)
+            )
         return (self.prepare(inputs) if self.prepare else inputs), targets
 
     def to_device(self, device: torch.device) -> None:
@@ -83,6 +84,11 @@ def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tens
         return images.float().sub_(shift.to(images.device)).mul_(scale.to(images.device))
 
     return prepare
+
+
+def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
+    rows = stored.index_select(0, index.to(stored.device))
+    return rows if device is None or rows.device == device else _send(rows, device)
 
 
 def _send(rows: Tensor, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,35 +69,30 @@ class Feed:
             else:
                 bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
                 pieces = tuple(ids[a:b] for a, b in bounds)
-            yield Slice(step=step, epoch=epoch, samples=len(everyone), ids=ids, pieces=pieces)
+            yield Slice(step, epoch, len(everyone), ids, pieces)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of steps `start` to `stop`. Collective where the task counts its targets."""
-        fetched = self._fetched(start, stop)
+        fetch = self._fetch(start, stop)
         for part in self.slices(start, stop):
-            micros = tuple(self._microbatch(part, ids, *next(fetched)) for ids in part.pieces)
-            yield Batch(
-                epoch=part.epoch,
-                step=part.step,
-                microbatches=micros,
-                samples=part.samples,
-                count=self._count(part, micros),
-                ids=part.ids,
-            )
+            micros = tuple([self._microbatch(part, ids, *fetch(ids)) for ids in part.pieces])
+            yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
-    def _fetched(self, start: int, stop: int) -> Iterator[tuple[Any, Any]]:
-        requests = ((part, filled(piece)) for part in self.slices(start, stop) for piece in part.pieces)
-        if self._arrays is not None:
-            device = self._world.device
-            return (self._arrays.gather(ids, device) for _, ids in requests)
-        loader = self._loader(requests)
+    def _fetch(self, start: int, stop: int) -> Callable[[np.ndarray], tuple[Any, Any]]:
+        """What gives the samples of a piece; to be asked for the pieces of steps `start` to `stop` in order."""
+        arrays, device = self._arrays, self._world.device
+        if arrays is not None:
+            return lambda ids: arrays.gather(filled(ids), device)
+        # Workers read ahead, so they have the order for themselves.
+        loader = self._loader((part, filled(ids)) for part in self.slices(start, stop) for ids in part.pieces)
         # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
         # whose end waits for threads that are not there.
         gc.freeze()
         try:
-            return iter(loader)
+            loaded = iter(loader)
         finally:
             gc.unfreeze()
+        return lambda ids: next(loaded)
 
     def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]]) -> DataLoader:
         # Validation draws the same in every evaluation, so that losses can be compared.
@@ -138,7 +133,7 @@ class Feed:
             weights = self._task.counts(targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
-        return Microbatch(inputs=inputs, targets=targets, rows=len(ids), weights=weights)
+        return Microbatch(inputs, targets, len(ids), weights)
 
     def _to_device(self, batch: Any) -> Any:
         device = self._world.device
@@ -149,8 +144,10 @@ class Feed:
         )
 
     def _count(self, part: Slice, micros: tuple[Microbatch, ...]) -> float | Tensor:
+        if not self._counts or not self._training:
+            return float(part.samples)
         weights = [micro.weights for micro in micros if micro.weights is not None]
-        if not weights or not self._training:
+        if not weights:
             return float(part.samples)
         total = torch.stack([one.sum() for one in weights]).sum()
         if self._world.data_group is not None:

@@ -82,7 +82,7 @@ class Native(Stepper):
         sums = self._tally.sums()
         lr = self._group["lr"]
         norm, skipped = self._update()
-        return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
+        return StepResult(batch, sums, norm, skipped, lr)
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Forward and backward of a microbatch; the sum of losses so far."""
