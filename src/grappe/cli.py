@@ -139,10 +139,14 @@ def drill(
 
     texts = split(fields)
     session.prepare(plan, task)
+    from rich.console import Console
+
     from grappe.verbs import drill as verb
     from grappe.verbs.train import request
 
-    findings = list(verb.drill(request(task, plan, data=data, fields=texts)))
+    asked = request(task, plan, data=data, fields=texts)
+    with Console(stderr=True).status("") as status:  # seen on a terminal only
+        findings = list(verb.drill(asked, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
     return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
 

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.commit import read_json, write_json
+from grappe.checkpoint.commit import flush, read_json, write_json
 from grappe.errors import RunError
 
 DESCRIPTION = "run.json"
+HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 DONE = "done"
 BASE = Path("runs")
@@ -34,8 +37,18 @@ class Run:
 
     @property
     def description(self) -> dict[str, Any]:
-        """run.json: task, fields, plan, versions, hosts, restarts."""
-        return read_json(self.folder / DESCRIPTION)
+        """run.json: task, fields, plan, versions, hosts, restarts.
+
+        Raises:
+            RunError: it is damaged.
+        """
+        found = read_json(self.folder / DESCRIPTION)
+        if found.pop(HASH, None) not in {None, _hash(found)}:
+            raise RunError(
+                f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
+                f"from their weights with --from {self.folder}"
+            )
+        return found
 
     @property
     def finished(self) -> bool:
@@ -85,7 +98,7 @@ class Run:
 
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
-        write_json(self.folder / DESCRIPTION, {**self.description, **changes})
+        _write_description(self.folder, {**self.description, **changes})
 
     def finish(self) -> None:
         """Says that the training came to its end."""
@@ -114,12 +127,21 @@ class Run:
                 )
             for name in ("checkpoints", "logs"):
                 (folder / name).mkdir(exist_ok=True)
-            write_json(folder / DESCRIPTION, description)
+            _write_description(folder, description)
+            flush(folder.parent)
         except OSError as error:
             raise RunError(
                 f"{folder} cannot be written: {error.strerror}: give another with --run"
             ) from error
         return cls(folder)
+
+
+def _write_description(folder: Path, description: dict[str, Any]) -> None:
+    write_json(folder / DESCRIPTION, {**description, HASH: _hash(description)})
+
+
+def _hash(description: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(description, sort_keys=True).encode())
 
 
 def new_folder(base: Path, task: str) -> Path:

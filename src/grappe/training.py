@@ -93,14 +93,24 @@ class Training:
         self.phases = {"start": 0.0, "data": 0.0, "steps": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
 
     def resume(self, found: checkpoint_format.Checkpoint) -> None:
-        """Goes on from a checkpoint. Collective."""
+        """Goes on from a checkpoint. Collective.
+
+        Raises:
+            RunError: it verifies, and yet holds what no training of grappe's wrote.
+        """
         values = found.values
-        saved = Saved(tensors=found.tensors, values=values.get("engine", {}))
-        if values.get("engine_name") != self._engine_name:
-            saved = saved.weights_only()
-        self.engine.restore(saved)
+        try:
+            saved = Saved(tensors=found.tensors, values=values.get("engine", {}))
+            if values.get("engine_name") != self._engine_name:
+                saved = saved.weights_only()
+            self.engine.restore(saved)
+            self._patience.restore(values.get("patience", {}))
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise RunError(
+                f"{found.folder} verifies, but its state is not one that a training can go on from "
+                f"({type(error).__name__}: {error}). Start a new run from its weights: --from {self.run.folder}"
+            ) from error
         self.start = self._step = found.step
-        self._patience.restore(values.get("patience", {}))
         self._owed = values.get("evaluation_owed") is True
 
     def run_to_end(self) -> Outcome:
@@ -128,6 +138,8 @@ class Training:
         finally:
             self._watchdog.stop()
             self._saver.close()
+            if self._ledger is not None:
+                self._ledger.flush()
             for watcher in self._watchers:
                 watcher.ended(outcome)
         return outcome

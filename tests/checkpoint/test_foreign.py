@@ -59,6 +59,13 @@ def test_the_old_format_and_safetensors(tmp_path) -> None:
         assert all(torch.equal(weights.read(key), tensor) for key, tensor in TENSORS.items())
 
 
+def test_wrappers_of_a_safetensors_file_are_taken_off(tmp_path) -> None:
+    safetensors.torch.save_file(under("module._orig_mod."), tmp_path / "a.safetensors")
+    weights = foreign_weights(tmp_path / "a.safetensors")
+    assert set(weights) == set(TENSORS)
+    assert all(torch.equal(weights.read(key), tensor) for key, tensor in TENSORS.items())
+
+
 def test_a_prefix_that_only_some_have_stays(tmp_path) -> None:
     torch.save({"model.a": torch.ones(1), "head": torch.ones(1)}, tmp_path / "a.pt")
     assert set(foreign_weights(tmp_path / "a.pt")) == {"model.a", "head"}

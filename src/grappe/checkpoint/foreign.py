@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.errors import RunError
-from grappe.weights import InMemory, Weights
+from grappe.weights import InMemory, Under, Weights
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
@@ -29,12 +30,14 @@ def foreign_weights(file: Path) -> Weights:
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
-        return TensorFiles([file])
+        found = TensorFiles([file])
+        return Under(found, _wrapping(found))
     if file.suffix not in PICKLED:
         raise RunError(
             f"--from {file}: give a run's folder, or a file that ends in .safetensors, .ckpt or .pt"
         )
-    return InMemory(_without_prefix(_state_dict(file)))
+    found = InMemory(_state_dict(file))
+    return Under(found, _wrapping(found))
 
 
 def _state_dict(file: Path) -> dict[str, Tensor]:
@@ -56,9 +59,9 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
     return content
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what wrappers put before all of them: DDP, Lightning modules, torch.compile."""
-    for prefix in PREFIXES * 2:  # a compiled model in DDP has two
-        if tensors and all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+def _wrapping(names: Iterable[str]) -> str:
+    """What wrappers put before all names: DDP, Lightning modules, torch.compile; a compiled model in DDP has two."""
+    found, names = "", list(names)
+    while prefix := next((p for p in PREFIXES if names and all(n.startswith(found + p) for n in names)), ""):
+        found += prefix
+    return found

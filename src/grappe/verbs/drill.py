@@ -53,8 +53,11 @@ class Finding:
     weights: str = ""
 
 
-def drill(asked: Request) -> Iterator[Finding]:
+def drill(asked: Request, say: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:
     """Disturbs trainings of a few steps, in a folder that is thrown away; what came of each.
+
+    Args:
+        say: told what is tried now, before it is.
 
     Raises:
         GrappeError: the task does not even train undisturbed.
@@ -65,10 +68,13 @@ def drill(asked: Request) -> Iterator[Finding]:
         )
     with tempfile.TemporaryDirectory(prefix="grappe-drill-") as base:
         quiet = dataclasses.replace(asked, base=Path(base), quiet=True)
+        say("a training that nothing disturbs")
         reference = _train(quiet, Path(base) / "undisturbed")
         if Run(reference).description["step"] < LEAST_STEPS:
             raise UsageError(f"a drill takes {STEPS} steps, and this training has fewer: give it more epochs")
-        for number, fault in enumerate(all_faults(asked.plan)):
+        faults_to_try = all_faults(asked.plan)
+        for number, fault in enumerate(faults_to_try):
+            say(f"{fault.name} ({number + 1} of {len(faults_to_try)})")
             yield _finding(fault, quiet, Path(base) / f"fault-{number}", reference)
 
 

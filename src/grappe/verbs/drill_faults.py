@@ -1,10 +1,11 @@
-"""What the drill does to a training, from inside its processes: real signals, at chosen steps."""
+"""What the drill does to a training, from inside its processes: real signals, at chosen steps and random instants."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import random
 import resource
 import signal
 import threading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 DISTURBED = "drill-disturbed.json"
 RESUMED = "drill-resumed.json"
 POLL_SECONDS = 0.0002
+SPREAD = 2.0  # steps within which a process is killed
 
 
 @dataclasses.dataclass
@@ -50,6 +52,11 @@ class Saboteur(Watcher):
         if self.fault == "disk":
             # For this process no file can grow any more: what a full disk is to it, without being root.
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        elif self.fault == "SIGKILL":
+            # Anywhere in what follows the step: each process at an instant of its own.
+            threading.Timer(
+                random.uniform(0, SPREAD * record.seconds), os.kill, (os.getpid(), signal.SIGKILL)
+            ).start()
         else:
             os.kill(os.getpid(), getattr(signal, self.fault))
 

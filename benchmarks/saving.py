@@ -1,0 +1,183 @@
+"""One training that saves as it goes, timed: `python -m benchmarks.saving grappe --every 10` prints seconds a step.
+
+The network is four layers of 1,024 units with Adam, 50 MB of state, on one thread; a step takes about 0.1 s. Every
+contender takes the same steps on the same kind of batch, and differs in how it saves. Timed are the steps behind
+the first ten, from one step's end to another's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+WIDTH, LAYERS, BATCH, WARMUP = 1024, 4, 256, 10
+NEVER = 10**9
+
+
+def network() -> nn.Module:
+    """Its weights are the same in every process."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    """x [64 BATCH, WIDTH], y [64 BATCH]."""
+    source = torch.Generator().manual_seed(0)
+    return torch.randn(64 * BATCH, WIDTH, generator=source), torch.randint(
+        WIDTH, (64 * BATCH,), generator=source
+    )
+
+
+class Clock:
+    """Told of each step's end; knows the mean of those behind the warm-up."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def tick(self) -> None:
+        self._ends.append(time.perf_counter())
+
+    @property
+    def seconds_a_step(self) -> float:
+        return (self._ends[-1] - self._ends[WARMUP - 1]) / (len(self._ends) - WARMUP)
+
+
+def by_hand(steps: int, clock: Clock, save: Callable[[int, dict[str, Any]], None], every: int) -> None:
+    """The plain loop; `save` gets a step and the state."""
+    net, (x, y) = network(), samples()
+    optimizer = Adam(net.parameters())
+    for step in range(1, steps + 1):
+        rows = torch.randint(len(x), (BATCH,))
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[rows]), y[rows]).backward()
+        optimizer.step()
+        if step % every == 0:
+            save(step, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+        clock.tick()
+
+
+def torch_save(steps: int, every: int, folder: Path, clock: Clock) -> None:
+    """torch.save as a person writes it: no flush to disk, one file that is written over."""
+    by_hand(steps, clock, lambda step, state: torch.save(state, folder / "checkpoint.pt"), every)
+
+
+def dcp(steps: int, every: int, folder: Path, clock: Clock) -> None:
+    """torch.distributed.checkpoint in the background, the save before waited for."""
+    import torch.distributed as dist
+    from torch.distributed import checkpoint
+
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=0, world_size=1)
+    pending: list[Any] = []
+
+    def save(step: int, state: dict[str, Any]) -> None:
+        if pending:
+            pending.pop().result()
+        pending.append(checkpoint.async_save(state, checkpoint_id=folder / f"step-{step}"))
+
+    by_hand(steps, clock, save, every)
+    if pending:
+        pending.pop().result()
+    dist.destroy_process_group()
+
+
+def lightning(steps: int, every: int, folder: Path, clock: Clock) -> None:
+    """Lightning's Trainer with its ModelCheckpoint, everything else that can be off, off."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return Adam(self.parameters())
+
+    class Tick(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.tick()
+
+    saves = [ModelCheckpoint(dirpath=folder, every_n_train_steps=every)] if every < NEVER else []
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(saves),
+        callbacks=[*saves, Tick()],
+    )
+    # ModelCheckpoint is moved behind all other callbacks, so a step's save counts to the step after it.
+    trainer.fit(Module(), DataLoader(TensorDataset(*samples()), batch_size=BATCH, shuffle=True))
+
+
+def grappe(steps: int, every: int, folder: Path, clock: Clock) -> None:
+    """What `grappe train` runs in each process, checkpoints flushed, hashed and committed."""
+    from grappe import Arrays, Task
+    from grappe.training import Options, Training
+    from grappe.verbs.train import request, worker
+    from grappe.world import Place
+
+    class Wide(Task):
+        def model(self) -> nn.Module:
+            return network()
+
+        def data(self, split: str, folder: Path) -> Arrays:
+            return Arrays(*samples())
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(output, target, reduction="none")
+
+        def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+            return Adam(named_parameters)
+
+    after = Training.after
+
+    def timed(self: Training, result: Any) -> bool:
+        stop = after(self, result)
+        clock.tick()
+        return stop
+
+    Training.after = timed  # type: ignore[method-assign]
+    # One step more than is timed: the last one evaluates and waits for the disk.
+    task = Wide(epochs=NEVER, batch_size=BATCH)
+    options = Options(evaluate_every=NEVER, save_every=every, steps=steps + 1, keep=1)
+    asked = request(task, "device=cpu,threads=1", folder / "run", options=options)
+    place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
+    worker(asked, place, folder)
+    clock._ends.pop()
+
+
+CONTENDERS = {one.__name__: one for one in (torch_save, dcp, lightning, grappe)}
+
+
+def main() -> None:
+    """Trains and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
+    parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=NEVER, help="steps between checkpoints")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    clock = Clock()
+    with tempfile.TemporaryDirectory(prefix="grappe-bench-", dir=".") as folder:
+        CONTENDERS[options.contender](options.steps, options.every, Path(folder).resolve(), clock)
+    print(f"seconds a step {clock.seconds_a_step:.6f}")
+
+
+if __name__ == "__main__":
+    main()

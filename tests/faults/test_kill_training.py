@@ -1,0 +1,85 @@
+"""SIGKILL of whole trainings at random instants, as often as it takes: the end is the same to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.run import Run
+from tests.commands import GRAPPE, Command
+
+SOAK = "GRAPPE_SOAK" in os.environ
+KILLS = int(os.environ["GRAPPE_SOAK"]) // 10 if SOAK else 4
+STEPS_BETWEEN = 4  # at least, so that it comes to an end
+TASK = str(Path(__file__).with_name("stuck.py")) + ":Quick"
+PATIENCE_SECONDS = 120.0
+
+
+def steps_in(run: Path) -> int:
+    return sum(1 for _ in Run(run).records("step")) if Run.is_run(run) else 0
+
+
+def train(folder: Path, kills: int, steps: int, plan: str, generator: random.Random) -> tuple[Path, int]:
+    """Trains to the end through so many kills of the launcher or of one process; how many struck."""
+    run, struck = folder / "run", 0
+    command_line = (GRAPPE, "train", TASK, "epochs=100000", "--plan", plan, "--run", str(run), "--ledger")
+    while True:
+        command = Command(*command_line, "--save-every", "3", "--steps", str(steps), cwd=folder)
+        try:
+            if struck < kills and strike(command, run, generator):
+                struck += 1
+                command.process.wait(PATIENCE_SECONDS)
+                continue
+            code, _, err = command.end()
+            assert code == 0, err
+            return run, struck
+        finally:
+            command.close()
+
+
+def strike(command: Command, run: Path, generator: random.Random) -> bool:
+    """Kills the command or one of its training processes a random time after its first steps."""
+    begun, until = steps_in(run), time.monotonic() + PATIENCE_SECONDS
+    while steps_in(run) <= begun + STEPS_BETWEEN:
+        if command.process.poll() is not None:
+            return False
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(generator.random() * 0.3)
+    victims = command.members()
+    whom = victims if generator.random() < 0.5 else [generator.choice(victims)]
+    for pid in whom:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return bool(whom)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2,threads=1,workers=0,device=cpu"])
+def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan: str) -> None:
+    generator = random.Random(time.time_ns() if SOAK else 7)
+    steps = 20 * (KILLS + 1)
+    for name in ("quiet", "killed"):
+        (tmp_path / name).mkdir()
+    quiet, _ = train(tmp_path / "quiet", 0, steps, plan, generator)
+    killed, struck = train(tmp_path / "killed", KILLS, steps, plan, generator)
+    assert struck > 0
+    one, other = Run(quiet).latest(), Run(killed).latest()
+    assert one is not None and other is not None
+    assert one.step == other.step == steps
+    assert set(one.tensors) == set(other.tensors)
+    for name in one.tensors:
+        assert torch.equal(one.tensors.read(name), other.tensors.read(name)), name
+    losses = [[(line["step"], line["loss"]) for line in Run(run).records("step")] for run in (quiet, killed)]
+    assert losses[0] == losses[1]
+    for rank in (0, 1):
+        assert (quiet / f"ledger/rank-{rank}.jsonl").read_text() == (
+            killed / f"ledger/rank-{rank}.jsonl"
+        ).read_text()
