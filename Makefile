@@ -27,6 +27,11 @@ types: .venv/dev  ## check types
 docs: .venv/test  ## regenerate the README's tables
 	@$(BIN)/python docs/generate.py
 
+KILLS ?= 5000
+soak: .venv/test  ## thousands of kills, and every pair of plans to resume under (hours; KILLS=1000 for less)
+	@GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_kill_training.py \
+		tests/faults/test_resume.py --durations 5
+
 bench: .venv/test  ## compare with the rivals; makes an environment of its own for them
 	@benchmarks/run
 
@@ -51,4 +56,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train test lint types docs bench clean
+.PHONY: help train test lint types docs soak bench clean

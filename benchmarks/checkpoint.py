@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,14 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import xxhash
 from torch import Tensor
 
 from benchmarks.figures import machine, spread, table
-from benchmarks.saving import CONTENDERS, NEVER, network
+from benchmarks.saving import CONTENDERS, EVERY, network
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver
@@ -28,7 +29,6 @@ from grappe.checkpoint.tensor_file import Piece
 from grappe.world import Place, World
 
 ROOT = Path(__file__).parent.parent
-EVERY = 10
 BLOCKING, COST, HASHING = 1.2, 0.01, 0.03  # aims: copies of the state; share of the steps; share of the write
 NAMES = {
     "torch_save": "torch.save", "dcp": "torch.distributed.checkpoint, async_save",
@@ -40,7 +40,7 @@ def main() -> None:
     """Measures in turns, and prints markdown tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="of each training")
+    parser.add_argument("--steps", type=int, default=100, help="of each training")
     parser.add_argument("--folder", type=Path, default=ROOT, help="on the disk that is meant")
     parser.add_argument("--json", type=Path, help="write every round's figures here")
     options = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="grappe-bench-", dir=options.folder) as temporary:
         folder = Path(temporary)
-        found["parts"] = parts(folder, 4 * options.rounds)
+        found["parts"] = parts(folder, 8 * options.rounds)
         found["costs"] = costs(folder, options.rounds, options.steps)
         found["kill"] = [after_a_kill(folder / f"killed-{number}") for number in range(options.rounds)]
     print(f"\n## Checkpoints\n\nFrom {before}\nto {machine()}.\n")
@@ -81,19 +81,39 @@ def parts(folder: Path, rounds: int) -> list[dict[str, float]]:
             "blocking": _seconds(lambda number=number: saver.save(number, tensors, {}, {})),
             "rest": _seconds(saver.wait),
             "write": _seconds(lambda number=number: tensor_file.write(folder / f"{number}", pieces)),
-            "hash": _seconds(lambda: _hash(pieces)),
+            "hash": _hashing(folder / f"{number}-hashed", pieces),
             "torch.save": _seconds(lambda: torch.save(tensors, folder / "rival.pt")),
         }
-        (folder / f"{number}").unlink()
+        for name in (f"{number}", f"{number}-hashed"):
+            (folder / name).unlink()
         found.append(one)
     saver.close()
     return found[1:]  # the first save makes its buffers
 
 
-def _hash(pieces: list[Piece]) -> None:
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        digest.update(memoryview(piece.data.view(-1).view(torch.uint8).numpy()))
+class TimedHash:
+    """XXH3 as the checkpoint has it, with a clock around it."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        began = time.perf_counter()
+        self._digest.update(chunk)
+        TimedHash.seconds += time.perf_counter() - began
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _hashing(file: Path, pieces: list[Piece]) -> float:
+    """Seconds that hashing takes of writing the pieces."""
+    TimedHash.seconds = 0.0
+    with mock.patch.object(tensor_file, "xxhash", SimpleNamespace(xxh3_128=TimedHash)):
+        tensor_file.write(file, pieces)
+    return TimedHash.seconds
 
 
 def _seconds(act: Callable[[], object]) -> float:
@@ -102,25 +122,18 @@ def _seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def costs(folder: Path, rounds: int, steps: int) -> list[dict[str, tuple[float, float]]]:
-    """By contender: seconds a step without checkpoints and with one every ten, each round in turns."""
-    found = []
-    for _ in range(rounds):
-        one = {}
-        for name in CONTENDERS:
-            one[name] = (_training(folder, name, steps, NEVER), _training(folder, name, steps, EVERY))
-        found.append(one)
-    return found
+def costs(folder: Path, rounds: int, steps: int) -> list[dict[str, list[tuple[float, float]]]]:
+    """By contender: seconds of ten steps with a save in them and of the ten behind, each round in turns."""
+    return [{name: _training(folder, name, steps) for name in CONTENDERS} for _ in range(rounds)]
 
 
-def _training(folder: Path, name: str, steps: int, every: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.saving", name, "--steps", str(steps), "--every", str(every)]
+def _training(folder: Path, name: str, steps: int) -> list[tuple[float, float]]:
+    command = [sys.executable, "-m", "benchmarks.saving", name, "--steps", str(steps)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    rate = re.search(r"^seconds a step ([\d.]+)$", done.stdout, re.MULTILINE)
-    if done.returncode or rate is None:
+    if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return float(rate[1])
+    return [(one, other) for one, other in json.loads(done.stdout.splitlines()[-1])]
 
 
 def after_a_kill(run: Path) -> dict[str, float]:
@@ -193,14 +206,22 @@ def text_of_parts(found: list[dict[str, float]]) -> str:
     )
 
 
-def text_of_costs(found: list[dict[str, tuple[float, float]]]) -> str:
-    """What a checkpoint every ten steps adds to a step."""
+def text_of_costs(found: list[dict[str, list[tuple[float, float]]]]) -> str:
+    """What a checkpoint every ten steps adds to them."""
     rows = []
     for name in CONTENDERS:
-        added = spread([one[name][1] / one[name][0] - 1 for one in found])
-        step = spread([1e3 * one[name][0] for one in found])
-        rows.append([NAMES[name], step.text("{:.1f}"), added.text("{:+.1%}")])
-    head = ("a checkpoint every ten steps", "ms a step without", f"added (aim of grappe {COST:.0%})")
+        pairs = [pair for one in found for pair in one[name]]
+        added = spread([100 * (saving / plain - 1) for saving, plain in pairs])
+        step = spread([1e3 * plain / (EVERY // 2) for _, plain in pairs])
+        rows.append(
+            [NAMES[name], step.text("{:.1f}"), f"{added.text('{:+.1f}')} ±{added.error:.1f}", str(len(pairs))]
+        )
+    head = (
+        "a checkpoint every ten steps",
+        "ms a step without",
+        f"added, % (aim of grappe {COST:.0%})",
+        "saves",
+    )
     return f"### Saving while training, {len(found)} rounds\n\n{table(head, rows)}"
 
 

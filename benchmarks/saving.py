@@ -1,13 +1,14 @@
-"""One training that saves as it goes, timed: `python -m benchmarks.saving grappe --every 10` prints seconds a step.
+"""One training that saves every twenty steps, timed: `python -m benchmarks.saving grappe` prints seconds of ten steps.
 
 The network is four layers of 1,024 units with Adam, 50 MB of state, on one thread; a step takes about 0.1 s. Every
-contender takes the same steps on the same kind of batch, and differs in how it saves. Timed are the steps behind
-the first ten, from one step's end to another's.
+contender takes the same steps on the same kind of batch, and differs in how it saves. Ten steps with a save in them
+are held against the ten steps that follow, of the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-WIDTH, LAYERS, BATCH, WARMUP = 1024, 4, 256, 10
+WIDTH, LAYERS, BATCH, EVERY = 1024, 4, 256, 20
 NEVER = 10**9
 
 
@@ -39,7 +40,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 class Clock:
-    """Told of each step's end; knows the mean of those behind the warm-up."""
+    """Told of each step's end. Every twentieth step saves: ten steps from there on are held against the ten behind."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
@@ -47,12 +48,16 @@ class Clock:
     def tick(self) -> None:
         self._ends.append(time.perf_counter())
 
-    @property
-    def seconds_a_step(self) -> float:
-        return (self._ends[-1] - self._ends[WARMUP - 1]) / (len(self._ends) - WARMUP)
+    def stretches(self) -> list[tuple[float, float]]:
+        """Seconds of ten steps that a save lies in, and of the ten steps behind them; the first save is left out."""
+        found = []
+        for save in range(2 * EVERY, len(self._ends) - EVERY + 1, EVERY):
+            first, middle, last = (self._ends[save - 2 + steps] for steps in (0, EVERY // 2, EVERY))
+            found.append((middle - first, last - middle))
+        return found
 
 
-def by_hand(steps: int, clock: Clock, save: Callable[[int, dict[str, Any]], None], every: int) -> None:
+def by_hand(steps: int, clock: Clock, save: Callable[[int, dict[str, Any]], None]) -> None:
     """The plain loop; `save` gets a step and the state."""
     net, (x, y) = network(), samples()
     optimizer = Adam(net.parameters())
@@ -61,17 +66,17 @@ def by_hand(steps: int, clock: Clock, save: Callable[[int, dict[str, Any]], None
         optimizer.zero_grad()
         F.cross_entropy(net(x[rows]), y[rows]).backward()
         optimizer.step()
-        if step % every == 0:
+        if step % EVERY == 0:
             save(step, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         clock.tick()
 
 
-def torch_save(steps: int, every: int, folder: Path, clock: Clock) -> None:
+def torch_save(steps: int, folder: Path, clock: Clock) -> None:
     """torch.save as a person writes it: no flush to disk, one file that is written over."""
-    by_hand(steps, clock, lambda step, state: torch.save(state, folder / "checkpoint.pt"), every)
+    by_hand(steps, clock, lambda step, state: torch.save(state, folder / "checkpoint.pt"))
 
 
-def dcp(steps: int, every: int, folder: Path, clock: Clock) -> None:
+def dcp(steps: int, folder: Path, clock: Clock) -> None:
     """torch.distributed.checkpoint in the background, the save before waited for."""
     import torch.distributed as dist
     from torch.distributed import checkpoint
@@ -84,13 +89,13 @@ def dcp(steps: int, every: int, folder: Path, clock: Clock) -> None:
             pending.pop().result()
         pending.append(checkpoint.async_save(state, checkpoint_id=folder / f"step-{step}"))
 
-    by_hand(steps, clock, save, every)
+    by_hand(steps, clock, save)
     if pending:
         pending.pop().result()
     dist.destroy_process_group()
 
 
-def lightning(steps: int, every: int, folder: Path, clock: Clock) -> None:
+def lightning(steps: int, folder: Path, clock: Clock) -> None:
     """Lightning's Trainer with its ModelCheckpoint, everything else that can be off, off."""
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -111,21 +116,19 @@ def lightning(steps: int, every: int, folder: Path, clock: Clock) -> None:
         def on_train_batch_end(self, *_: Any) -> None:
             clock.tick()
 
-    saves = [ModelCheckpoint(dirpath=folder, every_n_train_steps=every)] if every < NEVER else []
     trainer = Trainer(
         accelerator="cpu",
         max_steps=steps,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=bool(saves),
-        callbacks=[*saves, Tick()],
+        callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=EVERY), Tick()],
     )
-    # ModelCheckpoint is moved behind all other callbacks, so a step's save counts to the step after it.
+    # ModelCheckpoint is moved behind all other callbacks, so a save counts to the step behind it: one of the same ten.
     trainer.fit(Module(), DataLoader(TensorDataset(*samples()), batch_size=BATCH, shuffle=True))
 
 
-def grappe(steps: int, every: int, folder: Path, clock: Clock) -> None:
+def grappe(steps: int, folder: Path, clock: Clock) -> None:
     """What `grappe train` runs in each process, checkpoints flushed, hashed and committed."""
     from grappe import Arrays, Task
     from grappe.training import Options, Training
@@ -155,7 +158,7 @@ def grappe(steps: int, every: int, folder: Path, clock: Clock) -> None:
     Training.after = timed  # type: ignore[method-assign]
     # One step more than is timed: the last one evaluates and waits for the disk.
     task = Wide(epochs=NEVER, batch_size=BATCH)
-    options = Options(evaluate_every=NEVER, save_every=every, steps=steps + 1, keep=1)
+    options = Options(evaluate_every=NEVER, save_every=EVERY, steps=steps + 1, keep=1)
     asked = request(task, "device=cpu,threads=1", folder / "run", options=options)
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
     worker(asked, place, folder)
@@ -169,14 +172,13 @@ def main() -> None:
     """Trains and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
     parser.add_argument("contender", choices=CONTENDERS)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=NEVER, help="steps between checkpoints")
+    parser.add_argument("--steps", type=int, default=4 * EVERY)
     options = parser.parse_args()
     torch.set_num_threads(1)
     clock = Clock()
     with tempfile.TemporaryDirectory(prefix="grappe-bench-", dir=".") as folder:
-        CONTENDERS[options.contender](options.steps, options.every, Path(folder).resolve(), clock)
-    print(f"seconds a step {clock.seconds_a_step:.6f}")
+        CONTENDERS[options.contender](options.steps, Path(folder).resolve(), clock)
+    print(json.dumps(clock.stretches()))
 
 
 if __name__ == "__main__":

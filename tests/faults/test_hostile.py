@@ -228,6 +228,22 @@ def test_state(run, case: str) -> None:
         assert "state.json" in told(lambda: Run(run).latest().values)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"engine": []}, {"engine": {"optimizer": {"0.0.weight": 5}}}, {"engine": {}, "patience": 5}],
+    ids=["engine", "optimizer", "patience"],
+)
+def test_a_state_that_no_training_can_go_on_from(run, values: dict) -> None:
+    checkpoint = newest(run)
+    known = json.loads((checkpoint / STATE).read_text())
+    (checkpoint / STATE).write_text(json.dumps({**known, **values}))
+    seal(checkpoint)
+    signal.alarm(0)
+    words = told(lambda: train(run, Images(epochs=2), steps=2))
+    assert "verifies, but its state is not one that a training can go on from" in words
+    assert f"--from {run}" in words
+
+
 @pytest.mark.parametrize("case", METRICS)
 def test_metrics(run, case: str) -> None:
     (run / "metrics.jsonl").write_bytes(METRICS[case])

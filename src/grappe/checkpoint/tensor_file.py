@@ -28,7 +28,7 @@ NAMES = {
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 ALIGNMENT = 8
-WRITE_SIZE = 1 << 24
+WRITE_SIZE = 1 << 20  # bytes: what was just written is still in a cache when it is hashed
 
 
 class Piece(NamedTuple):
