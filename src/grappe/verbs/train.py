@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from grappe.place import Place
 from grappe.plan import Plan, as_plan
@@ -18,6 +18,9 @@ from grappe.training import Options, Training
 from grappe.verbs.session import TaskReference, blaming, start, user_call
 from grappe.watchers.base import Watcher
 from grappe.world import World
+
+if TYPE_CHECKING:
+    from grappe.chronometer import Chronometer
 
 DATA_FOLDER = "GRAPPE_DATA"
 
@@ -113,6 +116,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     began = time.perf_counter()
     from grappe import engines, world
     from grappe.child import early_log, redirect
+    from grappe.chronometer import Chronometer
     from grappe.interrupt import Interrupt
     from grappe.outlet import outlet
 
@@ -128,7 +132,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
         if place.launcher == "grappe":
             redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
         watchdog = _watchdog(asked, place, meet, here, opened)
-        with blaming(task):
+        with blaming(task), Chronometer(here.device, began) as chronometer:
             training = _assemble(
                 asked,
                 task,
@@ -139,7 +143,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
                 interrupt,
                 watchdog,
                 terminal,
-                began,
+                chronometer,
             )
             outcome = training.run_to_end()
         _close(training, opened.run, outcome, here)
@@ -210,7 +214,7 @@ def _assemble(
     interrupt: Any,
     watchdog: Any,
     terminal: IO[str] | None,
-    began: float,
+    chronometer: Chronometer,
 ) -> Training:
     from grappe.checkpoint.keep import Keep
     from grappe.checkpoint.saver import Saver
@@ -224,13 +228,15 @@ def _assemble(
     total = task.epochs * training_feed.ledger.steps_per_epoch
     if terminal is not None:
         _announce(terminal, asked, task, here, opened, len(datasets[0]))
+    training_feed.phase = chronometer.switch
     setting = Setting(
-        task=task,
+        task=chronometer.watch(task, asked.plan, engine.waits()),
         plan=asked.plan,
         world=here,
         weights=opened.checkpoint.model,
         total_steps=total,
         flag=interrupt.flag,
+        phase=chronometer.switch,
     )
     may_commit = opened.lease.check if opened.lease is not None else _nothing
     keep = Keep(last=asked.options.keep)
@@ -248,7 +254,7 @@ def _assemble(
         watchers=[*(watchers if here.rank == 0 else []), *asked.also],
         interrupt=interrupt,
         watchdog=watchdog,
-        started=began,
+        chronometer=chronometer,
     )
     if opened.checkpoint.step:
         training.resume(opened.checkpoint)
