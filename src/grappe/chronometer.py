@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from grappe import memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,6 +101,8 @@ class Chronometer:
         self._last_gradient = _LastGradient(self)
         self.device_clock = DeviceClock() if device.type == "cuda" else None
         self._record: Callable[[int], None] | None = None
+        self.held: dict[str, int] = {}
+        """Bytes of parameters, gradients and optimizer state, as of the second update."""
 
     def switch(self, phase: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """From now on it is `phase`."""
@@ -237,6 +241,8 @@ class Chronometer:
     def _before_update(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if self.phase in (BACKWARD, COMMUNICATION):
             self.switch(UPDATE)
+        if self._steps == 1 and not self.held:
+            self.held = memory.held(optimizer)
 
     def _watch_waits(self, more: Waits) -> None:
         import torch.distributed as dist

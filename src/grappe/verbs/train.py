@@ -21,6 +21,7 @@ from grappe.world import World
 
 if TYPE_CHECKING:
     from grappe.chronometer import Chronometer
+    from grappe.watchers.meter import Meter
 
 DATA_FOLDER = "GRAPPE_DATA"
 
@@ -119,6 +120,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     from grappe.chronometer import Chronometer
     from grappe.interrupt import Interrupt
     from grappe.outlet import outlet
+    from grappe.watchers.meter import Meter
 
     terminal = None if asked.quiet else outlet(place)
     here = world.join(asked.plan, place, meet)
@@ -133,6 +135,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
             redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
         watchdog = _watchdog(asked, place, meet, here, opened)
         with blaming(task), Chronometer(here.device, began) as chronometer:
+            meter = Meter(here, asked.plan.per_device, began)
             training = _assemble(
                 asked,
                 task,
@@ -144,9 +147,10 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
                 watchdog,
                 terminal,
                 chronometer,
+                meter,
             )
             outcome = training.run_to_end()
-        _close(training, opened.run, outcome, here)
+        _close(training, opened.run, outcome, here, meter)
     finally:
         if opened.lease is not None:
             opened.lease.release()
@@ -187,9 +191,18 @@ def _opened(asked: Request, task: Task, train_data: Any, here: World) -> Any:
     return open_run(wanted, here)
 
 
-def _close(training: Training, run: Run, outcome: Any, here: World) -> None:
+def _close(training: Training, run: Run, outcome: Any, here: World, meter: Meter) -> None:
+    from grappe.watchers.meter import used
+
+    usages = here.gather(meter.usage())
     if here.rank == 0:
-        run.describe(step=outcome.step, status=outcome.status)
+        last = {"processes": [dataclasses.asdict(one) for one in usages]}
+        run.describe(
+            step=outcome.step,
+            status=outcome.status,
+            used=used(usages, run.description.get("used", {})),
+            **last,
+        )
         if outcome.status in ("finished", "stopped"):
             run.finish()
     training.engine.close()
@@ -215,6 +228,7 @@ def _assemble(
     watchdog: Any,
     terminal: IO[str] | None,
     chronometer: Chronometer,
+    meter: Meter,
 ) -> Training:
     from grappe.checkpoint.keep import Keep
     from grappe.checkpoint.saver import Saver
@@ -251,7 +265,7 @@ def _assemble(
         feed=training_feed,
         validation=validation,
         total_steps=total,
-        watchers=[*(watchers if here.rank == 0 else []), *asked.also],
+        watchers=[*(watchers if here.rank == 0 else []), meter, *asked.also],
         interrupt=interrupt,
         watchdog=watchdog,
         chronometer=chronometer,
