@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -81,7 +82,11 @@ class Sleeping(Task):
     """Seconds more that process 1 takes for each forward."""
 
     def model(self) -> nn.Module:
-        late = self.late if os.environ.get("SLEEPING_LATE") == "1" else 0.0
+        late = (
+            self.late
+            if "1" in (os.environ.get("SLEEPING_LATE"), multiprocessing.current_process().name[-1:])
+            else 0.0
+        )
         return Net(self.forward + late, self.backward)
 
     def data(self, split: str, folder: Path) -> Naps:

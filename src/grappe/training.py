@@ -52,6 +52,8 @@ class Options:
     """Whether a checkpoint that cannot be written ends the training."""
     ledger: bool = False
     """Write down the samples of each step."""
+    bare: bool = False
+    """Neither evaluate nor save at the end, and go on beyond the task's epochs: to measure steps."""
 
 
 class Training:
@@ -151,7 +153,7 @@ class Training:
         self._pending = (result, seconds, _on_host(_device_count(result)), _on_host(result.norm))
         self._step = self._watchdog.step = step = result.batch.step + 1
         self._watchdog.marks += 1
-        last = step == self.total_steps
+        last = step == self.total_steps and not self.options.bare
         evaluate = last or self._due(step, self.options.evaluate_every)
         save = last or self._due(step, self.options.save_every)
         if evaluate or save:

@@ -115,6 +115,11 @@ class Feed:
             generator=torch.Generator(),  # it draws a seed for its workers, and must not from dropout's stream
         )
 
+    @property
+    def loading(self) -> int | None:
+        """How many data workers this process has; None: the samples are in memory."""
+        return None if self._arrays is not None else self._workers()
+
     def _workers(self) -> int:
         if self._plan.workers is not None:
             return self._plan.workers

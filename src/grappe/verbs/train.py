@@ -240,6 +240,8 @@ def _assemble(
     training_feed = feed.training_feed(task, datasets[0], asked.plan, here)
     validation = feed.evaluation_feed(task, datasets[1], asked.plan, here)
     total = task.epochs * training_feed.ledger.steps_per_epoch
+    if asked.options.bare:
+        total = max(total, asked.options.steps or 0)
     if terminal is not None:
         _announce(terminal, asked, task, here, opened, len(datasets[0]))
     training_feed.phase = chronometer.switch

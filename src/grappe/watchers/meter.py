@@ -37,6 +37,9 @@ class Usage:
     """Of all cores, its data workers that have ended too."""
     cores: int
     """Those of the node that it could use; 0 for a process that is not its node's first, so that they can be summed."""
+    threads: int
+    workers: int | None
+    """Data-loading processes of its own; None: the samples are in memory."""
     gpus: int
     """1 if it is the first process on its GPU."""
     peak: Mapping[str, int]
@@ -140,6 +143,8 @@ class Meter(Watcher):
             seconds=time.perf_counter() - self._started,
             cpu_seconds=_cpu_seconds(),
             cores=cores() if self._first_of_node else 0,
+            threads=self._world.threads,
+            workers=training.feed.loading if training is not None else None,
             gpus=int(self._first_on_gpu),
             peak=memory.peak(self._world.device),
             held=training.chronometer.held if training is not None else {},
