@@ -216,7 +216,7 @@ def measure(
         if part is not None:
             show(part)
     if out is not None:
-        verb.write(points, task, out)
+        verb.write(points, task, out, weak=weak)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
 
 
@@ -297,6 +297,20 @@ def runs(
     from grappe.verbs.runs import describe, listing
 
     show(describe(run) if run is not None else listing(base))
+    return EXIT_OK
+
+
+@app.command
+def report(
+    *places: Annotated[Path, Parameter(help="Runs' folders, or files of grappe measure --out.")],
+    out: Annotated[
+        Path | None, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
+    ] = None,
+) -> int:
+    """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
+    from grappe.verbs.report import report as verb
+
+    show(str(verb(places, out)))
     return EXIT_OK
 
 

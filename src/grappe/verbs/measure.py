@@ -295,7 +295,7 @@ def notes(points: Sequence[Point]) -> Iterator[str]:
         yield f"{label.get(what, what)}: not measurable here: {reason}"
 
 
-def write(points: Sequence[Point], task: str, file: Path) -> None:
+def write(points: Sequence[Point], task: str, file: Path, *, weak: bool = False) -> None:
     """Writes what `grappe report` can show.
 
     Raises:
@@ -305,6 +305,7 @@ def write(points: Sequence[Point], task: str, file: Path) -> None:
     told = {
         "kind": "measurement",
         "task": task,
+        "weak": weak,
         "points": [as_json(point, good[0]) for point in points],
         "verdict": verdict.sentences(points),
     }

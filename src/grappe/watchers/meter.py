@@ -70,7 +70,7 @@ class Meter(Watcher):
         self._gpu = power.gpu_counters(world.device.index or 0) if self._first_on_gpu else nothing
         self._since = 0.0
         self._file: IO[str] | None = None
-        self._cpu, self._wall = _cpu_seconds(), time.perf_counter()
+        self._cpu, self._wall = 0.0, started
         self._joules: dict[str, float | None] = {}
         self._training: Training | None = None
         self._step = self._samples = self._first_sample = 0
