@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def with_behind_each_step(tick: Callable[[], bool]) -> None:
         if tick():
             # The others' turns are no step of ours: as one, they would bring forward what is drawn and
             # written every so many seconds, out of the steps that are timed.
-            self._clock = time.perf_counter()
+            self.chronometer.forget()
         return stop
 
     Training.after = paced  # type: ignore[method-assign]

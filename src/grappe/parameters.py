@@ -7,6 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from grappe.errors import UsageError
+
 TaskName = Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")]
 FieldText = Annotated[str, Parameter(help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")]
 PlanText = Annotated[
@@ -19,3 +21,17 @@ PlanText = Annotated[
 RunFolder = Annotated[Path, Parameter(help="A run's folder: runs/… (see: grappe runs)")]
 DataFolder = Annotated[Path | None, Parameter(help="Where datasets are. Default: $GRAPPE_DATA, or ./data.")]
 SWITCH = Parameter(negative="", show_default=False)
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of "32,64,128".
+
+    Raises:
+        UsageError: one of them is none, or below 1.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if not part.isdecimal() or int(part) < 1:
+            raise UsageError(f"{option}={text}: give whole numbers from 1, as {option} 32,64,128")
+        found.append(int(part))
+    return found

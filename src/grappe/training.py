@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from grappe import chronometer as phases
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.saver import Saver
+from grappe.chronometer import Chronometer
 from grappe.data.batch import Batch
 from grappe.data.feed import Feed
 from grappe.engines.base import Engine, Saved
@@ -50,6 +52,8 @@ class Options:
     """Whether a checkpoint that cannot be written ends the training."""
     ledger: bool = False
     """Write down the samples of each step."""
+    bare: bool = False
+    """Neither evaluate nor save at the end, and go on beyond the task's epochs: to measure steps."""
 
 
 class Training:
@@ -70,7 +74,7 @@ class Training:
         watchers: Sequence[Watcher],
         interrupt: Interrupt,
         watchdog: Watchdog,
-        started: float,
+        chronometer: Chronometer,
     ) -> None:
         self.engine, self.world, self.run, self.options = engine, world, run, options
         self.feed, self.validation = feed, validation
@@ -89,8 +93,7 @@ class Training:
         self._scores: Scores | None = None
         self._evaluated = self._saved = -1
         self._owed = False
-        self._clock = self._began = started
-        self.phases = {"start": 0.0, "data": 0.0, "steps": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+        self.chronometer = chronometer
 
     def resume(self, found: checkpoint_format.Checkpoint) -> None:
         """Goes on from a checkpoint. Collective.
@@ -123,8 +126,7 @@ class Training:
             watcher.started(self)
         if self._ledger is not None:
             self._ledger.cut_back(self.start, self.world.size)
-        self._clock = time.perf_counter()
-        self.phases["start"] += self._clock - self._began
+        self.chronometer.begin()
         outcome = None
         self._watchdog.start(self.start)
         try:
@@ -146,13 +148,12 @@ class Training:
 
     def after(self, result: StepResult) -> bool:
         """What happens behind a step; True when the training should stop."""
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds = self.chronometer.lap()
         self._settle()
         self._pending = (result, seconds, _on_host(_device_count(result)), _on_host(result.norm))
         self._step = self._watchdog.step = step = result.batch.step + 1
         self._watchdog.marks += 1
-        last = step == self.total_steps
+        last = step == self.total_steps and not self.options.bare
         evaluate = last or self._due(step, self.options.evaluate_every)
         save = last or self._due(step, self.options.save_every)
         if evaluate or save:
@@ -166,8 +167,6 @@ class Training:
             self._settle()
             with self._watchdog.doing("save"):
                 self._save(step)
-        if evaluate or save:
-            self._clock = time.perf_counter()
         return self._stop is not None
 
     def _due(self, step: int, every: int | None) -> bool:
@@ -212,23 +211,27 @@ class Training:
         )
 
     def _evaluate(self, step: int) -> None:
-        began = time.perf_counter()
         ledger = self.validation.ledger
         batches = self._watchdog.noted(self.validation.batches(0, ledger.steps_per_epoch))
         if self._ledger is not None:
             batches = self._ledger.noted(batches, "evaluation", step)
-        self._scores = self.engine.evaluate(batches, ledger.length)
+        with self.chronometer.during(phases.EVALUATION):
+            self._scores = self.engine.evaluate(batches, ledger.length)
         self._evaluated = step
         for watcher in self._watchers:
             watcher.evaluated(step, self._scores)
         if self._patience.exhausted(self._scores.loss):
             self._stop = "stopped"
-        self.phases["evaluation"] += time.perf_counter() - began
 
     def _save(self, step: int) -> None:
         if step == self._saved:
             return
         began = time.perf_counter()
+        with self.chronometer.during(phases.CHECKPOINT):
+            self._save_now(step)
+        self._interrupt.reserve(saving=time.perf_counter() - began)
+
+    def _save_now(self, step: int) -> None:
         for watcher in self._watchers:
             watcher.saved(step)
         if self._ledger is not None:
@@ -244,18 +247,13 @@ class Training:
         problem = self._saver.save(step, state.tensors, state.own, values)
         self._saved = step
         self._heed(problem)
-        spent = time.perf_counter() - began
-        self._interrupt.reserve(saving=spent)
-        self.phases["checkpoint"] += spent
 
     def _finish_saving(self) -> None:
         """Waits until the last save is committed: a training that ends has lost nothing."""
-        began = time.perf_counter()
-        with self._watchdog.doing("save"):
+        with self._watchdog.doing("save"), self.chronometer.during(phases.CHECKPOINT):
             problem = self._saver.wait()
         if problem is not None:
             raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
-        self.phases["checkpoint"] += time.perf_counter() - began
 
     def _heed(self, problem: str | None) -> None:
         """A save in the background failed: say so, and go on or stop as asked."""
@@ -267,24 +265,20 @@ class Training:
             watcher.failed_to_save(problem)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the wait for each counts as data, what follows it as the step."""
+        """The same batches; the wait for each counts as data, what follows it as forward."""
         if self._ledger is not None:
             batches = self._ledger.noted(batches, "step")
-        phases, clock = self.phases, time.perf_counter
-        while True:
-            before = clock()
-            batch = next(batches, None)
-            phases["data"] += clock() - before
-            if batch is None:
-                return
+        switch = self.chronometer.switch
+        switch(phases.DATA)
+        for batch in batches:
+            switch(phases.FORWARD)
             yield batch
+            switch(phases.DATA)
+        switch(phases.WATCHING)
 
     def _outcome(self) -> Outcome:
-        total = time.perf_counter() - self._began
-        others = sum(value for name, value in self.phases.items() if name != "steps")
-        self.phases["steps"] = total - others
         status = self._stop or ("finished" if self._step >= self._whole else "paused")
-        return Outcome(status=status, step=self._step, scores=self._scores, phases=dict(self.phases))
+        return Outcome(status=status, step=self._step, scores=self._scores, timing=self.chronometer.timing())
 
 
 def _on_host(number: Tensor | None) -> OnHost | None:

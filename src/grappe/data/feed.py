@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from grappe.chronometer import DATA, TRANSFER
 from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import sample_keys
@@ -52,6 +53,7 @@ class Feed:
         self._augments = training and overrides(task, "augment")
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
+        self.phase: Callable[[int], None] | None = None  # told when a batch goes to the device, and is there
         self._arrays = in_memory(dataset)
         if self._arrays is not None:
             self._arrays.to_device(world.device)
@@ -113,6 +115,11 @@ class Feed:
             generator=torch.Generator(),  # it draws a seed for its workers, and must not from dropout's stream
         )
 
+    @property
+    def loading(self) -> int | None:
+        """How many data workers this process has; None: the samples are in memory."""
+        return None if self._arrays is not None else self._workers()
+
     def _workers(self) -> int:
         if self._plan.workers is not None:
             return self._plan.workers
@@ -139,9 +146,14 @@ class Feed:
         device = self._world.device
         if device.type == "cpu":
             return batch
-        return tree_map(
+        if self.phase is not None:
+            self.phase(TRANSFER)
+        moved = tree_map(
             lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
         )
+        if self.phase is not None:
+            self.phase(DATA)
+        return moved
 
     def _count(self, part: Slice, micros: tuple[Microbatch, ...]) -> float | Tensor:
         if not self._counts or not self._training:

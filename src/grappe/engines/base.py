@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
+from grappe.chronometer import Waits
 from grappe.data.batch import Batch
 from grappe.loop import After, StepResult, loop
 from grappe.plan import Plan
@@ -47,6 +48,10 @@ class Saved:
         return Saved(tensors=Without(self.tensors, "optimizer."), values=kept)
 
 
+def _nobody(phase: int) -> None:
+    """Nobody takes the time."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """What an engine is made from."""
@@ -59,6 +64,8 @@ class Setting:
     total_steps: int
     flag: Callable[[], float]
     """What this process wants the others to know with the next step: above 0, to stop."""
+    phase: Callable[[int], None] = _nobody
+    """Where an engine may tell the chronometer what it can see better from inside: a phase begins."""
 
 
 class Engine(ABC):
@@ -68,6 +75,11 @@ class Engine(ABC):
     """The keys of a plan that it can honour; the support table is made from it."""
     about: ClassVar[str]
     """One line for the table of engines."""
+
+    @classmethod
+    def waits(cls) -> Waits:
+        """Functions in which it waits for other processes, beyond torch.distributed's own."""
+        return ()
 
     @classmethod
     def refuse(cls, plan: Plan) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grappe import evaluation, model_state
+from grappe.chronometer import FORWARD, UPDATE
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.feed import rows_of
@@ -48,7 +49,7 @@ class Native(Stepper):
 
     def __init__(self, setting: Setting) -> None:
         self._task, self._plan, self._world = setting.task, setting.plan, setting.world
-        self._flag = setting.flag
+        self._flag, self._phase = setting.flag, setting.phase
         set_tf32(self._plan.precision)
         self._prepared = prepare(self._task, self._plan, self._world, setting.weights)
         self._begin, self._tally = self._prepared.begin, self._prepared.tally
@@ -76,6 +77,8 @@ class Native(Stepper):
         total: Tensor | None = None
         last = batch.microbatches[-1]
         for micro in batch.microbatches:
+            if micro is not batch.microbatches[0]:
+                self._phase(FORWARD)
             if self._prepared.synchronise is not None:
                 self._prepared.synchronise(micro is last)
             total = self._accumulate(batch, micro, total, micro is last)
@@ -123,6 +126,7 @@ class Native(Stepper):
             self._prepared.rows.real = True
 
     def _update(self) -> tuple[Tensor | None, bool]:
+        self._phase(UPDATE)  # clipping belongs to it
         norm, skipped = None, False
         if self._needs_norm:
             norm, skipped = self._clip()

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from grappe.place import Place
 from grappe.plan import Plan, as_plan
@@ -18,6 +18,10 @@ from grappe.training import Options, Training
 from grappe.verbs.session import TaskReference, blaming, start, user_call
 from grappe.watchers.base import Watcher
 from grappe.world import World
+
+if TYPE_CHECKING:
+    from grappe.chronometer import Chronometer
+    from grappe.watchers.meter import Meter
 
 DATA_FOLDER = "GRAPPE_DATA"
 
@@ -113,8 +117,10 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     began = time.perf_counter()
     from grappe import engines, world
     from grappe.child import early_log, redirect
+    from grappe.chronometer import Chronometer
     from grappe.interrupt import Interrupt
     from grappe.outlet import outlet
+    from grappe.watchers.meter import Meter
 
     terminal = None if asked.quiet else outlet(place)
     here = world.join(asked.plan, place, meet)
@@ -128,7 +134,8 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
         if place.launcher == "grappe":
             redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
         watchdog = _watchdog(asked, place, meet, here, opened)
-        with blaming(task):
+        with blaming(task), Chronometer(here.device, began) as chronometer:
+            meter = Meter(here, asked.plan.per_device, began)
             training = _assemble(
                 asked,
                 task,
@@ -139,10 +146,11 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
                 interrupt,
                 watchdog,
                 terminal,
-                began,
+                chronometer,
+                meter,
             )
             outcome = training.run_to_end()
-        _close(training, opened.run, outcome, here)
+        _close(training, opened.run, outcome, here, meter)
     finally:
         if opened.lease is not None:
             opened.lease.release()
@@ -183,9 +191,18 @@ def _opened(asked: Request, task: Task, train_data: Any, here: World) -> Any:
     return open_run(wanted, here)
 
 
-def _close(training: Training, run: Run, outcome: Any, here: World) -> None:
+def _close(training: Training, run: Run, outcome: Any, here: World, meter: Meter) -> None:
+    from grappe.watchers.meter import used
+
+    usages = here.gather(meter.usage())
     if here.rank == 0:
-        run.describe(step=outcome.step, status=outcome.status)
+        last = {"processes": [dataclasses.asdict(one) for one in usages]}
+        run.describe(
+            step=outcome.step,
+            status=outcome.status,
+            used=used(usages, run.description.get("used", {})),
+            **last,
+        )
         if outcome.status in ("finished", "stopped"):
             run.finish()
     training.engine.close()
@@ -210,7 +227,8 @@ def _assemble(
     interrupt: Any,
     watchdog: Any,
     terminal: IO[str] | None,
-    began: float,
+    chronometer: Chronometer,
+    meter: Meter,
 ) -> Training:
     from grappe.checkpoint.keep import Keep
     from grappe.checkpoint.saver import Saver
@@ -222,15 +240,19 @@ def _assemble(
     training_feed = feed.training_feed(task, datasets[0], asked.plan, here)
     validation = feed.evaluation_feed(task, datasets[1], asked.plan, here)
     total = task.epochs * training_feed.ledger.steps_per_epoch
+    if asked.options.bare:
+        total = max(total, asked.options.steps or 0)
     if terminal is not None:
         _announce(terminal, asked, task, here, opened, len(datasets[0]))
+    training_feed.phase = chronometer.switch
     setting = Setting(
-        task=task,
+        task=chronometer.watch(task, asked.plan, engine.waits()),
         plan=asked.plan,
         world=here,
         weights=opened.checkpoint.model,
         total_steps=total,
         flag=interrupt.flag,
+        phase=chronometer.switch,
     )
     may_commit = opened.lease.check if opened.lease is not None else _nothing
     keep = Keep(last=asked.options.keep)
@@ -245,10 +267,10 @@ def _assemble(
         feed=training_feed,
         validation=validation,
         total_steps=total,
-        watchers=[*(watchers if here.rank == 0 else []), *asked.also],
+        watchers=[*(watchers if here.rank == 0 else []), meter, *asked.also],
         interrupt=interrupt,
         watchdog=watchdog,
-        started=began,
+        chronometer=chronometer,
     )
     if opened.checkpoint.step:
         training.resume(opened.checkpoint)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from grappe.chronometer import Timing
 from grappe.scores import Scores
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Outcome:
     """"finished", "stopped" (patience), "paused" (--steps) or "interrupted" (a signal or the time limit)."""
     step: int
     scores: Scores | None
-    phases: Mapping[str, float]
-    """Wall seconds of process 0 by what it was doing."""
+    timing: Timing
+    """Where this process's time went."""
 
 
 class Watcher:

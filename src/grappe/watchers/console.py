@@ -117,8 +117,9 @@ class Console(Watcher):
             for name, value in outcome.scores.metrics.items():
                 rows.append((name, _with_counts(name, value, outcome.scores)))
             rows.append(("validation loss", f"{outcome.scores.loss:.4f}"))
-        total = sum(outcome.phases.values())
-        parts = [f"{name} {seconds:.1f} s" for name, seconds in outcome.phases.items() if seconds >= 0.05]
+        spent = outcome.timing.totals
+        total = sum(spent.values())
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
         rows.append(("run", str(self._training.run.folder)))
         width = max(len(name) for name, _ in rows)

@@ -1,0 +1,377 @@
+"""Chronometer: what each step's time goes into, as disjoint intervals of the main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from grappe import memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from grappe.plan import Plan
+    from grappe.task import Task
+
+PHASES = (
+    "data", "transfer", "forward", "backward", "communication", "update", "watching",
+    "evaluation", "checkpoint", "start",
+)  # fmt: skip
+(
+    DATA,
+    TRANSFER,
+    FORWARD,
+    BACKWARD,
+    COMMUNICATION,
+    UPDATE,
+    WATCHING,
+    EVALUATION,
+    CHECKPOINT,
+    START,
+) = range(len(PHASES))
+IN_A_STEP = PHASES[: WATCHING + 1]
+"""Those that make up a step; the others lie between steps."""
+
+WARMUP = 5  # steps that are left out of medians: caches fill, kernels are chosen
+KEPT = 1024  # steps between foldings
+BLOCKS = 8  # foldings whose steps are kept for medians
+SAMPLE = 8  # on a GPU one step in so many is timed by events, as each costs a microsecond
+ORDER_STEPS = 3  # steps that are watched to see which gradient comes last
+
+Waits = Sequence[tuple[Any, str]]
+"""Functions, as an object and an attribute's name, in which a process waits for the others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Seconds a step: half of the steps lie between `low` and `high`."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One process's time."""
+
+    clock: str
+    """"host"; "device" where a GPU's events say what a step was made of."""
+    steps: int
+    """Steps that the medians are over; warm-up is left out."""
+    step: Spread
+    """Of whole steps, evaluation and saving left out."""
+    phases: Mapping[str, Spread]
+    """By phase of a step."""
+    means: Mapping[str, float]
+    """By phase of a step: mean seconds over the same steps; they add up to the mean step."""
+    totals: Mapping[str, float]
+    """By phase: host seconds of the whole training, warm-up too. On a GPU the host runs ahead of the device."""
+
+
+class Chronometer:
+    """A clock that is always in one phase; `switch` costs a tenth of a microsecond.
+
+    What a step is made of is seen from outside the engine: a step begins when its batch is handed over, its
+    backward when `task.loss` has returned, its update when an optimizer is about to step. Every wait for other
+    processes inside a step counts as communication, and so does what lies between the last gradient and the
+    update. What overlaps with computation is not waited for, and so is not seen here.
+
+    Args:
+        started: when the process began, by time.perf_counter; the time since counts as start.
+    """
+
+    def __init__(self, device: torch.device, started: float) -> None:
+        self.phase = START
+        self._at = self._lap = started
+        self._row = [0.0] * len(PHASES)
+        self._rows = array("d")
+        self._blocks: deque[Any] = deque(maxlen=BLOCKS)
+        self._totals = [0.0] * len(PHASES)
+        self._steps = 0
+        self._window: tuple[int, list[float]] = (0, list(self._totals))
+        self._undo: list[Callable[[], None]] = []
+        self._last_gradient = _LastGradient(self)
+        self.device_clock = DeviceClock() if device.type == "cuda" else None
+        self._record: Callable[[int], None] | None = None
+        self.held: dict[str, int] = {}
+        """Bytes of parameters, gradients and optimizer state, as of the second update."""
+
+    def switch(self, phase: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        """From now on it is `phase`."""
+        now = clock()
+        self._row[self.phase] += now - self._at
+        self._at = now
+        self.phase = phase
+        if self._record is not None:
+            self._record(phase)
+
+    @contextlib.contextmanager
+    def during(self, phase: int) -> Iterator[None]:
+        """Inside, it is `phase`."""
+        before = self.phase
+        self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def begin(self) -> None:
+        """Training begins: what was before is no step's."""
+        self.switch(WATCHING)
+        self._totals = [a + b for a, b in zip(self._totals, self._row, strict=True)]
+        self._row = [0.0] * len(PHASES)
+        self._lap = self._at
+
+    def lap(self) -> float:
+        """A step is over; its seconds, evaluation and saving left out."""
+        self.switch(WATCHING)
+        row = self._row
+        self._row = [0.0] * len(PHASES)
+        seconds = self._at - self._lap - row[EVALUATION] - row[CHECKPOINT]
+        self._lap = self._at
+        self._rows.fromlist(row)
+        self._steps += 1
+        if self._steps <= ORDER_STEPS:
+            self._last_gradient.step_is_over(self._steps == ORDER_STEPS)
+        if len(self._rows) >= KEPT * len(PHASES):
+            self._fold()
+        if self.device_clock is not None:
+            self._record = self.device_clock.lap(self._steps)
+        return seconds
+
+    def forget(self) -> None:
+        """The time since the last switch is nobody's: the process was held up from outside."""
+        now = time.perf_counter()
+        self._lap += now - self._at
+        self._at = now
+
+    def window(self) -> tuple[int, dict[str, float]]:
+        """How many steps there were since this was last asked, and host seconds in all by phase since then."""
+        self._fold()
+        (before, earlier), self._window = self._window, (self._steps, list(self._totals))
+        spent = {name: now - then for name, now, then in zip(PHASES, self._totals, earlier, strict=True)}
+        return self._steps - before, spent
+
+    def timing(self) -> Timing:
+        """What there is to say so far."""
+        import numpy as np
+
+        self._fold()
+        totals = [a + b for a, b in zip(self._totals, self._row, strict=True)]
+        totals[self.phase] += time.perf_counter() - self._at
+        rows = np.concatenate([*self._blocks, np.zeros((0, len(PHASES)))])[:, : len(IN_A_STEP)]
+        clock = "host"
+        if self.device_clock is not None and (device := self.device_clock.rows()):
+            rows, clock = np.array(device), "device"
+        elif self._steps <= KEPT * BLOCKS:
+            rows = rows[min(WARMUP, max(0, self._steps - 1)) :]
+        rows = rows if len(rows) else np.zeros((1, len(IN_A_STEP)))
+        return Timing(
+            clock=clock,
+            steps=len(rows) if self._steps else 0,
+            step=_spread(rows.sum(1)),
+            phases={name: _spread(rows[:, place]) for place, name in enumerate(IN_A_STEP)},
+            means={name: float(rows[:, place].mean()) for place, name in enumerate(IN_A_STEP)},
+            totals=dict(zip(PHASES, totals, strict=True)),
+        )
+
+    def totals(self) -> dict[str, float]:
+        """Host seconds by phase; their sum is the time since the process began."""
+        return dict(self.timing().totals)
+
+    def watch(self, task: Task, plan: Plan, waits: Waits = ()) -> Task:
+        """The same task, whose loss, optimizer and model tell where in a step an engine is.
+
+        Args:
+            waits: functions in which the engine waits for other processes, beyond torch.distributed's.
+        """
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        watched = copy.copy(task)
+        # A frozen dataclass: what is in the instance hides the class's methods.
+        parts = watched.__dict__
+        parts["loss"] = self._loss(task.loss)
+        if plan.microbatches > 1 and not plan.recompute:  # recomputation runs the forward inside backward
+            parts["model"] = self._model(task.model)
+        if plan.data_parallel > 1 and plan.data_parallel == plan.processes:
+            parts["optimizer"] = self._last_gradient.optimizer(task.optimizer)
+        self._undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
+        if plan.processes > 1:
+            self._watch_waits(waits)
+        return watched
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Takes back what `watch` has put elsewhere."""
+        while self._undo:
+            self._undo.pop()()
+        self._last_gradient.close()
+
+    def _loss(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def timed(output: Any, target: Any) -> Any:
+            values = loss(output, target)
+            if self.phase == FORWARD:  # an evaluation has losses too
+                self.switch(BACKWARD)
+            return values
+
+        return timed
+
+    def _model(self, model: Callable[[], Any]) -> Callable[[], Any]:
+        def began(module: Any, inputs: Any) -> None:
+            if self.phase in (BACKWARD, COMMUNICATION):  # another microbatch
+                self.switch(FORWARD)
+
+        def watched() -> Any:
+            made = model()
+            made.register_forward_pre_hook(began)
+            return made
+
+        return watched
+
+    def _before_update(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if self.phase in (BACKWARD, COMMUNICATION):
+            self.switch(UPDATE)
+        if self._steps == 1 and not self.held:
+            self.held = memory.held(optimizer)
+
+    def _watch_waits(self, more: Waits) -> None:
+        import torch.distributed as dist
+        import torch.distributed._functional_collectives as functional
+
+        for owner, name in ((dist.Work, "wait"), (functional, "wait_tensor"), *more):
+            original = getattr(owner, name)
+            setattr(owner, name, self._waiting(original))
+            self._undo.append(
+                lambda owner=owner, name=name, original=original: setattr(owner, name, original)
+            )
+
+    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            before = self.phase
+            if before > WATCHING or before == COMMUNICATION:
+                return wait(*arguments, **keywords)
+            self.switch(COMMUNICATION)
+            try:
+                return wait(*arguments, **keywords)
+            finally:
+                self.switch(before)
+
+        return timed
+
+    def _fold(self) -> None:
+        if not self._rows:
+            return
+        import numpy as np
+
+        block = np.array(self._rows).reshape(-1, len(PHASES))
+        self._blocks.append(block)
+        if len(block) < KEPT and len(self._blocks) > 1 and len(self._blocks[-2]) < KEPT:
+            late = self._blocks.pop()
+            self._blocks[-1] = np.concatenate([self._blocks[-1], late])
+        self._totals = [a + float(b) for a, b in zip(self._totals, block.sum(0), strict=True)]
+        self._rows = array("d")
+
+
+class _LastGradient:
+    """Which parameter's gradient comes last; from then on its arrival ends the backward's computing.
+
+    Data-parallel engines then wait for sums that did not overlap with it.
+    """
+
+    def __init__(self, chronometer: Chronometer) -> None:
+        self._chronometer = chronometer
+        self._handles: list[Any] = []
+        self._last: Any = None
+
+    def optimizer(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same, with its parameters watched for the first steps."""
+
+        def watched(named_parameters: Any) -> Any:
+            named = list(named_parameters)
+            for _, parameter in named:
+                if parameter.requires_grad:
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._came))
+            return make(named)
+
+        return watched
+
+    def step_is_over(self, decided: bool) -> None:
+        """Keeps one hook, on what came last, once that is `decided`."""
+        if decided and self._handles:
+            self.close()
+            if self._last is not None:
+                self._handles = [self._last.register_post_accumulate_grad_hook(self._all_came)]
+
+    def _came(self, parameter: Any) -> None:
+        self._last = parameter
+
+    def _all_came(self, parameter: Any) -> None:
+        if self._chronometer.phase == BACKWARD:
+            self._chronometer.switch(COMMUNICATION)
+
+    def close(self) -> None:
+        """Takes the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class DeviceClock:
+    """Times one step in `SAMPLE` by events on the GPU's stream, which nobody waits for."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, Any]] = []
+        self._pending: deque[list[tuple[int, Any]]] = deque()
+        self._free: list[Any] = []
+        self._rows: deque[list[float]] = deque(maxlen=KEPT)
+
+    def lap(self, step: int) -> Callable[[int], None] | None:
+        """A step is over; what to call at each switch of the next one."""
+        if self._events:
+            self._pending.append(self._events)
+            self._events = []
+        self._harvest()
+        if step < WARMUP or step % SAMPLE:
+            return None
+        self.record(WATCHING)
+        return self.record
+
+    def record(self, phase: int) -> None:
+        """From this place on the stream it is `phase`."""
+        import torch
+
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append((phase, event))
+
+    def rows(self) -> list[list[float]]:
+        """Seconds by phase of each step that was timed."""
+        self._harvest()
+        return list(self._rows)
+
+    def _harvest(self) -> None:
+        while self._pending and self._pending[0][-1][1].query():
+            marks = self._pending.popleft()
+            row = [0.0] * len(PHASES)
+            for (phase, began), (_, ended) in itertools.pairwise(marks):
+                row[phase] += began.elapsed_time(ended) / 1e3
+            if not any(row[WATCHING + 1 :]):  # an evaluation in between: the device was not a step's alone
+                self._rows.append(row[: len(IN_A_STEP)])
+            self._free += [event for _, event in marks]
+
+
+def _spread(values: Any) -> Spread:
+    import numpy as np
+
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return Spread(median=float(median), low=float(low), high=float(high))

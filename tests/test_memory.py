@@ -1,0 +1,33 @@
+"""Bytes by kind, to the byte, and the most that a process held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from grappe import memory
+from tests.sleeping import Net
+
+
+def test_held_is_to_the_byte() -> None:
+    net = Net(0, 0)
+    count = sum(parameter.numel() for parameter in net.parameters())
+    adam = torch.optim.Adam(net.parameters())
+    assert memory.held(adam) == {"parameters": 4 * count, "gradients": 0, "optimizer": 0}
+    net(torch.ones(1, 3)).sum().backward()
+    adam.step()
+    # Two moments of each number, and a step count of each tensor.
+    state = 8 * count + 4 * len(list(net.parameters()))
+    assert memory.held(adam) == {"parameters": 4 * count, "gradients": 4 * count, "optimizer": state}
+    half = torch.optim.SGD(nn.Linear(3, 3, dtype=torch.bfloat16).parameters())
+    assert memory.held(half)["parameters"] == 2 * 12
+
+
+def test_peak_is_what_the_kernel_says(tmp_path: Path) -> None:
+    fake = tmp_path / "status"
+    fake.write_text("Name:\tpython\nVmHWM:\t  1024 kB\nThreads: 1\n")
+    assert memory.peak(torch.device("cpu"), fake) == {"host": 1024 * 1024}
+    assert memory.peak(torch.device("cpu"), tmp_path / "none") == {}
+    assert memory.peak(torch.device("cpu"))["host"] > 50e6
