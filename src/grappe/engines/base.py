@@ -59,6 +59,10 @@ class Setting:
     total_steps: int
     flag: Callable[[], float]
     """What this process wants the others to know with the next step: above 0, to stop."""
+    example: Any = None
+    """Inputs of a sample or two, on the CPU: to count the work of a pipeline's stages by."""
+    samples: int = 0
+    """Of the training data; 0 where nothing is trained."""
 
 
 class Engine(ABC):
@@ -73,6 +77,11 @@ class Engine(ABC):
     def refuse(cls, plan: Plan) -> str | None:
         """Why a combination of its axes cannot be honoured. Pure."""
         return None
+
+    @classmethod
+    def fitting(cls, plan: Plan) -> type[Engine]:
+        """The class that runs `plan`: an engine may have another for some plans."""
+        return cls
 
     @abstractmethod
     def __init__(self, setting: Setting) -> None: ...

@@ -231,6 +231,8 @@ def _assemble(
         weights=opened.checkpoint.model,
         total_steps=total,
         flag=interrupt.flag,
+        example=training_feed.example(),
+        samples=len(datasets[0]),
     )
     may_commit = opened.lease.check if opened.lease is not None else _nothing
     keep = Keep(last=asked.options.keep)
