@@ -50,13 +50,16 @@ class Losses:
         """The gradient of (sum of losses / global count) x `scale` with respect to `values`."""
         if micro.weights is not None:
             return (micro.weights * (scale / batch.count)).to(values.dtype)
-        if not micro.rows:
-            return torch.zeros_like(values)
         per_row = values.numel() // rows
         assert isinstance(batch.count, float), "a count on the device comes with weights"
-        key = (values.shape, values.dtype, batch.count, scale)
+        key = (values.shape, values.dtype, batch.count, scale, micro.rows)
         if self._seed is None or self._seed[0] != key:
-            self._seed = (key, torch.full_like(values, scale / (batch.count * per_row)).detach())
+            seed = torch.full_like(
+                values, scale / (batch.count * per_row), memory_format=torch.contiguous_format
+            ).detach()
+            if micro.rows < rows:
+                seed.view(rows, -1)[micro.rows :] = 0.0  # rows that were only filled in
+            self._seed = (key, seed)
         return self._seed[1]
 
     @staticmethod
@@ -65,8 +68,8 @@ class Losses:
         values = values.detach()
         if micro.weights is not None:
             return (values.float() * micro.weights).sum()
+        if micro.rows < rows:
+            values = values.reshape(rows, -1)[: micro.rows]
         total = values.sum(dtype=torch.float32)
-        if not micro.rows:
-            return torch.zeros_like(total)
-        per_row = values.numel() // rows
+        per_row = values.numel() // max(1, micro.rows)
         return total / per_row if per_row > 1 else total

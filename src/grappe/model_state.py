@@ -27,7 +27,7 @@ def save(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None, w
     tensors, values = optimizer_state.save(model, optimizer)
     tensors.update({f"{MODEL}{name}": parameter for name, parameter in model.named_parameters()})
     own = {}
-    if world.speaks_for_slice:
+    if world.speaks_for_buffers:
         own = {f"{LOCAL}{world.data_rank}.{name}": buffer for name, buffer in model.named_buffers()}
     values["schedule_steps"] = schedule.last_epoch if schedule is not None else 0
     values["data_parallel"] = world.data_size

@@ -21,6 +21,8 @@ class Plan:
     zero: Literal[1, 2, 3] = 3
     pipeline: int = 1
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    stages: int | None = None
+    """Pipeline stages of each process; None: 2 under schedule=interleaved, else 1."""
     tensor: int = 1
     microbatches: int = 1
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
@@ -40,7 +42,7 @@ class Plan:
         for name in ("replicate", "shard", "pipeline", "tensor", "microbatches", "per_device"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
-        for name, least in (("threads", 1), ("workers", 0), ("exact", 0)):
+        for name, least in (("threads", 1), ("workers", 0), ("exact", 0), ("stages", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise PlanError(f"{name}={value}: it must be at least {least}")
@@ -50,6 +52,8 @@ class Plan:
             raise PlanError(f"zero={self.zero} says what shard processes split: add shard=2, or more")
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise PlanError(f"schedule={self.schedule} is a pipeline's: add pipeline=2, or more")
+        if self.stages is not None and self.pipeline == 1:
+            raise PlanError(f"stages={self.stages} are a pipeline's: add pipeline=2, or more")
 
     @property
     def processes(self) -> int:

@@ -38,7 +38,8 @@ class Scorer:
         self._losses = Losses(task)
         self._metrics = {name: metric.to(world.device) for name, metric in task.metrics().items()}
         for metric in self._metrics.values():
-            metric.sync_on_compute = False  # torchmetrics would merge over the whole world, copies too
+            # torchmetrics would merge once more, over the whole world; it looks at sync_on_compute only when made.
+            metric.sync_on_compute = metric._to_sync = False
         self._samples = 0
         self._totals = torch.zeros(2, dtype=torch.float64, device=world.device)
 

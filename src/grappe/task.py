@@ -94,8 +94,19 @@ class Task:
         return default_collate(list(samples))
 
     def units(self, model: Any) -> Sequence[nn.Module]:
-        """The model's blocks in order: what is sharded, recomputed, compiled, cut into stages."""
+        """The model's blocks in order: what is sharded, recomputed, compiled, cut into stages.
+
+        For a pipeline they must be the whole model: called one after the other, each with what the one before
+        returned, they give what the model gives.
+        """
         return ()
+
+    def cuts(self, stages: int) -> Sequence[int] | None:
+        """The units that stages 2, 3, … of a pipeline of `stages` begin with, by number from 0.
+
+        None: cut so that the counted work of the largest stage is smallest.
+        """
+        return None
 
     def tensor_plan(self, model: Any) -> Mapping[str, ParallelStyle]:
         """How modules, by name, are split over `tensor` processes."""

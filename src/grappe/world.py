@@ -82,13 +82,9 @@ class World:
         return {axis: (place[i], self.mesh.size(i)) for i, axis in enumerate(AXES)}
 
     @property
-    def speaks_for_slice(self) -> bool:
-        """Whether this process is the first of those that see the same slice of a batch."""
-        return all(
-            position == 0
-            for axis, (position, _) in self.coordinates().items()
-            if axis in ("pipeline", "tensor")
-        )
+    def speaks_for_buffers(self) -> bool:
+        """Whether this process is the first of those that have the same buffers, of the same slice and stage."""
+        return self.coordinates()["tensor"][0] == 0
 
     def gather(self, value: T) -> list[T]:
         """Every process's `value`, by rank. Collective."""

@@ -32,6 +32,8 @@ def train(place: Place, meet: Path, task: Task, text: str, steps: int) -> dict[s
         weights=built(task),
         total_steps=task.epochs * feed.ledger.steps_per_epoch,
         flag=lambda: 0.0,
+        example=feed.example(),
+        samples=len(dataset),
     )
     engine = engines.check(plan)(setting)
     results = []

@@ -9,9 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from grappe import Arrays, Task
+
+
+class Seen(Metric):
+    """How many samples there were: a sum, which merging twice would double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("count", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.count += len(target)
+
+    def compute(self) -> torch.Tensor:
+        return self.count
 
 
 class Images(Task):
@@ -37,7 +52,7 @@ class Images(Task):
             nn.Linear(16, 5),
         )
         if self.frozen:
-            model[0][0].weight.requires_grad_(False)
+            model[0].requires_grad_(False)
         if self.unused:
             model.register_parameter("spare", nn.Parameter(torch.ones(3)))
         return model
@@ -65,6 +80,7 @@ class Images(Task):
             "accuracy": MulticlassAccuracy(5, average="micro"),
             "auroc": MulticlassAUROC(5),
             "each": MulticlassAccuracy(5, average=None),
+            "seen": Seen(),
         }
 
     def schedule(self, optimizer, total_steps: int):
@@ -140,7 +156,7 @@ class Tokens(Task):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
     def units(self, model: Words) -> list[nn.Module]:
-        return list(model.blocks)
+        return [model.embed, *model.blocks, model.head]
 
     def tensor_plan(self, model: Words):
         plan = {}

@@ -301,7 +301,7 @@ def test_pysource_sees_no_byte_that_comes_later():
 def test_pysource_names():
     task = PySource(**TINY)
     model = task.model()
-    assert task.units(model) == list(model.blocks)
+    assert task.units(model) == [model.embed, *model.blocks, model.head]
     plan, modules = task.tensor_plan(model), dict(model.named_modules())
     assert len(plan) == 6 * task.depth and all(isinstance(modules[name], torch.nn.Linear) for name in plan)
     optimizer = task.optimizer(model.named_parameters())
@@ -310,6 +310,17 @@ def test_pysource_names():
     assert {parameter.dim() for parameter in vectors["params"]} == {1} and vectors["weight_decay"] == 0.0
     with pytest.raises(TaskError, match="heads=3"):
         PySource(width=16, heads=3).model()
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [("tiny", 0.8), ("mini", 25.2), ("small", 85), ("medium", 302), ("large", 708), ("xl", 1475)],
+)
+def test_pysource_sizes(size: str, millions: float):
+    """GPT-2's own, without its 50,257 tokens: 12 x depth x width^2 in the blocks."""
+    with torch.device("meta"):
+        model = PySource(size=size).model()
+    assert sum(p.numel() for p in model.blocks.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_pysource_rate_rises_and_falls():

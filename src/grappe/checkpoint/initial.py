@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from grappe import blame, errors
+from grappe.aside import in_a_child
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import commit, write_new
 from grappe.checkpoint.foreign import foreign_weights
 from grappe.checkpoint.format import LOCAL, MODEL, STATE, latest, step_folder
 from grappe.checkpoint.tensor_file import Piece
-from grappe.errors import GrappeError, RunError, TaskError
+from grappe.errors import RunError, TaskError
 from grappe.task import Task
 from grappe.weights import InMemory, Weights, named_tensors
-
-DONE = "done"  # said by the builder, as an exit code alone may be the task's own
 
 
 def build(task: Task, checkpoints: Path, given: Path | None) -> None:
@@ -34,7 +29,7 @@ def build(task: Task, checkpoints: Path, given: Path | None) -> None:
     Raises:
         GrappeError: the model cannot be made, or `given` does not fit it.
     """
-    _in_a_child(lambda: _build(task, checkpoints, given))
+    in_a_child(lambda: _build(task, checkpoints, given))
 
 
 def built(task: Task) -> Weights:
@@ -102,45 +97,3 @@ def _take_over(model: nn.Module, weights: Weights, given: Path) -> None:
 
 def _some(names: list[str]) -> str:
     return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "none"
-
-
-def _in_a_child(work: Callable[[], None]) -> None:
-    """Calls `work` in a forked process; a GrappeError there is one here."""
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        message = _message_of(work)
-        os.write(writer, (message or DONE).encode()[:60_000])
-        os._exit(1 if message else 0)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        message = stream.read()
-    os.waitpid(pid, 0)
-    if message == DONE:
-        return
-    name, _, text = message.partition("\n")
-    if not text:
-        text = (
-            "the process that makes the model was killed, or ended itself: "
-            "is the model larger than this machine's memory?"
-        )
-    raise getattr(errors, name, TaskError)(text)
-
-
-def _message_of(work: Callable[[], None]) -> str:
-    """Calls `work`; empty when it returned, else the error's class and words."""
-    message = ""
-    try:
-        work()
-    except GrappeError as error:
-        message = f"{type(error).__name__}\n{error}"
-    except BaseException as error:
-        traceback.print_exc()
-        message = f"TaskError\nthe model cannot be made: {blame.sentence(error)}"
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return message

@@ -32,10 +32,10 @@ def mine(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World)
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
     """How many processes have what this process has of the tensor, and which of them this one is."""
-    split: set[str] = set()
+    split = {"pipeline"}  # what a stage has, no other has
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
-        split = {n for n, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()}
+        split |= {n for n, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()}
     copies, index = 1, 0
     for axis, (position, degree) in world.coordinates().items():
         if axis not in split:

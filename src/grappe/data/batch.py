@@ -19,7 +19,7 @@ class Microbatch(NamedTuple):
     """Tensors [B, ...] on the device, nested as the dataset nests them."""
     targets: Any
     rows: int
-    """How many of the B rows are samples; 0: one row that only keeps the collectives in step, and counts 0."""
+    """How many of the B rows are samples, the first ones; the rest is filled in, and counts 0."""
     weights: Tensor | None
     """What each value of the loss counts; None: every row the same."""
 

@@ -80,6 +80,16 @@ class Feed:
             micros = tuple([self._microbatch(part, ids, *fetch(ids)) for ids in part.pieces])
             yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
+    def example(self) -> Any:
+        """The inputs of the first sample or two, as a batch on the CPU."""
+        ids = np.arange(min(2, self.ledger.length))
+        if self._arrays is not None:
+            inputs = self._arrays.gather(ids, self._world.device)[0]
+        else:
+            keyed = Keyed(self.dataset, seed=self.ledger.seed)
+            inputs = self._task.collate([keyed[-1, int(index)] for index in ids])[0]
+        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, inputs)
+
     def _fetch(self, start: int, stop: int) -> Callable[[np.ndarray], tuple[Any, Any]]:
         """What gives the samples of a piece; to be asked for the pieces of steps `start` to `stop` in order."""
         arrays, device = self._arrays, self._world.device

@@ -12,7 +12,7 @@ from grappe.plan import Plan
 if TYPE_CHECKING:
     from grappe.engines.base import Engine
 
-NOT_ENGINES = frozenset({"base"})
+NOT_ENGINES = frozenset({"base", "pipeline"})  # the native engine's other half
 
 
 def names() -> list[str]:
@@ -50,4 +50,4 @@ def check(plan: Plan) -> type[Engine]:
     reason = engine.refuse(plan)
     if reason:
         raise PlanError(reason)
-    return engine
+    return engine.fitting(plan)

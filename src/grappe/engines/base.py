@@ -66,6 +66,10 @@ class Setting:
     """What this process wants the others to know with the next step: above 0, to stop."""
     phase: Callable[[int], None] = _nobody
     """Where an engine may tell the chronometer what it can see better from inside: a phase begins."""
+    example: Any = None
+    """Inputs of a sample or two, on the CPU: to count the work of a pipeline's stages by."""
+    samples: int = 0
+    """Of the training data; 0 where nothing is trained."""
 
 
 class Engine(ABC):
@@ -85,6 +89,11 @@ class Engine(ABC):
     def refuse(cls, plan: Plan) -> str | None:
         """Why a combination of its axes cannot be honoured. Pure."""
         return None
+
+    @classmethod
+    def fitting(cls, plan: Plan) -> type[Engine]:
+        """The class that runs `plan`: an engine may have another for some plans."""
+        return cls
 
     @abstractmethod
     def __init__(self, setting: Setting) -> None: ...

@@ -8,23 +8,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from grappe import evaluation, model_state
 from grappe.chronometer import FORWARD, UPDATE
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.feed import rows_of
-from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
+from grappe.engines.base import COMMON, Engine, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
 from grappe.losses import Losses
+from grappe.pipeline import rules
 from grappe.plan import Plan
-from grappe.prepare import prepare
+from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
 from grappe.prepare.batchnorm import statistics_frozen
 from grappe.prepare.clip import gradient_norm, scale
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import reshard, uses_shard
+from grappe.prepare.tally import Sums
 from grappe.scores import Scores
 
 
@@ -32,10 +35,18 @@ class Native(Stepper):
     """Owns the model, the optimizer and the schedule; every degree is a property of the prepared model."""
 
     axes = COMMON | {
-        "replicate", "shard", "zero", "tensor", "microbatches", "precision", "batchnorm",
-        "channels_last", "recompute", "compile", "offload",
+        "replicate", "shard", "zero", "pipeline", "schedule", "stages", "tensor", "microbatches", "precision",
+        "batchnorm", "channels_last", "recompute", "compile", "offload",
     }  # fmt: skip
-    about = "torch's own: DDP, FSDP2 (ZeRO 1-3), tensor parallelism and their products"
+    about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
+
+    @classmethod
+    def fitting(cls, plan: Plan) -> type[Engine]:
+        if plan.pipeline == 1:
+            return cls
+        from grappe.engines.pipeline import Pipelined
+
+        return Pipelined
 
     @classmethod
     def refuse(cls, plan: Plan) -> str | None:
@@ -45,13 +56,13 @@ class Native(Stepper):
             )
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
-        return None
+        return rules.refuse(plan)
 
     def __init__(self, setting: Setting) -> None:
         self._task, self._plan, self._world = setting.task, setting.plan, setting.world
         self._flag, self._phase = setting.flag, setting.phase
         set_tf32(self._plan.precision)
-        self._prepared = prepare(self._task, self._plan, self._world, setting.weights)
+        self._prepared = self._prepare(setting)
         self._begin, self._tally = self._prepared.begin, self._prepared.tally
         self._model = self._prepared.model
         self._autocast = self._prepared.autocast or _PLAIN
@@ -59,7 +70,7 @@ class Native(Stepper):
         self._scale = LossScale(self._plan.precision)
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
-        self._optimizer = self._task.optimizer(named)
+        self._optimizer = self._make_optimizer(named)
         self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
         self._group = self._optimizer.param_groups[0]
         # DDP averages where FSDP2 is told to sum.
@@ -69,7 +80,20 @@ class Native(Stepper):
         self._default_rng = torch.default_generator
         self._model.train()
 
+    def _prepare(self, setting: Setting) -> Prepared:
+        return prepare(self._task, self._plan, self._world, setting.weights)
+
+    def _make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+        return self._task.optimizer(named)
+
     def step(self, batch: Batch) -> StepResult:
+        sums = self._gradients(batch)
+        lr = self._group["lr"]
+        norm, skipped = self._update()
+        return StepResult(batch, sums, norm, skipped, lr)
+
+    def _gradients(self, batch: Batch) -> Sums:
+        """Forward and backward of a step; its sums, on their way."""
         if self._begin is not None:
             self._tally = self._begin(functools.partial(self._rehearse, batch.microbatches[0]))
             self._begin = None
@@ -82,10 +106,7 @@ class Native(Stepper):
             if self._prepared.synchronise is not None:
                 self._prepared.synchronise(micro is last)
             total = self._accumulate(batch, micro, total, micro is last)
-        sums = self._tally.sums()
-        lr = self._group["lr"]
-        norm, skipped = self._update()
-        return StepResult(batch, sums, norm, skipped, lr)
+        return self._tally.sums()
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Forward and backward of a microbatch; the sum of losses so far."""
@@ -141,7 +162,7 @@ class Native(Stepper):
         return norm, skipped
 
     def _clip(self) -> tuple[Tensor, bool]:
-        norm = gradient_norm(self._parameters) / self._scale.value
+        norm = self._norm() / self._scale.value
         factor = 1 / self._scale.value
         if self._plan.precision == "fp16" and not torch.isfinite(norm):
             return norm, True
@@ -151,9 +172,12 @@ class Native(Stepper):
             scale(self._parameters, factor)
         return norm, False
 
-    def _seed_dropout(self, step: int) -> None:
+    def _norm(self) -> Tensor:
+        return gradient_norm(self._parameters)
+
+    def _seed_dropout(self, step: int, *place: int) -> None:
         """Dropout's stream is a function of (seed, step, data slice), so resuming needs no generator's state."""
-        seed = mix(self._task.seed, step, self._world.data_rank)
+        seed = mix(self._task.seed, step, self._world.data_rank, *place)
         self._default_rng.manual_seed(seed)
         if self._world.device.type == "cuda":
             torch.cuda.default_generators[self._world.device.index].manual_seed(seed)

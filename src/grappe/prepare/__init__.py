@@ -46,17 +46,24 @@ class Prepared:
     """Where synchronised batch normalisation is told of rows that are only filled in."""
 
 
-def prepare(task: Task, plan: Plan, world: World, weights: Weights) -> Prepared:
+Keep = Callable[[nn.Module, list[nn.Module]], list[tuple[nn.Module, list[nn.Module]]]]
+"""From a model and its units: what of it this process calls, each part with its own units; the rest is taken out."""
+
+
+def prepare(
+    task: Task, plan: Plan, world: World, weights: Weights, keep: Keep = lambda model, units: [(model, units)]
+) -> Prepared:
     """The task's model, spread over `world`'s processes, its values read from `weights`. Collective."""
     model = on_meta(task)
     units = list(task.units(model))
     split_tensors(model, task, plan, world)
-    if plan.recompute:
-        recompute_units(units or [model])
-    if plan.compile:
-        compile_units(units or [model])
-    if uses_shard(plan):
-        shard(model, units, plan, world)
+    for part, inside in keep(model, units):
+        if plan.recompute:
+            recompute_units(inside or [part])
+        if plan.compile:
+            compile_units(inside or [part])
+        if uses_shard(plan):
+            shard(part, inside, plan, world)
     fill(model, weights, world.device)
     if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
@@ -68,12 +75,12 @@ def prepare(task: Task, plan: Plan, world: World, weights: Weights) -> Prepared:
         model=model,
         forward=model,
         begin=None,
-        synchronise=when_to_reduce(model, plan) if uses_shard(plan) else None,
+        synchronise=when_to_reduce(model, plan) if uses_shard(plan) and plan.pipeline == 1 else None,
         tally=ReduceTally(world) if world.size > 1 else Tally(world.device),
         autocast=autocast(plan.precision, world.device),
         rows=rows if group is not None else None,
     )
-    if uses_shard(plan) or world.data_group is None:
+    if uses_shard(plan) or world.data_group is None or plan.pipeline > 1:
         return prepared
     replicas = Replicas(model, world)
     return dataclasses.replace(

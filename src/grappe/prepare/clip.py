@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 PIECE = 1 << 16  # numbers
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients together, a scalar alike on every process. Collective where they are sharded.
 
     A gradient that is sharded over mesh axes is summed over those axes' processes; one that is replicated
     over an axis is there on each of them and counts once.
+
+    Args:
+        stages: the processes that hold the model's other parameters, where each has some.
     """
     by_axes: dict[tuple[int, ...], list[Tensor]] = {}
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
@@ -36,7 +39,11 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         for group in groups[key]:
             dist.all_reduce(square, group=group)
         total = square if total is None else total + square
+    if stages is not None and total is None:
+        total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     assert total is not None, "a step had no gradient at all"
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt().float()
 
 

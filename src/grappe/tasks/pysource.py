@@ -10,7 +10,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 PARTS = {"train": range(8), "validation": (8,), "test": (9,)}  # of each ten files in order
 IGNORED = -1  # the target that counts nothing: a file's first byte, of which no other file tells
 BYTES = 256
+SIZES = {  # width, depth, heads; from small on those of GPT-2 (Radford et al. 2019, table 2; heads from its code)
+    "tiny": (128, 4, 4),
+    "mini": (512, 8, 8),
+    "small": (768, 12, 12),
+    "medium": (1024, 24, 16),
+    "large": (1280, 36, 20),
+    "xl": (1600, 48, 25),
+}
 
 
 class Block(nn.Module):
@@ -55,16 +63,38 @@ class Block(nn.Module):
         return self.merge(heads.transpose(1, 2).flatten(2))
 
 
+class Embed(nn.Module):
+    """Bytes and their positions, [B, T] to [B, T, W]."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(context, width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+
+
+class Head(nn.Module):
+    """To the next bytes' logits: [B, T, W] to [B, T, 256]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, BYTES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))
+
+
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019) without its tokeniser: [B, T] to the next bytes' logits [B, T, 256]."""
 
     def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(BYTES, width)
-        self.positions = nn.Embedding(context, width)
+        self.embed = Embed(width, context)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, BYTES)
+        self.head = Head(width)
         for name, parameter in self.named_parameters():
             if name.endswith(("merge.weight", "down.weight")):  # 2 * depth of these add up
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
@@ -74,10 +104,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, text: Tensor) -> Tensor:
-        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        x = self.embed(text)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(x)
 
 
 class BitsPerByte(Perplexity):
@@ -97,9 +127,11 @@ class PySource(Task):
     weight_decay: float = 0.1
     warmup: float = 0.05
     """The share of the steps in which the learning rate rises."""
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
+    size: Literal["tiny", "mini", "small", "medium", "large", "xl"] = "tiny"
+    """What width, depth and heads are where they are not given; small to xl are GPT-2's."""
+    width: int | None = None
+    depth: int | None = None
+    heads: int | None = None
     context: int = 128
     """Bytes in a sample."""
     dropout: float = 0.0
@@ -107,9 +139,16 @@ class PySource(Task):
     """About how much source is read, for all splits together; the whole library has about 11."""
 
     def model(self) -> nn.Module:
-        if self.width % self.heads:
-            raise TaskError(f"width={self.width} cannot be cut into heads={self.heads}: make it a multiple")
-        return GPT(self.width, self.depth, self.heads, self.context, self.dropout)
+        width, depth, heads = self.shape
+        if width % heads:
+            raise TaskError(f"width={width} cannot be cut into heads={heads}: make it a multiple")
+        return GPT(width, depth, heads, self.context, self.dropout)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Width, depth and heads."""
+        width, depth, heads = SIZES[self.size]
+        return self.width or width, self.depth or depth, self.heads or heads
 
     def data(self, split: str, folder: Path) -> Arrays:
         part, files = PARTS[split], enumerate(_sources(self.megabytes * 1e6))
@@ -158,11 +197,11 @@ class PySource(Task):
         return {"bits_per_byte": BitsPerByte(ignore_index=IGNORED)}
 
     def units(self, model: Any) -> list[nn.Module]:
-        return list(model.blocks)
+        return [model.embed, *model.blocks, model.head]
 
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
         styles = {}
-        for number in range(self.depth):
+        for number in range(self.shape[1]):
             styles |= {
                 f"blocks.{number}.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")
             }

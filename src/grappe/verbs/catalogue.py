@@ -18,6 +18,7 @@ MEANING = {
     "zero": "what shard splits: 1 optimizer state, 2 gradients too, 3 parameters too",
     "pipeline": "stages of the model, one after the other",
     "schedule": "of a pipeline: gpipe, 1f1b, interleaved, zero_bubble",
+    "stages": "of a pipeline: stages of each process, for interleaved and zero_bubble",
     "tensor": "processes that split the matrices, where the task says how",
     "microbatches": "pieces of a process's slice, whose gradients add up",
     "precision": "fp32, tf32, bf16 or fp16 (with a loss scale)",

@@ -67,11 +67,17 @@ def worker(asked: Request, place: Place, meet: Path) -> Scores:
     dataset = user_call(task, "data", asked.split, asked.data)
     feed.check(dataset, asked.split, task)
     weights = newest(run).model
-    setting = Setting(
-        task=task, plan=asked.plan, world=here, weights=weights, total_steps=1, flag=lambda: 0.0
-    )
     batches = feed.evaluation_feed(task, dataset, asked.plan, here)
     with blaming(task):
+        setting = Setting(
+            task=task,
+            plan=asked.plan,
+            world=here,
+            weights=weights,
+            total_steps=1,
+            flag=lambda: 0.0,
+            example=batches.example(),
+        )
         made = engine(setting)
         scores = made.evaluate(batches.batches(0, batches.ledger.steps_per_epoch), batches.ledger.length)
     made.close()

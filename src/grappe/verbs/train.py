@@ -253,6 +253,8 @@ def _assemble(
         total_steps=total,
         flag=interrupt.flag,
         phase=chronometer.switch,
+        example=training_feed.example(),
+        samples=len(datasets[0]),
     )
     may_commit = opened.lease.check if opened.lease is not None else _nothing
     keep = Keep(last=asked.options.keep)
