@@ -73,7 +73,7 @@ def prepare(task: Task, plan: Plan, world: World, weights: Weights) -> Prepared:
         autocast=autocast(plan.precision, world.device),
         rows=rows if group is not None else None,
     )
-    if uses_shard(plan) or world.data_group is None:
+    if uses_shard(plan) or world.data_group is None or plan.exact:
         return prepared
     replicas = Replicas(model, world)
     return dataclasses.replace(
