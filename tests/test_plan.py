@@ -61,6 +61,9 @@ def test_a_plan_is_frozen() -> None:
         ("offload=gpu", "none, cpu or nvme"),
         ("workers=-1", "at least 0"),
         ("recompute=maybe", "true or false"),
+        ("exact=6", "power of two"),
+        ("exact=8,replicate=3", "replicate=2, say"),
+        ("exact=4,replicate=8", "replicate=4, say"),
     ],
 )
 def test_a_wrong_plan_says_what_would_be_right(text: str, words: str) -> None:
@@ -92,7 +95,11 @@ def test_a_plan_that_does_not_fit_says_how_it_would(text: str, processes: int, w
         ("engine=textbook,shard=2", "textbook has no shard: engines that have: native"),
         ("pipeline=2", "native has no pipeline: no engine has yet"),
         ("offload=nvme:/tmp", "use offload=cpu"),
-        ("exact=8", "native has no exact"),
+        ("exact=8,microbatches=2", "leave microbatches out"),
+        ("exact=8,batchnorm=sync", "leave batchnorm=sync out"),
+        ("exact=8,compile", "leave compile out"),
+        ("exact=8,shard=2", "use replicate=N"),
+        ("engine=textbook,exact=8,microbatches=2", "leave microbatches out"),
     ],
 )
 def test_an_engine_is_asked_only_for_what_it_has(text: str, words: str) -> None:

@@ -33,6 +33,7 @@ class Plan:
     offload: str = "none"
     per_device: int = 1
     exact: int = 0
+    """Into how many fixed pieces each batch is cut, so that any number of processes gives the same bits."""
     threads: int | None = None
     """CPU threads of each process; None: the cores this process has, divided among its node's processes."""
     workers: int | None = None
@@ -50,6 +51,13 @@ class Plan:
             raise PlanError(f"offload={self.offload}: it must be none, cpu or nvme:FOLDER")
         if self.zero != 3 and self.shard == 1:
             raise PlanError(f"zero={self.zero} says what shard processes split: add shard=2, or more")
+        if self.exact & (self.exact - 1) or (self.exact and self.exact % self.data_parallel):
+            most = min(self.exact, self.data_parallel)
+            raise PlanError(
+                f"exact={self.exact} with {self.data_parallel} slices: pieces are summed in a binary tree, whole "
+                f"subtrees by each process, so exact must be a power of two (8, say), and the processes one of its "
+                f"divisors: replicate={1 << most.bit_length() - 1}, say"
+            )
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise PlanError(f"schedule={self.schedule} is a pipeline's: add pipeline=2, or more")
         if self.stages is not None and self.pipeline == 1:

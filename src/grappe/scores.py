@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class Scorer:
             # torchmetrics would merge once more, over the whole world; it looks at sync_on_compute only when made.
             metric.sync_on_compute = metric._to_sync = False
         self._samples = 0
-        self._totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._totals: list[Tensor] = []
 
     def add(self, output: Any, micro: Microbatch) -> None:
         """Counts a microbatch; a row that was only filled in counts nowhere."""
@@ -51,7 +52,9 @@ class Scorer:
         values = self._losses.values(output, micro, rows)
         total = self._losses.total(values, micro, rows)
         count = float(rows) if micro.weights is None else micro.weights.sum()
-        self._totals += torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
+        self._totals.append(
+            torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
+        )
         self._samples += micro.rows
         for metric in self._metrics.values():
             metric.update(output, micro.targets)
@@ -64,7 +67,7 @@ class Scorer:
         """
         mine = {
             "samples": self._samples,
-            "totals": self._totals.cpu(),
+            "totals": torch.stack(self._totals).tolist() if self._totals else [],
             "states": {name: _state(metric) for name, metric in self._metrics.items()},
         }
         everyone = self._world.gather_data(mine)
@@ -73,7 +76,9 @@ class Scorer:
             raise TaskError(
                 f"evaluation saw {samples} samples of a dataset of {expected}: its length changed"
             )
-        total, count = torch.stack([one["totals"] for one in everyone]).sum(0).tolist()
+        # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
+        totals = [pair for one in everyone for pair in one["totals"]]
+        total, count = (math.fsum(pair[part] for pair in totals) for part in (0, 1))
         metrics = {}
         for name, metric in self._metrics.items():
             _merge(metric, [one["states"][name] for one in everyone if one["samples"]])

@@ -131,6 +131,15 @@ class World:
             dist.destroy_process_group()
 
 
+def gather_into(whole: torch.Tensor, mine: torch.Tensor, group: ProcessGroup) -> None:
+    """Fills `whole` [W x n] with every process's `mine` [n], by rank. Collective."""
+    import torch.distributed as dist
+
+    # Renamed in torch 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, mine, group=group)
+
+
 def join(plan: Plan, place: Place, meet: Path) -> World:
     """Joins the other processes and says where this one stands. Collective.
 
@@ -144,7 +153,8 @@ def join(plan: Plan, place: Place, meet: Path) -> World:
 
     plan.check_fits(place.size)
     device = choose_device(plan, place)
-    threads = plan.threads or max(1, cores() // place.local_size)
+    # How a sum is split over threads decides its bits, so an exact plan does not follow the machine.
+    threads = plan.threads or (1 if plan.exact else max(1, cores() // place.local_size))
     torch.set_num_threads(threads)
     if place.size == 1 and plan.offload == "none":
         return World(place=place, device=device, threads=threads)

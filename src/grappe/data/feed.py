@@ -22,7 +22,7 @@ from grappe.data.ledger import Ledger, cut
 from grappe.errors import TaskError
 from grappe.plan import Plan
 from grappe.task import Task, overrides
-from grappe.world import World, cores
+from grappe.world import World, cores, gather_into
 
 
 class Slice(NamedTuple):
@@ -66,12 +66,21 @@ class Feed:
             everyone = self.ledger.ids(epoch, within)
             first, last = cut(len(everyone), self._world.data_size, self._world.data_rank)
             ids = everyone[first:last]
-            if self._parts == 1:
+            if self._plan.exact:
+                pieces = self._exact_pieces(everyone)
+            elif self._parts == 1:
                 pieces = (ids,)
             else:
                 bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
                 pieces = tuple(ids[a:b] for a, b in bounds)
             yield Slice(step, epoch, len(everyone), ids, pieces)
+
+    def _exact_pieces(self, everyone: np.ndarray) -> tuple[np.ndarray, ...]:
+        """This process's share of the pieces that the *global* batch is cut into; together they are its slice."""
+        share = self._plan.exact // self._world.data_size
+        first = self._world.data_rank * share
+        bounds = [cut(len(everyone), self._plan.exact, part) for part in range(first, first + share)]
+        return tuple(everyone[a:b] for a, b in bounds)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of steps `start` to `stop`. Collective where the task counts its targets."""
@@ -171,9 +180,16 @@ class Feed:
         weights = [micro.weights for micro in micros if micro.weights is not None]
         if not weights:
             return float(part.samples)
-        total = torch.stack([one.sum() for one in weights]).sum()
-        if self._world.data_group is not None:
-            torch.distributed.all_reduce(total, group=self._world.data_group)
+        mine = torch.stack([one.sum() for one in weights])
+        group = self._world.data_group
+        if group is None:
+            return mine.sum()
+        if self._plan.exact:  # the pieces' counts in their order, so that their sum has the same bits
+            counts = mine.new_empty(self._plan.exact)
+            gather_into(counts, mine, group)
+            return counts.sum()
+        total = mine.sum()
+        torch.distributed.all_reduce(total, group=group)
         return total
 
 
@@ -221,11 +237,12 @@ def training_feed(task: Task, dataset: Dataset, plan: Plan, world: World) -> Fee
 
 def evaluation_feed(task: Task, dataset: Dataset, plan: Plan, world: World) -> Feed:
     """All samples in order, once; twice a training microbatch at a time, as no gradient is kept."""
-    micro = -(-task.batch_size // (plan.data_parallel * plan.microbatches))
+    ways = plan.exact or plan.data_parallel
+    micro = -(-task.batch_size // (ways * plan.microbatches))
     ledger = Ledger(
         seed=task.seed,
         length=len(dataset),  # type: ignore[arg-type]
-        batch_size=max(2, 2 * micro) * plan.data_parallel,
+        batch_size=max(2, 2 * micro) * ways,
         shuffle=False,
     )
     return Feed(task, dataset, ledger, plan, world, training=False)

@@ -25,6 +25,7 @@ from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
 from grappe.prepare.batchnorm import statistics_frozen
 from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import reshard, uses_shard
 from grappe.prepare.tally import Sums
@@ -36,7 +37,7 @@ class Native(Stepper):
 
     axes = COMMON | {
         "replicate", "shard", "zero", "pipeline", "schedule", "stages", "tensor", "microbatches", "precision",
-        "batchnorm", "channels_last", "recompute", "compile", "offload",
+        "batchnorm", "channels_last", "recompute", "compile", "offload", "exact",
     }  # fmt: skip
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
@@ -56,7 +57,7 @@ class Native(Stepper):
             )
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
-        return rules.refuse(plan)
+        return rules.refuse(plan) or refusal(plan)
 
     def __init__(self, setting: Setting) -> None:
         self._task, self._plan, self._world = setting.task, setting.plan, setting.world
@@ -73,8 +74,11 @@ class Native(Stepper):
         self._optimizer = self._make_optimizer(named)
         self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
         self._group = self._optimizer.param_groups[0]
+        self._exact = (
+            Exact(self._model, self._parameters, self._plan, self._world) if self._plan.exact else None
+        )
         # DDP averages where FSDP2 is told to sum.
-        summed = uses_shard(self._plan) or self._world.data_group is None
+        summed = uses_shard(self._plan) or self._world.data_group is None or self._plan.exact
         self._ways = 1.0 if summed else float(self._world.data_size)
         self._needs_norm = self._task.clip is not None or self._plan.precision == "fp16"
         self._default_rng = torch.default_generator
@@ -97,6 +101,13 @@ class Native(Stepper):
         if self._begin is not None:
             self._tally = self._begin(functools.partial(self._rehearse, batch.microbatches[0]))
             self._begin = None
+        sums = self._gradients(batch) if self._exact is None else self._exact_gradients(batch, self._exact)
+        lr = self._group["lr"]
+        norm, skipped = self._update()
+        return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
+
+    def _gradients(self, batch: Batch) -> Sums:
+        """Every microbatch's, added up as they come, and over the processes."""
         self._seed_dropout(batch.step)
         total: Tensor | None = None
         last = batch.microbatches[-1]
@@ -107,6 +118,16 @@ class Native(Stepper):
                 self._prepared.synchronise(micro is last)
             total = self._accumulate(batch, micro, total, micro is last)
         return self._tally.sums()
+
+    def _exact_gradients(self, batch: Batch, exact: Exact) -> Sums:
+        """Every piece's, added up in one order whatever the number of processes."""
+        for index, micro in enumerate(batch.microbatches):
+            total = None
+            if micro.rows:
+                with exact.piece(index, batch.step, self._task.seed):
+                    total = self._accumulate(batch, micro, None, False)
+            exact.add(total)
+        return exact.reduce(self._flag(), batch.samples)
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Forward and backward of a microbatch; the sum of losses so far."""

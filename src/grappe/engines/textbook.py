@@ -24,7 +24,10 @@ from grappe.data.draw import mix
 from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
 from grappe.losses import Losses
+from grappe.plan import Plan
 from grappe.prepare.batchnorm import statistics_frozen
+from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import set_tf32
 from grappe.prepare.tally import RIDER_SIZE, Sums
@@ -143,8 +146,12 @@ def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
 class Textbook(Stepper):
     """The whole model on every process, and the gradients summed by hand between backward and update."""
 
-    axes = COMMON | {"replicate", "microbatches"}
+    axes = COMMON | {"replicate", "microbatches", "exact"}
     about = "replication written out by hand, with a ring all-reduce of its own: for reading"
+
+    @classmethod
+    def refuse(cls, plan: Plan) -> str | None:
+        return refusal(plan)
 
     def __init__(self, setting: Setting) -> None:
         self._task, self._world, self._flag = setting.task, setting.world, setting.flag
@@ -158,11 +165,22 @@ class Textbook(Stepper):
         self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
         self._all_reduce = ring_all_reduce  # naive_all_reduce gives the same sums, up to rounding
         self._wire = _wire(setting)
+        plan = setting.plan
+        self._exact = Exact(self._model, self._parameters, plan, self._world) if plan.exact else None
         self._model.train()
 
     def step(self, batch: Batch) -> StepResult:
         # The book's split_batch would be here. The ledger has cut the batch before it was even read: `batch`
         # is this process's slice of the global one, which may be larger or smaller than another's, or empty.
+        sums, norm = self._summed(batch) if self._exact is None else self._summed_exactly(batch, self._exact)
+        lr = self._optimizer.param_groups[0]["lr"]
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        self._optimizer.zero_grad()
+        return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
+
+    def _summed(self, batch: Batch) -> tuple[Sums, Tensor | None]:
         # Dropout must differ between slices, and be the same again when a training goes on after a stop.
         torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
         loss = torch.zeros((), device=self._world.device)
@@ -172,13 +190,25 @@ class Textbook(Stepper):
             else:  # one filled-in row that counts nothing; dropout draws for it, as it does on other engines
                 with torch.no_grad(), statistics_frozen(self._model):
                     self._model(micro.inputs)
-        sums, norm = self._sum_over_processes(loss)
-        lr = self._optimizer.param_groups[0]["lr"]
-        self._optimizer.step()
-        if self._schedule is not None:
-            self._schedule.step()
-        self._optimizer.zero_grad()
-        return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
+        return self._sum_over_processes(loss)
+
+    def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
+        """The same sum in an order that does not depend on W, so that neither do its bits: see prepare/exact.py.
+
+        Neither the ring nor microbatches that add up as they come will do: (a + b) + c is not a + (b + c).
+        """
+        for index, micro in enumerate(batch.microbatches):
+            loss = None
+            if micro.rows:
+                with exact.piece(index, batch.step, self._task.seed):
+                    loss = self._gradients(batch, micro)
+            exact.add(loss)
+        sums = exact.reduce(self._flag(), batch.samples)
+        if self._task.clip is None:
+            return sums, None
+        norm = gradient_norm(self._parameters)
+        scale(self._parameters, torch.clamp(self._task.clip / (norm + 1e-6), max=1.0))
+        return sums, norm
 
     def _gradients(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's share to the gradients; the sum of its losses.

@@ -80,7 +80,7 @@ def prepare(
         autocast=autocast(plan.precision, world.device),
         rows=rows if group is not None else None,
     )
-    if uses_shard(plan) or world.data_group is None or plan.pipeline > 1:
+    if uses_shard(plan) or world.data_group is None or plan.pipeline > 1 or plan.exact:
         return prepared
     replicas = Replicas(model, world)
     return dataclasses.replace(

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from grappe.weights import agreed
+from grappe.world import gather_into
 
 
 class _Normalise(torch.autograd.Function):
@@ -64,7 +65,7 @@ def _combine(
     """
     mine = torch.cat([mean, second, count])
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    gather_into(everyone, mine, group)
     everyone = everyone.view(-1, mine.numel())
     channels = mean.numel()
     means, seconds, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]

@@ -135,7 +135,29 @@ def _begin(run: Run, wanted: Wanted, now: dict[str, Any], new: bool) -> tuple[in
             *notes,
             f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh",
         )
+    if found.step and (broken := other_bits(known, now)):
+        notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
     return found.step, (resumed, *notes, *(f"changed since: {one}" for one in changes))
+
+
+def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why an exact plan would not go on to the bits of the run that never stopped, a few words each.
+
+    The number of processes is no reason; decision 20 says what is.
+    """
+    plans = [Plan.parse(str(of.get("plan", ""))) for of in (known, now)]
+    if not plans[1].exact:
+        return []
+    pairs = {
+        name: (getattr(plans[0], name), getattr(plans[1], name)) for name in ("exact", "engine", "precision")
+    }
+    pairs |= {name: (known.get(name), now[name]) for name in ("threads", "device", "processor")}
+    pairs["torch"] = ((known.get("versions") or {}).get("torch"), now["versions"]["torch"])
+    return [
+        f"{name} {before} -> {after}"
+        for name, (before, after) in pairs.items()
+        if before not in (None, after)
+    ]
 
 
 def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -186,6 +208,7 @@ def description(wanted: Wanted, here: World) -> dict[str, Any]:
         "processes": here.size,
         "threads": here.threads,
         "device": here.device.type,
+        "processor": processor(here.device),
         "host": platform.node(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": {
@@ -196,6 +219,18 @@ def description(wanted: Wanted, here: World) -> dict[str, Any]:
         "restarts": 0,
         "status": "running",
     }
+
+
+def processor(device: torch.device) -> str:
+    """The model of what computes, which decides with what instructions."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (models[0] if models else platform.machine()) + f", {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _source(task: Task) -> str:
