@@ -30,6 +30,12 @@ docs: .venv/test  ## regenerate the README's tables
 bench: .venv/test  ## compare with the rivals; makes an environment of its own for them
 	@benchmarks/run
 
+slurm-up: .venv/bin/pip  ## start a real two-node Slurm on this machine, to try grappe submit on
+	@$(BIN)/python -m tests.slurm.cluster up
+
+slurm-down:  ## end it
+	@$(BIN)/python -m tests.slurm.cluster down
+
 clean:  ## forget the environment
 	rm -rf .venv .bench
 
@@ -51,4 +57,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train test lint types docs bench clean
+.PHONY: help train test lint types docs bench slurm-up slurm-down clean
