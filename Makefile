@@ -35,6 +35,12 @@ soak: .venv/test  ## thousands of kills, and every pair of plans to resume under
 bench: .venv/test  ## compare with the rivals; makes an environment of its own for them
 	@benchmarks/run
 
+slurm-up: .venv/bin/pip  ## start a real two-node Slurm on this machine, to try grappe submit on
+	@$(BIN)/python -m tests.slurm.cluster up
+
+slurm-down:  ## end it
+	@$(BIN)/python -m tests.slurm.cluster down
+
 clean:  ## forget the environment
 	rm -rf .venv .bench
 
@@ -56,4 +62,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train test lint types docs soak bench clean
+.PHONY: help train test lint types docs soak bench slurm-up slurm-down clean

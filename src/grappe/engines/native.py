@@ -91,23 +91,16 @@ class Native(Stepper):
         return self._task.optimizer(named)
 
     def step(self, batch: Batch) -> StepResult:
-        sums = self._gradients(batch)
+        sums = self._gradients(batch) if self._exact is None else self._exact_gradients(batch, self._exact)
         lr = self._group["lr"]
         norm, skipped = self._update()
         return StepResult(batch, sums, norm, skipped, lr)
 
     def _gradients(self, batch: Batch) -> Sums:
-        """Forward and backward of a step; its sums, on their way."""
+        """Every microbatch's, added up as they come, and over the processes; the step's sums, on their way."""
         if self._begin is not None:
             self._tally = self._begin(functools.partial(self._rehearse, batch.microbatches[0]))
             self._begin = None
-        sums = self._gradients(batch) if self._exact is None else self._exact_gradients(batch, self._exact)
-        lr = self._group["lr"]
-        norm, skipped = self._update()
-        return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
-
-    def _gradients(self, batch: Batch) -> Sums:
-        """Every microbatch's, added up as they come, and over the processes."""
         self._seed_dropout(batch.step)
         total: Tensor | None = None
         last = batch.microbatches[-1]
