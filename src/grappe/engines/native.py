@@ -28,7 +28,7 @@ from grappe.prepare.clip import gradient_norm, scale
 from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import reshard, uses_shard
-from grappe.prepare.tally import Sums
+from grappe.prepare.tally import NO_ROOTS, Roots, Sums
 from grappe.scores import Scores
 
 
@@ -133,19 +133,16 @@ class Native(Stepper):
             seed = self._losses.seed(values, micro, batch, rows, self._ways * self._scale.value)
             total = self._losses.total(values, micro, rows)
             total = total if before is None else before + total
-            roots = self._tally.roots(total, self._flag()) if last else ()
-            if roots:
-                backward((values, *roots), (seed, *[self._tally.one] * len(roots)))
-            else:
-                backward((values,), (seed,))
+            roots, gradients = self._tally.roots(total, self._flag()) if last else NO_ROOTS
+            backward((values, *roots), (seed, *gradients))
         return total
 
-    def _rehearse(self, micro: Microbatch, forward: Callable[[Any], Any], roots: tuple[Tensor, ...]) -> None:
+    def _rehearse(self, micro: Microbatch, forward: Callable[[Any], Any], roots: Roots) -> None:
         """A forward and backward that leaves nothing behind but gradients."""
         with statistics_frozen(self._model):
             with self._autocast:
                 values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
-            torch.autograd.backward((values.sum(), *roots))
+            torch.autograd.backward((values.sum(), *roots[0]), (None, *roots[1]))
 
     @contextlib.contextmanager
     def _filler(self) -> Iterator[None]:

@@ -119,11 +119,7 @@ class Pipelined(Native):
         if self._sums_replicas is not None:
             sum_gradients(self._parameters, self._sums_replicas)
         # Told by the last stage alone, where the tally takes it that all of a slice's processes have it.
-        total = (
-            self._total * self._plan.pipeline
-            if self._total is not None
-            else torch.zeros_like(self._tally.one)
-        )
+        total = self._total * self._plan.pipeline if self._total is not None else self._tally.zero
         self._tally.roots(total, self._flag())
         return self._tally.sums()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grappe.prepare.tally import RIDER_SIZE, ReduceTally, RiderTally, Tally
+from grappe.prepare.tally import NO_ROOTS, RIDER_SIZE, ReduceTally, RiderTally, Roots, Tally
 from grappe.world import World
 
 # Renamed in torch 2.13.
@@ -31,8 +31,8 @@ class Carrier(nn.Module):
         return self.model(inputs)
 
 
-Rehearse = Callable[[Callable[[Any], Any], tuple[torch.Tensor, ...]], None]
-"""Called with the forward to use and further roots; leaves gradients, and nothing else."""
+Rehearse = Callable[[Callable[[Any], Any], Roots], None]
+"""Called with the forward to use and further roots with their gradients; leaves gradients, and nothing else."""
 
 
 class Replicas:
@@ -58,7 +58,7 @@ class Replicas:
             What sums the loss: the rider, unless DDP looks for unused parameters and would count it among them.
         """
         trained = [parameter for parameter in self.carrier.model.parameters() if parameter.requires_grad]
-        rehearse(self.carrier.model, ())
+        rehearse(self.carrier.model, NO_ROOTS)
         missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
         missing = missing.to(self._world.device)
         dist.all_reduce(missing, group=self._world.data_group)
@@ -67,7 +67,7 @@ class Replicas:
         if missing:
             return ReduceTally(self._world)
         tally = RiderTally(self.carrier.rider, self._world.data_size)
-        rehearse(self._wrapped, tally.roots(torch.zeros_like(tally.one), 0.0))
+        rehearse(self._wrapped, tally.roots(tally.zero, 0.0))
         _forget([*trained, self.carrier.rider])
         return tally
 

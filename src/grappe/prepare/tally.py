@@ -12,6 +12,8 @@ from grappe.on_host import OnHost
 from grappe.world import World
 
 RIDER_SIZE = 2  # the loss's sum and the flag
+Roots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+NO_ROOTS: Roots = ((), ())
 
 
 class Sums:
@@ -40,19 +42,18 @@ class Tally:
         self._loss = torch.zeros((), device=device)
         self._flag = 0.0
         self._flags = {0.0: torch.zeros((), device=device)}
-        self.one = torch.ones((), device=device)
-        """The gradient of a further root."""
+        self.zero = self._flags[0.0]
 
     def put(self, loss: Tensor, flag: float) -> Tensor:
         """[loss, flag] as one tensor that stays untouched until it is read."""
         if flag not in self._flags:
-            self._flags[flag] = torch.full_like(self.one, flag)
+            self._flags[flag] = torch.full_like(self.zero, flag)
         return torch.stack((loss, self._flags[flag]))
 
-    def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
-        """Further roots of the step's last backward, through which the sums travel."""
+    def roots(self, loss: Tensor, flag: float) -> Roots:
+        """Further roots of the step's last backward, and their gradients, through which the sums travel."""
         self._loss, self._flag = loss, flag
-        return ()
+        return NO_ROOTS
 
     def sums(self) -> Sums:
         """The step's sums, once its last backward has been called."""
@@ -64,11 +65,11 @@ class RiderTally(Tally):
 
     def __init__(self, rider: torch.nn.Parameter, processes: int) -> None:
         super().__init__(rider.device)
-        self._rider = rider
+        self._rider, self._as_root = rider, (rider,)  # a leaf's gradient is what backward is given for it
         self._processes = processes
 
-    def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
-        return (torch.dot(self._rider, self.put(loss, flag)),)
+    def roots(self, loss: Tensor, flag: float) -> Roots:
+        return self._as_root, (self.put(loss, flag),)
 
     def sums(self) -> Sums:
         assert self._rider.grad is not None
@@ -86,10 +87,10 @@ class ReduceTally(Tally):
         self._copies = world.size // world.data_size
         self._work: dist.Work | None = None
 
-    def roots(self, loss: Tensor, flag: float) -> tuple[Tensor, ...]:
+    def roots(self, loss: Tensor, flag: float) -> Roots:
         self._payload = self.put(loss / self._copies, flag)
         self._work = dist.all_reduce(self._payload, async_op=True)
-        return ()
+        return NO_ROOTS
 
     def sums(self) -> Sums:
         return Sums(self._payload, self._work)
