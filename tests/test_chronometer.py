@@ -12,8 +12,9 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from grappe import engines
-from grappe.chronometer import COMMUNICATION, EVALUATION, FORWARD, IN_A_STEP, PHASES, UPDATE, Chronometer
+from grappe.chronometer import Chronometer
 from grappe.errors import GrappeError
+from grappe.phases import COMMUNICATION, EVALUATION, FORWARD, IN_A_STEP, PHASES, UPDATE
 from grappe.place import Place
 from grappe.plan import Plan
 from grappe.training import Options
