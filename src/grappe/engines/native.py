@@ -116,6 +116,8 @@ class Native(Stepper):
         """Every piece's, added up in one order whatever the number of processes."""
         for index, micro in enumerate(batch.microbatches):
             total = None
+            if index:
+                self._phase(FORWARD)
             if micro.rows:
                 with exact.piece(index, batch.step, self._task.seed):
                     total = self._accumulate(batch, micro, None, False)

@@ -249,7 +249,7 @@ def _assemble(
         weights=opened.checkpoint.model,
         total_steps=total,
         flag=interrupt.flag,
-        phase=chronometer.switch,
+        phase=chronometer.tell,
         example=training_feed.example(),
         samples=len(datasets[0]),
     )
