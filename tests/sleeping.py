@@ -42,17 +42,23 @@ class _SleepInBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-class Net(nn.Module):
-    """Sleeps between two layers, so that some of the gradients come before and some after the nap."""
+class Layer(nn.Linear):
+    """Sleeps before it computes, and in its backward before its own gradients."""
 
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+    def __init__(self, width: int, forward: float, backward: float) -> None:
+        super().__init__(3, width)
         self.naps = forward, backward
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.naps[0])
-        return self.second(_SleepInBackward.apply(self.first(x), self.naps[1]))
+        return _SleepInBackward.apply(super().forward(x), self.naps[1])
+
+
+class Net(nn.Sequential):
+    """Two layers that share the naps."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__(*(Layer(width, forward / 2, backward / 2) for width in (3, 2)))
 
 
 class SlowSGD(torch.optim.SGD):
@@ -85,6 +91,9 @@ class Sleeping(Task):
         here = os.environ.get("SLEEPING_LATE"), multiprocessing.current_process().name
         late = self.late if here[0] == "1" or here[1] == "grappe-rank-1" else 0.0
         return Net(self.forward + late, self.backward)
+
+    def units(self, model: Net) -> list[nn.Module]:
+        return list(model)
 
     def data(self, split: str, folder: Path) -> Naps:
         return Naps(self.load if split == "train" else 0.0)

@@ -12,8 +12,9 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from grappe import engines
-from grappe.chronometer import COMMUNICATION, EVALUATION, FORWARD, IN_A_STEP, PHASES, UPDATE, Chronometer
+from grappe.chronometer import Chronometer
 from grappe.errors import GrappeError
+from grappe.phases import COMMUNICATION, EVALUATION, FORWARD, IN_A_STEP, PHASES, UPDATE
 from grappe.place import Place
 from grappe.plan import Plan
 from grappe.training import Options
@@ -111,20 +112,35 @@ def test_phases_of_one_process_are_what_was_planted(tmp_path: Path, plan: str) -
     check(seen, whole, planted)
 
 
-@pytest.mark.parametrize("plan", [*plans(2), "shard=2", "shard=2,zero=2", "replicate=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [*plans(2), "shard=2", "shard=2,zero=2", "replicate=2,microbatches=2", "replicate=2,exact=2"],
+)
 def test_who_waits_for_a_slow_process_spends_it_in_communication(pool: Pool, plan: str) -> None:
-    answers = pool.run(f"{__name__}:timed", 2, plan)
-    parts = Plan.parse(plan).microbatches
+    fast, slow = pool.run(f"{__name__}:timed", 2, plan)
+    parsed = Plan.parse(plan)
+    parts = parsed.exact // 2 or parsed.microbatches
     planted = {"data": 2 * 0.002, "forward": parts * 0.006, "backward": parts * 0.009, "update": 0.007}
-    if Plan.parse(plan).pipeline > 1:
-        return
-    fast, slow = answers
     check(*slow, {**planted, "forward": parts * (0.006 + 0.012)})
     check(*fast, planted)
-    waited = [seen.outcome.timing.means["communication"] for seen, _ in answers]
+    waited = [seen.outcome.timing.means["communication"] for seen, _ in (fast, slow)]
     # Without the warm-up, in which it is found out which gradient comes last.
     assert waited[0] >= 0.9 * parts * 0.012
     assert waited[0] > waited[1]
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "pipeline=2,microbatches=4,schedule=gpipe"])
+def test_stages_wait_for_each_other(pool: Pool, plan: str) -> None:
+    task = dataclasses.replace(TASK, late=0.0)
+    parts = Plan.parse(plan).microbatches
+    first, last = pool.run(f"{__name__}:timed", 2, plan, task)
+    planted = {"data": 4 * 0.002, "forward": parts * 0.003, "backward": parts * 0.0045, "update": 0.007}
+    for one in (first, last):
+        check(*one, planted)
+    # The last stage has nothing to do until the first has sent its first microbatch on.
+    assert last[0].outcome.timing.means["communication"] >= 0.9 * 0.003
+    # The first waits, with its last microbatch gone, until that has gone forward and back on the last.
+    assert first[0].outcome.timing.means["communication"] >= 0.9 * 0.003
 
 
 def test_gradients_that_come_last_end_the_computing() -> None:

@@ -102,18 +102,18 @@ def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path,
 
 
 def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
-    going = another(run, "going", status=None, processes=None, used=None)
+    going = another(run, "going", status=None, costs=None, used=None)
     (going / "done").unlink()
     for name in ("metrics.jsonl", "usage.jsonl"):
         with (going / name).open("a") as file:
             file.write('{"kind": "step", "step": 10, "lo')  # half a line
-    crashed = another(run, "crashed", status=None, processes=[], used={})
+    crashed = another(run, "crashed", status=None, costs=[], used={})
     (crashed / "done").unlink()
     (crashed / "metrics.jsonl").write_text(
         'not json\n{"kind": "step", "step": 1, "loss": null, "lr": 0.1}\n[1]\n'
     )
     (crashed / "usage.jsonl").write_text('{"phases": 3}\n{"time": "now", "phases": {}}\n')
-    fresh = another(run, "fresh", status=None, processes=[], used={})
+    fresh = another(run, "fresh", status=None, costs=[], used={})
     for name in ("done", "metrics.jsonl", "usage.jsonl"):
         (fresh / name).unlink()
     for place in (going, crashed):
@@ -182,7 +182,10 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
     browser.evaluate("document.getElementById('logarithmic').focus()")
     browser.press(" ")
     assert browser.evaluate("document.getElementById('logarithmic').checked")
-    browser.evaluate("document.querySelector('summary').click()")
+    browser.evaluate(
+        "new Promise(done => { const one = document.querySelector('details');"
+        " one.addEventListener('toggle', () => done()); one.querySelector('summary').click(); })"
+    )
     assert browser.evaluate("document.querySelectorAll('details table tr').length") > 9
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import time
 from array import array
 from collections import deque
@@ -13,6 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from grappe import memory
+from grappe.device_clock import DeviceClock
+from grappe.last_gradient import LastGradient
+from grappe.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION,
+    EVALUATION,
+    FORWARD,
+    IN_A_STEP,
+    KEPT,
+    PHASES,
+    START,
+    UPDATE,
+    WARMUP,
+    WATCHING,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,29 +35,7 @@ if TYPE_CHECKING:
     from grappe.plan import Plan
     from grappe.task import Task
 
-PHASES = (
-    "data", "transfer", "forward", "backward", "communication", "update", "watching",
-    "evaluation", "checkpoint", "start",
-)  # fmt: skip
-(
-    DATA,
-    TRANSFER,
-    FORWARD,
-    BACKWARD,
-    COMMUNICATION,
-    UPDATE,
-    WATCHING,
-    EVALUATION,
-    CHECKPOINT,
-    START,
-) = range(len(PHASES))
-IN_A_STEP = PHASES[: WATCHING + 1]
-"""Those that make up a step; the others lie between steps."""
-
-WARMUP = 5  # steps that are left out of medians: caches fill, kernels are chosen
-KEPT = 1024  # steps between foldings
 BLOCKS = 8  # foldings whose steps are kept for medians
-SAMPLE = 8  # on a GPU one step in so many is timed by events, as each costs a microsecond
 ORDER_STEPS = 3  # steps that are watched to see which gradient comes last
 
 Waits = Sequence[tuple[Any, str]]
@@ -98,11 +91,15 @@ class Chronometer:
         self._steps = 0
         self._window: tuple[int, list[float]] = (0, list(self._totals))
         self._undo: list[Callable[[], None]] = []
-        self._last_gradient = _LastGradient(self)
+        self._last_gradient = LastGradient(self)
         self.device_clock = DeviceClock() if device.type == "cuda" else None
         self._record: Callable[[int], None] | None = None
         self.held: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer state, as of the second update."""
+        self.parameters: list[tuple[str, Any]] = []
+        """This process's, by name, as the engine gave them to the task's optimizer."""
+        self.at_update: Callable[[], None] | None = None
+        """Called when the gradients are there and are about to be used."""
 
     def switch(self, phase: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """From now on it is `phase`."""
@@ -112,6 +109,11 @@ class Chronometer:
         self.phase = phase
         if self._record is not None:
             self._record(phase)
+
+    def tell(self, phase: int) -> None:
+        """An engine says that inside of its step it is `phase`; what it does for an evaluation is not that."""
+        if FORWARD <= self.phase <= UPDATE:
+            self.switch(phase)
 
     @contextlib.contextmanager
     def during(self, phase: int) -> Iterator[None]:
@@ -201,8 +203,8 @@ class Chronometer:
         parts["loss"] = self._loss(task.loss)
         if plan.microbatches > 1 and not plan.recompute:  # recomputation runs the forward inside backward
             parts["model"] = self._model(task.model)
-        if plan.data_parallel > 1 and plan.data_parallel == plan.processes:
-            parts["optimizer"] = self._last_gradient.optimizer(task.optimizer)
+        alike = plan.data_parallel > 1 and plan.data_parallel == plan.processes
+        parts["optimizer"] = self._optimizer(task.optimizer, alike)
         self._undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
         if plan.processes > 1:
             self._watch_waits(waits)
@@ -226,6 +228,15 @@ class Chronometer:
 
         return timed
 
+    def _optimizer(self, make: Callable[[Any], Any], find_last: bool) -> Callable[[Any], Any]:
+        def watched(named_parameters: Any) -> Any:
+            self.parameters = list(named_parameters)
+            if find_last:
+                self._last_gradient.look_for([parameter for _, parameter in self.parameters])
+            return make(list(self.parameters))
+
+        return watched
+
     def _model(self, model: Callable[[], Any]) -> Callable[[], Any]:
         def began(module: Any, inputs: Any) -> None:
             if self.phase in (BACKWARD, COMMUNICATION):  # another microbatch
@@ -243,6 +254,8 @@ class Chronometer:
             self.switch(UPDATE)
         if self._steps == 1 and not self.held:
             self.held = memory.held(optimizer)
+        if self.at_update is not None:
+            self.at_update()
 
     def _watch_waits(self, more: Waits) -> None:
         import torch.distributed as dist
@@ -280,94 +293,6 @@ class Chronometer:
             self._blocks[-1] = np.concatenate([self._blocks[-1], late])
         self._totals = [a + float(b) for a, b in zip(self._totals, block.sum(0), strict=True)]
         self._rows = array("d")
-
-
-class _LastGradient:
-    """Which parameter's gradient comes last; from then on its arrival ends the backward's computing.
-
-    Data-parallel engines then wait for sums that did not overlap with it.
-    """
-
-    def __init__(self, chronometer: Chronometer) -> None:
-        self._chronometer = chronometer
-        self._handles: list[Any] = []
-        self._last: Any = None
-
-    def optimizer(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The same, with its parameters watched for the first steps."""
-
-        def watched(named_parameters: Any) -> Any:
-            named = list(named_parameters)
-            for _, parameter in named:
-                if parameter.requires_grad:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._came))
-            return make(named)
-
-        return watched
-
-    def step_is_over(self, decided: bool) -> None:
-        """Keeps one hook, on what came last, once that is `decided`."""
-        if decided and self._handles:
-            self.close()
-            if self._last is not None:
-                self._handles = [self._last.register_post_accumulate_grad_hook(self._all_came)]
-
-    def _came(self, parameter: Any) -> None:
-        self._last = parameter
-
-    def _all_came(self, parameter: Any) -> None:
-        if self._chronometer.phase == BACKWARD:
-            self._chronometer.switch(COMMUNICATION)
-
-    def close(self) -> None:
-        """Takes the hooks back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-class DeviceClock:
-    """Times one step in `SAMPLE` by events on the GPU's stream, which nobody waits for."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[int, Any]] = []
-        self._pending: deque[list[tuple[int, Any]]] = deque()
-        self._free: list[Any] = []
-        self._rows: deque[list[float]] = deque(maxlen=KEPT)
-
-    def lap(self, step: int) -> Callable[[int], None] | None:
-        """A step is over; what to call at each switch of the next one."""
-        if self._events:
-            self._pending.append(self._events)
-            self._events = []
-        self._harvest()
-        if step < WARMUP or step % SAMPLE:
-            return None
-        self.record(WATCHING)
-        return self.record
-
-    def record(self, phase: int) -> None:
-        """From this place on the stream it is `phase`."""
-        import torch
-
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append((phase, event))
-
-    def rows(self) -> list[list[float]]:
-        """Seconds by phase of each step that was timed."""
-        self._harvest()
-        return list(self._rows)
-
-    def _harvest(self) -> None:
-        while self._pending and self._pending[0][-1][1].query():
-            marks = self._pending.popleft()
-            row = [0.0] * len(PHASES)
-            for (phase, began), (_, ended) in itertools.pairwise(marks):
-                row[phase] += began.elapsed_time(ended) / 1e3
-            if not any(row[WATCHING + 1 :]):  # an evaluation in between: the device was not a step's alone
-                self._rows.append(row[: len(IN_A_STEP)])
-            self._free += [event for _, event in marks]
 
 
 def _spread(values: Any) -> Spread:

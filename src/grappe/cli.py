@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe import entry
+from grappe import entry, figures
 from grappe.entry import plain_table, show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.parameters import (
@@ -20,7 +19,6 @@ from grappe.parameters import (
     PlanText,
     RunFolder,
     TaskName,
-    whole_numbers,
 )
 
 HELP = """Train a PyTorch model on whatever machines you were given.
@@ -84,6 +82,10 @@ def train(
         bool, SWITCH, Parameter(help="End when a checkpoint cannot be written.")
     ] = False,
     ledger: Annotated[bool, SWITCH, Parameter(help="Write down the sample ids of each step.")] = False,
+    log: Annotated[
+        str,
+        Parameter(show_default=False, help="Loggers beside the run's curves: tensorboard, wandb (offline)."),
+    ] = "",
     smoke: Annotated[
         bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
     ] = False,
@@ -121,6 +123,7 @@ def train(
         stall_limit=limits[1],
         stop_on_failed_save=stop_on_failed_save,
         ledger=ledger,
+        log=tuple(name for name in log.split(",") if name),
     )
     asked = verb.request(task, plan, run, data, texts, from_, options)
     if smoke:
@@ -158,66 +161,6 @@ def drill(
         findings = list(verb.drill(asked, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
     return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
-
-
-@app.command
-def measure(
-    task: TaskName,
-    /,
-    *fields: FieldText,
-    plan: Annotated[
-        list[str] | None,
-        Parameter(help="A plan to measure; once for each. The first is what the others are compared with."),
-    ] = None,
-    steps: Annotated[int, Parameter(help="Timed steps of each training, after 5 that warm up.")] = 30,
-    repeats: Annotated[int, Parameter(help="Trainings of each plan, by turns.")] = 3,
-    batch_size: Annotated[
-        str, Parameter(show_default=False, help="Samples a step over all processes: 64, or 32,64,128.")
-    ] = "",
-    weak: Annotated[
-        bool, SWITCH, Parameter(help="Batch sizes are for one process and grow with their number.")
-    ] = False,
-    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
-    out: Annotated[
-        Path | None, Parameter(help="Write the figures to this JSON file, for grappe report.")
-    ] = None,
-    data: DataFolder = None,
-) -> int:
-    """Measure what plans cost and how they scale: speed, memory, energy, and what is lost where."""
-    from grappe.fields import split
-    from grappe.verbs import session
-
-    texts = split(fields)
-    for text in plan or [""]:
-        session.prepare(text, task)
-    sizes = whole_numbers("--batch-size", batch_size)
-    from grappe.verbs import measure as verb
-    from grappe.verbs import verdict
-
-    points = verb.measure(
-        task,
-        plan or [""],
-        steps=steps,
-        repeats=repeats,
-        batch_sizes=sizes,
-        weak=weak,
-        advise=not no_advice,
-        data=data,
-        fields=texts,
-        told=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    for part in (
-        verb.table(points),
-        "",
-        verb.losses(points),
-        *verb.notes(points),
-        *verdict.sentences(points),
-    ):
-        if part is not None:
-            show(part)
-    if out is not None:
-        verb.write(points, task, out, weak=weak)
-    return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
 
 
 @app.command
@@ -301,20 +244,6 @@ def runs(
 
 
 @app.command
-def report(
-    *places: Annotated[Path, Parameter(help="Runs' folders, or files of grappe measure --out.")],
-    out: Annotated[
-        Path | None, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
-    ] = None,
-) -> int:
-    """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
-    from grappe.verbs.report import report as verb
-
-    show(str(verb(places, out)))
-    return EXIT_OK
-
-
-@app.command
 def prune(
     run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that nobody writes.")] = None,
     /,
@@ -357,6 +286,9 @@ def engines() -> int:
 
     show(plan_table())
     return EXIT_OK
+
+
+figures.register(app)
 
 
 def main() -> None:

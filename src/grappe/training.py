@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grappe import chronometer as phases
+from grappe import phases
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.saver import Saver
 from grappe.chronometer import Chronometer
@@ -52,6 +52,8 @@ class Options:
     """Whether a checkpoint that cannot be written ends the training."""
     ledger: bool = False
     """Write down the samples of each step."""
+    log: tuple[str, ...] = ()
+    """Loggers beside the run's own curves: "tensorboard", "wandb"."""
     bare: bool = False
     """Neither evaluate nor save at the end, and go on beyond the task's epochs: to measure steps."""
 
@@ -168,6 +170,11 @@ class Training:
             with self._watchdog.doing("save"):
                 self._save(step)
         return self._stop is not None
+
+    @property
+    def steps_taken(self) -> int:
+        """Since the training began, earlier starts too."""
+        return self._step
 
     def _due(self, step: int, every: int | None) -> bool:
         return step % (every or self.per_epoch) == 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from grappe.chronometer import IN_A_STEP
+from grappe.phases import IN_A_STEP
 from grappe.plan import Plan
 from grappe.verbs import verdict
 from grappe.verbs.points import Point, Process, Trial, efficiency, lost

@@ -61,7 +61,7 @@ def test_a_run_knows_what_it_used(tmp_path: Path) -> None:
     known = run.description
     assert known["used"]["samples"] == 87  # three epochs of 29, over both starts
     assert known["used"]["seconds"] > first["seconds"]
-    (process,) = known["processes"]
+    (process,) = known["costs"]
     weights = process["held"]["parameters"]
     assert process["held"]["gradients"] == weights
     assert process["held"]["optimizer"] > 2 * weights  # Adam's two moments, and counts

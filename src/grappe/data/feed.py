@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from grappe.chronometer import DATA, TRANSFER
 from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import sample_keys
 from grappe.data.keyed import Keyed
 from grappe.data.ledger import Ledger, cut
 from grappe.errors import TaskError
+from grappe.phases import DATA, TRANSFER
 from grappe.plan import Plan
 from grappe.task import Task, overrides
 from grappe.world import World, cores, gather_into

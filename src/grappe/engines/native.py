@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grappe import evaluation, model_state
-from grappe.chronometer import FORWARD, UPDATE
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.feed import rows_of
 from grappe.engines.base import COMMON, Engine, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
 from grappe.losses import Losses
+from grappe.phases import FORWARD, UPDATE
 from grappe.pipeline import rules
 from grappe.plan import Plan
 from grappe.prepare import Prepared, prepare
@@ -116,6 +116,8 @@ class Native(Stepper):
         """Every piece's, added up in one order whatever the number of processes."""
         for index, micro in enumerate(batch.microbatches):
             total = None
+            if index:
+                self._phase(FORWARD)
             if micro.rows:
                 with exact.piece(index, batch.step, self._task.seed):
                     total = self._accumulate(batch, micro, None, False)

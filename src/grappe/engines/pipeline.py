@@ -18,6 +18,7 @@ from grappe.data.feed import rows_of
 from grappe.engines.base import Setting, State
 from grappe.engines.native import Native
 from grappe.errors import GrappeError
+from grappe.phases import BACKWARD, FORWARD
 from grappe.pipeline.check import check_units
 from grappe.pipeline.cut import cut
 from grappe.pipeline.even import OneShape, check_even, even, largest
@@ -52,6 +53,9 @@ class Pipelined(Native):
         together = uses_shard(self._plan) or self._plan.batchnorm == "sync"
         self._shape = OneShape() if together and self._world.data_group is not None else None
         self._sums_replicas = None if uses_shard(self._plan) else self._world.data_group
+        for stage in self._stages:  # what a schedule does between two forwards is backward, but for its waits
+            stage.register_forward_pre_hook(lambda *_: self._phase(FORWARD))
+            stage.register_forward_hook(lambda *_: self._phase(BACKWARD))
 
     def _prepare(self, setting: Setting) -> Prepared:
         task, plan, world = setting.task, setting.plan, setting.world

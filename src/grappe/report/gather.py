@@ -52,13 +52,11 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.folder.resolve().name,
         "status": _status(run, known),
         "step": last,
-        "description": {
-            name: value for name, value in known.items() if name not in ("processes", "used", "timing")
-        },
+        "description": {name: value for name, value in known.items() if name not in ("costs", "used")},
         "training": {name: thinned(curve) for name, curve in steps.items()},
         "validation": {name: thinned(curve) for name, curve in evaluations.items()},
         "usage": _thinned_usage(_usage(run)),
-        "processes": known.get("processes") if isinstance(known.get("processes"), list) else [],
+        "processes": known.get("costs") if isinstance(known.get("costs"), list) else [],
         "used": known.get("used") if isinstance(known.get("used"), dict) else {},
     }
 

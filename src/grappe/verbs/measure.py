@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from grappe.chronometer import WARMUP
 from grappe.errors import GrappeError, UsageError
+from grappe.phases import WARMUP
 from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
@@ -171,7 +171,7 @@ def worker(asked: Asked, place: Place, meet: Path) -> Answer:
     task = asked.training.task.resolve()
     if place.rank:
         return Answer(usages=(), batch=task.batch_size)
-    answer = Answer(usages=Run(result.run).description["processes"], batch=task.batch_size)
+    answer = Answer(usages=Run(result.run).description["costs"], batch=task.batch_size)
     return _counted(answer, asked, task, place) if asked.count else answer
 
 

@@ -196,13 +196,9 @@ def _close(training: Training, run: Run, outcome: Any, here: World, meter: Meter
 
     usages = here.gather(meter.usage())
     if here.rank == 0:
-        last = {"processes": [dataclasses.asdict(one) for one in usages]}
-        run.describe(
-            step=outcome.step,
-            status=outcome.status,
-            used=used(usages, run.description.get("used", {})),
-            **last,
-        )
+        costs = [dataclasses.asdict(one) for one in usages]
+        told = used(usages, run.description.get("used", {}))
+        run.describe(step=outcome.step, status=outcome.status, used=told, costs=costs)
         if outcome.status in ("finished", "stopped"):
             run.finish()
     training.engine.close()
@@ -236,6 +232,7 @@ def _assemble(
     from grappe.engines.base import Setting
     from grappe.watchers.console import Console
     from grappe.watchers.curves import Curves
+    from grappe.watchers.logger import find as find_logger
 
     training_feed = feed.training_feed(task, datasets[0], asked.plan, here)
     validation = feed.evaluation_feed(task, datasets[1], asked.plan, here)
@@ -252,13 +249,14 @@ def _assemble(
         weights=opened.checkpoint.model,
         total_steps=total,
         flag=interrupt.flag,
-        phase=chronometer.switch,
+        phase=chronometer.tell,
         example=training_feed.example(),
         samples=len(datasets[0]),
     )
     may_commit = opened.lease.check if opened.lease is not None else _nothing
     keep = Keep(last=asked.options.keep)
-    watchers = [Curves(), *([Console(terminal, _samples_word(datasets[0]))] if terminal else [])]
+    loggers = [find_logger(name)() for name in asked.options.log]
+    watchers = [Curves(), *([Console(terminal, _samples_word(datasets[0]))] if terminal else []), *loggers]
     training = Training(
         engine=engine(setting),
         engine_name=asked.plan.engine,

@@ -1,0 +1,114 @@
+"""Figures: the commands that measure and show: measure, report, follow, curves."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from grappe.entry import show
+from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.parameters import SWITCH, DataFolder, FieldText, RunFolder, TaskName, whole_numbers
+
+
+def register(app: App) -> None:
+    """Adds them to the command line."""
+    for command in (measure, report, follow, curves):
+        app.command(command)
+
+
+def measure(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: Annotated[
+        list[str] | None,
+        Parameter(help="A plan to measure; once for each. The first is what the others are compared with."),
+    ] = None,
+    steps: Annotated[int, Parameter(help="Timed steps of each training, after 5 that warm up.")] = 30,
+    repeats: Annotated[int, Parameter(help="Trainings of each plan, by turns.")] = 3,
+    batch_size: Annotated[
+        str, Parameter(show_default=False, help="Samples a step over all processes: 64, or 32,64,128.")
+    ] = "",
+    weak: Annotated[
+        bool, SWITCH, Parameter(help="Batch sizes are for one process and grow with their number.")
+    ] = False,
+    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
+    out: Annotated[
+        Path | None, Parameter(help="Write the figures to this JSON file, for grappe report.")
+    ] = None,
+    data: DataFolder = None,
+) -> int:
+    """Measure what plans cost and how they scale: speed, memory, energy, and what is lost where."""
+    from grappe.fields import split
+    from grappe.verbs import session
+
+    texts = split(fields)
+    for text in plan or [""]:
+        session.prepare(text, task)
+    sizes = whole_numbers("--batch-size", batch_size)
+    from grappe.verbs import measure as verb
+    from grappe.verbs import verdict
+
+    points = verb.measure(
+        task,
+        plan or [""],
+        steps=steps,
+        repeats=repeats,
+        batch_sizes=sizes,
+        weak=weak,
+        advise=not no_advice,
+        data=data,
+        fields=texts,
+        told=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    for part in (
+        verb.table(points),
+        "",
+        verb.losses(points),
+        *verb.notes(points),
+        *verdict.sentences(points),
+    ):
+        if part is not None:
+            show(part)
+    if out is not None:
+        verb.write(points, task, out, weak=weak)
+    return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
+
+
+def report(
+    *places: Annotated[Path, Parameter(help="Runs' folders, or files of grappe measure --out.")],
+    out: Annotated[
+        Path | None, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
+    ] = None,
+) -> int:
+    """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
+    from grappe.verbs.report import report as verb
+
+    show(str(verb(places, out)))
+    return EXIT_OK
+
+
+def follow(run: RunFolder, /) -> int:
+    """Watch a run as it goes, until it ends; Ctrl-C leaves it alone."""
+    from grappe.verbs.follow import follow as verb
+
+    verb(run, sys.stdout)
+    return EXIT_OK
+
+
+def curves(
+    *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
+    out: Annotated[Path | None, Parameter(help="A file. Default: the standard output.")] = None,
+) -> int:
+    """Print the curves of runs as CSV: a line a step, a line an evaluation."""
+    from grappe.verbs.curves import write_csv
+
+    if not runs:
+        raise UsageError("no run given: grappe runs lists them")
+    with contextlib.ExitStack() as stack:
+        write_csv(runs, sys.stdout if out is None else stack.enter_context(out.open("w")))
+    return EXIT_OK

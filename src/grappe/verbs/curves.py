@@ -1,0 +1,40 @@
+"""grappe curves: the curves of runs as CSV, one line a step and one an evaluation."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from grappe.run import Run
+
+FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
+
+
+def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
+    """Writes the curves of runs to `stream`; how many lines, the heading left out.
+
+    Raises:
+        RunError: one of the places is no run.
+    """
+    runs = [Run(place) for place in places]
+    names = list(FIRST)
+    for run in runs:
+        for record in run.records():
+            names += [name for name in record if name not in names]
+    writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    lines = 0
+    for run in runs:
+        for record in run.records():
+            writer.writerow(
+                {"run": run.folder.name, **{name: _cell(value) for name, value in record.items()}}
+            )
+            lines += 1
+    return lines
+
+
+def _cell(value: Any) -> Any:
+    """A cell; a list, of accuracies by class say, becomes one with spaces between."""
+    return " ".join(str(one) for one in value) if isinstance(value, list) else value

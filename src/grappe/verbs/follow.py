@@ -1,0 +1,189 @@
+"""grappe follow: a run as it goes, in the terminal; a line an evaluation where the output is no terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from grappe.errors import RunError
+from grappe.phases import PHASES
+from grappe.run import METRICS, Run
+from grappe.watchers.meter import USAGE
+
+POLL_SECONDS = 0.5
+SILENT_SECONDS = 120.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+ENDED = ("finished", "stopped", "paused", "interrupted")
+
+
+class Tail:
+    """The lines that come into a file of JSON lines; from its beginning again when it is cut back."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._place = self._identity = 0
+        self._rest = ""
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What came since the last time; half a line is left for the next."""
+        try:
+            found = self._file.stat()
+        except OSError:
+            return
+        if found.st_ino != self._identity or found.st_size < self._place:
+            self._identity, self._place, self._rest = found.st_ino, 0, ""
+        with self._file.open(errors="replace") as stream:
+            stream.seek(self._place)
+            text = self._rest + stream.read()
+            self._place = stream.tell()
+        *lines, self._rest = text.split("\n")
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+class View:
+    """What is known of a run so far."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._curves, self._usage = Tail(run.folder / METRICS), Tail(run.folder / USAGE)
+        self._losses: list[float] = []
+        self._step: dict[str, Any] = {}
+        self._used: dict[str, Any] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.heard = time.monotonic()
+
+    def update(self) -> list[dict[str, Any]]:
+        """Reads on; the evaluations that are new."""
+        fresh = []
+        for record in self._curves.new():
+            self.heard = time.monotonic()
+            if record.get("kind") == "step":
+                self._step = record
+                if isinstance(record.get("loss"), int | float):
+                    self._losses.append(float(record["loss"]))
+            elif record.get("kind") == "evaluation":
+                fresh.append(record)
+        for record in self._usage.new():
+            self._used = record
+        self.evaluations += fresh
+        return fresh
+
+    def status(self) -> str:
+        """How it stands, in a word or two; empty: cannot be read just now."""
+        try:
+            if self.run.finished:
+                return "finished"
+            return str(self.run.description.get("status") or "running")
+        except RunError:
+            return ""
+
+    def table(self) -> Group:
+        """All of it, to be drawn."""
+        step, used = self._step, self._used
+        rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        rows.add_row("run", str(self.run.folder))
+        rows.add_row("status", self.status())
+        rows.add_row(
+            "step", f"{step.get('step', 0)}, epoch {step.get('epoch', 0) + 1}, lr {step.get('lr', 0):.3g}"
+        )
+        if self._losses:
+            rows.add_row("loss", f"{self._losses[-1]:.4f}  {spark(self._losses)}")
+        for record in self.evaluations[-1:]:
+            rows.add_row("validation", scores(record))
+        if used.get("steps"):
+            rows.add_row("speed", f"{used['steps'] / max(1e-9, used.get('seconds', 0)):,.1f} steps/s")
+        parts = (
+            [("memory", f"{sum((used.get('memory') or {}).values()) / 1e6:,.0f} MB at most")] if used else []
+        )
+        if used.get("watts"):
+            parts.append(("power", f"{sum(used['watts'].values()):,.0f} W"))
+        for name, text in parts:
+            rows.add_row(name, text)
+        return Group(rows, time_bar(used.get("phases") or {}))
+
+
+def spark(values: list[float], width: int = WIDTH) -> str:
+    """A curve as a line of blocks, the mean of each piece."""
+    finite = [value for value in values if value - value == 0]
+    if not finite:
+        return ""
+    size = -(-len(finite) // width)
+    means = [
+        sum(piece) / len(piece) for piece in (finite[at : at + size] for at in range(0, len(finite), size))
+    ]
+    low, high = min(means), max(means)
+    return "".join(BLOCKS[round((mean - low) / (high - low or 1) * (len(BLOCKS) - 1))] for mean in means)
+
+
+def time_bar(phases: dict[str, float]) -> Text:
+    """Where the last second went."""
+    total = sum(phases.values())
+    told = [
+        f"{name} {phases[name] / total:.0%}"
+        for name in PHASES
+        if total and phases.get(name, 0) / total > 0.005
+    ]
+    return Text("time        " + ", ".join(told) if told else "")
+
+
+def scores(record: dict[str, Any]) -> str:
+    """An evaluation in a line."""
+    names = [name for name in record if name not in ("kind", "step", "samples", "count")]
+    told = ", ".join(f"{name} {record[name]:.4f}" for name in names if isinstance(record[name], float))
+    return f"step {record.get('step')}: {told}"
+
+
+def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:
+    """Shows a run until it ends, or has been silent for two minutes; its status then.
+
+    Raises:
+        RunError: there is no such run.
+    """
+    view = View(Run(place))
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        return _lines(view, console, sleep)
+    with Live(view.table(), console=console, auto_refresh=False) as live:
+        while True:
+            over = _over(view)  # before reading: what it wrote at its end is read below
+            view.update()
+            live.update(view.table(), refresh=True)
+            if over:
+                return over
+            sleep(POLL_SECONDS)
+
+
+def _lines(view: View, console: Console, sleep: Callable[[float], None]) -> str:
+    while True:
+        over = _over(view)
+        for record in view.update():
+            console.print(scores(record), soft_wrap=True)
+        if over:
+            console.print(over, soft_wrap=True)
+            return over
+        sleep(POLL_SECONDS)
+
+
+def _over(view: View) -> str:
+    """How it ended; empty: it goes on."""
+    status = view.status()
+    if status in ENDED:
+        return status
+    if time.monotonic() - view.heard > SILENT_SECONDS:
+        return f"{status or 'unknown'}, silent for {SILENT_SECONDS:.0f} s: it may have ended unexpectedly"
+    return ""

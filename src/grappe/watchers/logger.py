@@ -1,0 +1,109 @@
+"""Logger: what TensorBoard's and Weights & Biases' watchers have in common: scalars, and distributions now and then."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grappe.errors import UsageError
+from grappe.scores import Scores
+from grappe.watchers.base import Outcome, Record, Watcher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from grappe.training import Training
+
+EVERY = 100  # steps between distributions of parameters and gradients, as wandb.watch has it
+BINS = 64
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""The loggers: each is the file of its name beside this one, and needs the package of its name."""
+
+
+class Logger(Watcher):
+    """Tells another program of a training, on process 0; where a model is sharded, of that process's part."""
+
+    @abstractmethod
+    def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
+        """The run in `folder` goes on from step `start`; what was told beyond it is void."""
+
+    @abstractmethod
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by name."""
+
+    @abstractmethod
+    def histogram(self, step: int, name: str, values: Tensor) -> None:
+        """How finite `values` [N], float32 on the CPU, are distributed."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Nothing more comes."""
+
+    _training: Training | None = None
+
+    def started(self, training: Training) -> None:
+        self._training = training
+        self.open(training.run.folder, training.start, training.run.description)
+        training.chronometer.at_update = self._distributions
+
+    def stepped(self, record: Record) -> None:
+        values = {"training/loss": record.loss, "training/lr": record.lr, "training/seconds": record.seconds}
+        if record.norm is not None:
+            values["training/norm"] = record.norm
+        self.scalars(record.step, {name: value for name, value in values.items() if math.isfinite(value)})
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        found = {"loss": scores.loss, **scores.metrics}
+        told = {f"validation/{name}": value for name, value in found.items() if isinstance(value, float)}
+        self.scalars(step, {name: value for name, value in told.items() if math.isfinite(value)})
+
+    def ended(self, outcome: Outcome | None) -> None:
+        if self._training is not None:
+            self._training.chronometer.at_update = None
+        self.finish()
+
+    def _distributions(self) -> None:
+        assert self._training is not None
+        step = self._training.steps_taken + 1
+        if step % EVERY and step != 1:
+            return
+        for name, parameter in self._training.chronometer.parameters:
+            self._one(step, f"parameters/{name}", parameter.detach())
+            if parameter.grad is not None:
+                self._one(step, f"gradients/{name}", parameter.grad)
+
+    def _one(self, step: int, name: str, values: Any) -> None:
+        local = values.to_local() if hasattr(values, "to_local") else values
+        flat = local.detach().float().flatten().cpu()
+        finite = flat[flat.isfinite()]
+        if len(finite):
+            self.histogram(step, name, finite)
+
+
+def distribution(values: Tensor) -> tuple[Any, Any]:
+    """Counts [BINS] of `values`, and the limits [BINS + 1] of the bins."""
+    return np.histogram(values.numpy(), bins=BINS)
+
+
+def find(name: str) -> type[Logger]:
+    """The logger called `name`.
+
+    Raises:
+        UsageError: there is none, or what it needs is not installed.
+    """
+    if name not in LOGGERS:
+        raise UsageError(f"--log={name}: there is {', '.join(sorted(LOGGERS))}")
+    try:
+        importlib.import_module(LOGGERS[name])
+    except ImportError:
+        raise UsageError(
+            f"--log={name} needs a package that is not installed: pip install 'grappe[{name}]'"
+        ) from None
+    return importlib.import_module(f"grappe.watchers.{name}_log").LOGGER
