@@ -13,7 +13,7 @@ train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
 	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
 
 test: .venv/test  ## run the tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m "not soak"
 
 lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/ruff check .
@@ -31,6 +31,7 @@ KILLS ?= 5000
 soak: .venv/test  ## thousands of kills, and every pair of plans to resume under (hours; KILLS=1000 for less)
 	@GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_kill_training.py \
 		tests/faults/test_resume.py --durations 5
+	@$(BIN)/python -m pytest -v -s -m soak tests/slurm
 
 bench: .venv/test  ## compare with the rivals; makes an environment of its own for them
 	@benchmarks/run

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe import entry, figures
+from grappe import cli_figures, cli_slurm, entry
 from grappe.entry import plain_table, show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.parameters import (
@@ -30,6 +30,7 @@ spread over processes. Changing the plan does not change what is learned.
     grappe train digits --plan replicate=2      two processes, the same numbers
     grappe train my_task.py epochs=3 lr=0.2     your own task
     grappe runs                                 what was trained, and how well
+    grappe submit --time 3h -- train digits     the same as a Slurm job
 
 --debug shows the whole traceback of an error.
 """
@@ -288,7 +289,8 @@ def engines() -> int:
     return EXIT_OK
 
 
-figures.register(app)
+cli_figures.register(app)
+cli_slurm.register(app)
 
 
 def main() -> None:

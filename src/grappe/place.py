@@ -21,6 +21,8 @@ class Place:
     local_rank: int = 0
     local_size: int = 1
     launcher: str = "grappe"
+    cores: int | None = None
+    """Cores that the launcher gave this process, where it says so."""
     job: str = ""
     """Names this start of this job: two starts must not meet each other's rendezvous."""
 
@@ -71,6 +73,7 @@ def _srun(environment: Mapping[str, str]) -> Place | None:
         size=int(environment["SLURM_STEP_NUM_TASKS"]),
         local_rank=int(environment["SLURM_LOCALID"]),
         local_size=_local_tasks(environment),
+        cores=int(environment["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environment else None,
         launcher="srun",
         job="-".join(
             environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")

@@ -32,6 +32,13 @@ def cores() -> int:
     return max(1, min(mine, _cgroup_quota() or mine))
 
 
+def own_cores(place: Place) -> int:
+    """How many cores are this process's: what srun gave it, else its part of what its node's processes share."""
+    if place.cores is not None:
+        return min(cores(), place.cores)  # it may be bound to them already, and then sees no others
+    return max(1, cores() // place.local_size)
+
+
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Whole cores of the cgroup's CPU quota, version 2 or 1; None without one."""
     try:
@@ -154,7 +161,7 @@ def join(plan: Plan, place: Place, meet: Path) -> World:
     plan.check_fits(place.size)
     device = choose_device(plan, place)
     # How a sum is split over threads decides its bits, so an exact plan does not follow the machine.
-    threads = plan.threads or (1 if plan.exact else max(1, cores() // place.local_size))
+    threads = plan.threads or (1 if plan.exact else own_cores(place))
     torch.set_num_threads(threads)
     if place.size == 1 and plan.offload == "none":
         return World(place=place, device=device, threads=threads)

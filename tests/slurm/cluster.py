@@ -19,6 +19,7 @@ from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 FOR_ACCOUNTING = ("slurmdbd", "mariadbd")
+MARK = "GRAPPE_CLUSTER"  # the variable that finds all that belongs to a cluster
 HOME = Path("/tmp/grappe-slurm")  # of the cluster that `make slurm-up` starts
 PATIENCE_SECONDS = 60.0
 GPUS = 4
@@ -63,7 +64,7 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that lead Slurm's commands here."""
-        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {"SLURM_CONF": str(self.folder / "slurm.conf"), MARK: str(self.folder)}
 
     def run(self, *command: str, check: bool = True) -> str:
         """The standard output of one of Slurm's commands."""
@@ -130,7 +131,7 @@ class Cluster:
         with log:
             subprocess.Popen(
                 command,
-                env={**os.environ, **self.environment, "PATH": path, "GRAPPE_CLUSTER": str(self.folder)},
+                env={**os.environ, **self.environment, "PATH": path},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -197,7 +198,7 @@ SlurmdTimeout=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,defer_batch=0
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1,bf_interval=1
 {storage}
 JobCompType=jobcomp/none
 StateSaveLocation={folder}/state
@@ -301,7 +302,7 @@ def _belongs(pid: int, folder: str) -> bool:
         environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:
         return False
-    return state != "Z" and f"GRAPPE_CLUSTER={folder}" in environment
+    return state != "Z" and f"{MARK}={folder}" in environment
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from grappe.errors import TaskError
 from grappe.phases import DATA, TRANSFER
 from grappe.plan import Plan
 from grappe.task import Task, overrides
-from grappe.world import World, cores, gather_into
+from grappe.world import World, gather_into, own_cores
 
 
 class Slice(NamedTuple):
@@ -142,7 +142,7 @@ class Feed:
     def _workers(self) -> int:
         if self._plan.workers is not None:
             return self._plan.workers
-        mine = cores() // self._world.place.local_size
+        mine = own_cores(self._world.place)
         # On a CPU the cores are busy computing; feeding a GPU is all that they have to do.
         return min(8, max(0, mine - 1)) if self._world.device.type == "cuda" else min(8, mine // 4)
 

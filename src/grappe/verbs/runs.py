@@ -11,12 +11,13 @@ from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import found
 from grappe.errors import RunError
 from grappe.run import Run, all_runs
+from grappe.verbs.jobs import submitted
 
 
 def listing(base: Path) -> Table | str:
     """A table of the runs under `base`."""
-    runs = all_runs(base)
-    if not runs:
+    runs, waiting = all_runs(base), _submitted(base)
+    if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
     table = Table("run", "status", "step", "plan", "validation", box=None, padding=(0, 2, 0, 0))
     for run in runs:
@@ -34,7 +35,17 @@ def listing(base: Path) -> Table | str:
             known.get("plan") or "one process",
             _scores(evaluation),
         )
+    for run, job in waiting.items():
+        table.add_row(run.name, f"submitted, job {job}", "", "", "")
     return table
+
+
+def _submitted(base: Path) -> dict[Path, str]:
+    """The runs under `base` whose job has not begun, and its id."""
+    if not base.is_dir():
+        return {}
+    found = {entry: submitted(entry) for entry in sorted(base.iterdir()) if not Run.is_run(entry)}
+    return {entry: str(jobs[-1]["job"]) for entry, jobs in found.items() if jobs}
 
 
 def describe(folder: Path) -> Table:

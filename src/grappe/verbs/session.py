@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grappe import blame, engines, launch, tasks
+from grappe import blame, engines, launch, mps, tasks
 from grappe.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -32,6 +32,7 @@ from grappe.task import Task, fields, overrides
 
 BASE = Path("runs")
 LEAVING_SECONDS = 2.0
+FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,13 +108,15 @@ def start(function: str, request: Any, plan: Plan, *, saves: bool = False) -> An
     """
     place = place_from_environment()
     if place is None:
-        return launch.local(function, request, plan.processes, saves=saves)
+        with mps.shared_gpus(plan, None):
+            return launch.local(function, request, plan.processes, saves=saves)
     plan.check_fits(place.size)
     module, _, name = function.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)(
-            request, place, meeting_place(place, request.run)
-        )
+        with mps.shared_gpus(plan, place):
+            return getattr(importlib.import_module(module), name)(
+                request, place, meeting_place(place, request.run)
+            )
     except Exception as error:
         raise _said_once(error, place) from error
 
@@ -123,8 +126,11 @@ def _said_once(error: Exception, place: Place) -> BaseException:
     from grappe.rendezvous import may_speak
 
     ours = isinstance(error, GrappeError)
+    code = error.exit_code if ours else EXIT_FAILURE
+    if ours or not _lost_another(error):
+        _leave_code(code)
     if not may_speak(place):
-        return SystemExit(error.exit_code if ours else EXIT_FAILURE)
+        return SystemExit(code)
     who = f"process {place.rank} of {place.size} on {os.uname().nodename}"
     if not ours:
         told: GrappeError = ProcessDied(f"{who} {_words(error)}")
@@ -135,8 +141,20 @@ def _said_once(error: Exception, place: Place) -> BaseException:
     return told
 
 
+def _leave_code(code: int) -> None:
+    """For the batch script: srun tells it only that the others were killed when one fails."""
+    if file := os.environ.get(FAILURE):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(str(code))
+
+
+def _lost_another(error: Exception) -> bool:
+    """Whether an error follows from another process's end."""
+    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
+
+
 def _words(error: Exception) -> str:
-    if any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe")):
+    if _lost_another(error):
         return "lost another process, which has ended: the launcher says which, and how"
     return f"failed with {type(error).__name__}: {error}"
 

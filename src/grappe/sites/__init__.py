@@ -1,0 +1,62 @@
+"""The sites, found by their file's name: shipped TOML files, and the user's own in ~/.config/grappe/sites."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from grappe.errors import UsageError, nearest
+from grappe.sites import schema
+from grappe.sites.schema import Site
+
+SHIPPED = Path(__file__).parent
+GENERIC = "generic"
+
+
+def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where a user's own sites are: $XDG_CONFIG_HOME/grappe/sites."""
+    base = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "grappe" / "sites"
+
+
+def files() -> dict[str, Path]:
+    """Every site's file by its name; the user's own win."""
+    found: dict[str, Path] = {}
+    for folder in (SHIPPED, own_folder()):
+        if folder.is_dir():
+            found |= {file.stem: file for file in sorted(folder.glob("*.toml"))}
+    return found
+
+
+def find(name: str) -> Site:
+    """The site called `name`.
+
+    Raises:
+        UsageError: there is none, or its file is wrong.
+    """
+    known = files()
+    if name not in known:
+        raise UsageError(
+            f"no site '{name}': {nearest(name, known)} Another cluster is one TOML file in {own_folder()} "
+            "(see docs/slurm.md), or --site generic"
+        )
+    file = known[name]
+    try:
+        content = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: {error}") from error
+    return schema.site(name, content, str(file))
+
+
+def here(environment: Mapping[str, str] = os.environ) -> str:
+    """The name of the site that this is a login node of, by its variables; else generic."""
+    for name in files():
+        try:
+            expected = find(name).detect
+        except UsageError:
+            continue  # a broken file of one's own must not hide the others
+        if expected and all(environment.get(key) == value for key, value in expected.items()):
+            return name
+    return GENERIC

@@ -1,0 +1,240 @@
+"""Layout: a plan on a site's nodes. How many nodes, processes, cores and how much memory, or why it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+
+from grappe.errors import PlanError, UsageError, nearest
+from grappe.plan import Plan
+from grappe.sites.schema import Node, Queue, Site
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a job asks for."""
+
+    nodes: int
+    processes: int
+    """On each node."""
+    gpus: int
+    """On each node; 0: none."""
+    cores: int
+    """Of each process."""
+    memory_gb: int | None
+    """On each node; None: not asked for."""
+    seconds: int
+    queue: Queue | None
+
+    @property
+    def gpu_hours(self) -> float:
+        """What the job costs, if it takes all of its time."""
+        return self.nodes * self.gpus * self.seconds / 3600
+
+    @property
+    def core_hours(self) -> float:
+        """The same in cores, for jobs without GPUs."""
+        return self.nodes * self.processes * self.cores * self.seconds / 3600
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user asked for, beside the plan."""
+
+    nodes: int | None = None
+    gpus: int | None = None
+    """On all nodes together."""
+    seconds: float | None = None
+    queue: str | None = None
+    account: str | None = None
+
+
+def fit(plan: Plan, wish: Wish) -> Plan:
+    """The plan for the number of GPUs that was asked for: a plan of one process becomes as many copies.
+
+    Raises:
+        PlanError: the plan says another number.
+    """
+    if wish.gpus is None:
+        return plan
+    if wish.gpus < 1:
+        raise PlanError(f"--gpus={wish.gpus}: it must be at least 1")
+    processes = wish.gpus * plan.per_device
+    if plan.processes == 1 and processes > 1:
+        return dataclasses.replace(plan, replicate=processes)
+    if plan.processes != processes:
+        need = -(-plan.processes // plan.per_device)
+        raise PlanError(
+            f"--gpus={wish.gpus} is {processes} process{'es' if processes > 1 else ''}, the plan {plan} has "
+            f"{plan.processes}: use --gpus {need}, or leave it out, or change the plan"
+        )
+    return plan
+
+
+def layout(plan: Plan, site: Site, wish: Wish) -> Layout:
+    """What a job for `plan` asks of `site`, checked against the site's rules.
+
+    Raises:
+        PlanError: the plan does not divide into nodes.
+        UsageError: the site forbids it; the message says what it allows.
+    """
+    if site.retired:
+        raise UsageError(f"{site.name} is no more: {site.retired}. There is: grappe sites")
+    node = site.node
+    assert node is not None, "a probed site has its node by now"
+    check_account(site, wish.account)
+    seconds = int(wish.seconds or site.ask.default_minutes * 60)
+    gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
+    nodes = _nodes(plan, site, node, wish.nodes, gpus)
+    per_node = gpus // nodes
+    queue = _queue(site, wish.queue, nodes, per_node, seconds)
+    _check_time(site, seconds, queue)
+    _check_whole(site, node, queue, nodes, per_node)
+    processes = plan.processes // nodes
+    return Layout(
+        nodes=nodes,
+        processes=processes,
+        gpus=per_node,
+        cores=_cores(plan, node, per_node, processes),
+        memory_gb=_memory(plan, node, per_node, processes),
+        seconds=seconds,
+        queue=queue,
+    )
+
+
+def check_account(site: Site, account: str | None) -> None:
+    """Raises UsageError when the account is missing, or has not the form of this site's."""
+    forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""
+    if account is None:
+        if site.ask.account == "required":
+            raise UsageError(f"{site.name} wants an account: --account NAME{forms}")
+        return
+    if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
+        raise UsageError(
+            f"--account={account}: accounts of {site.name} are of the form {' or '.join(site.ask.accounts)}"
+        )
+
+
+def _gpus(plan: Plan, site: Site) -> int:
+    if plan.processes % plan.per_device:
+        raise PlanError(
+            f"{plan.processes} processes do not share GPUs by per_device={plan.per_device}: "
+            f"choose degrees whose product is a multiple of {plan.per_device}"
+        )
+    gpus = plan.processes // plan.per_device
+    if site.ask.max_gpus and gpus > site.ask.max_gpus:
+        raise UsageError(
+            f"the plan needs {gpus} GPUs, a job on {site.name} may have {site.ask.max_gpus}: use fewer"
+        )
+    return gpus
+
+
+def _nodes(plan: Plan, site: Site, node: Node, asked: int | None, gpus: int) -> int:
+    """The number of nodes: as asked, or as few as hold the plan."""
+    what, units, holds = ("GPUs", gpus, node.gpus) if gpus else ("processes", plan.processes, node.cores)
+    if gpus and not node.gpus:
+        raise UsageError(f"the nodes of {site.name} have no GPU: add device=cpu to the plan")
+    if asked is not None and asked < 1:
+        raise UsageError(f"--nodes={asked}: it must be at least 1")
+    nodes = asked or -(-units // holds)
+    if node.count is not None and nodes > node.count:
+        raise UsageError(
+            f"the plan needs {units} {what} on {nodes} nodes, {site.name} has {node.count} with {holds} each "
+            f"({node.count * holds} in all): use a smaller plan"
+        )
+    if units % nodes:
+        rest = "" if asked else f" of {holds} {what}"
+        better = next(count for count in range(nodes, units + 1) if units % count == 0)
+        whole = units // holds * holds
+        other = f", or degrees whose product is {whole * (plan.per_device if gpus else 1)}" if whole else ""
+        raise PlanError(f"{units} {what} do not divide into {nodes} nodes{rest}: use --nodes {better}{other}")
+    if units // nodes > holds:
+        raise UsageError(
+            f"{units} {what} on {nodes} node{'s' if nodes > 1 else ''} are {units // nodes} each, a node of "
+            f"{site.name} has {holds}: use --nodes {-(-units // holds)}"
+        )
+    return nodes
+
+
+def _queue(site: Site, name: str | None, nodes: int, gpus: int, seconds: int) -> Queue | None:
+    if name is not None:
+        for one in site.queue:
+            if one.name == name:
+                if why := _refusal(one, nodes, gpus, seconds):
+                    raise UsageError(f"--queue={name}: {why}")
+                return one
+        known = [one.name for one in site.queue]
+        raise UsageError(f"{site.name} has no queue '{name}': {nearest(name, known)}")
+    reasons = []
+    for one in site.queue:
+        if one.only_when_named:
+            continue
+        why = _refusal(one, nodes, gpus, seconds)
+        if why is None:
+            return one
+        reasons.append(f"{one.name}: {why}")
+    if reasons:
+        raise UsageError(f"no queue of {site.name} admits it. {'; '.join(reasons)}")
+    return None
+
+
+def _refusal(queue: Queue, nodes: int, gpus: int, seconds: int) -> str | None:
+    if queue.max_hours and seconds > queue.max_hours * 3600:
+        return f"at most {_hours(queue.max_hours)}, this job asks for {_hours(seconds / 3600)}"
+    if queue.max_gpus and nodes * gpus > queue.max_gpus:
+        return f"at most {queue.max_gpus} GPUs, this job asks for {nodes * gpus}"
+    if queue.max_nodes and nodes > queue.max_nodes:
+        return f"at most {queue.max_nodes} nodes, this job asks for {nodes}"
+    return None
+
+
+def _check_time(site: Site, seconds: int, queue: Queue | None) -> None:
+    most = site.ask.max_hours
+    if most and seconds > most * 3600:
+        raise UsageError(
+            f"--time={_hours(seconds / 3600)}: {site.name} gives at most {_hours(most)}. Ask for that: the job "
+            "saves before its end, and goes back into the queue by itself"
+        )
+    least = site.ask.min_minutes
+    if least and seconds < least * 60:
+        raise UsageError(f"--time: {site.name} wants at least {least} minutes")
+
+
+def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: int) -> None:
+    whole = site.ask.whole_nodes if queue is None or queue.whole_nodes is None else queue.whole_nodes
+    if not whole or gpus in (0, node.gpus) or (nodes == 1 and gpus in site.ask.part_nodes):
+        return
+    where = f"{site.name}, {queue.name}" if queue else site.name
+    parts = "".join(f"{part} or " for part in site.ask.part_nodes)
+    raise PlanError(
+        f"{where} gives whole nodes: {parts}a multiple of {node.gpus} GPUs; this plan has {nodes * gpus}, "
+        f"{gpus} on each of {nodes} node{'s' if nodes > 1 else ''}"
+    )
+
+
+def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
+    """Each process's cores: those that come with its GPU; without GPUs, what its threads and workers need."""
+    if gpus:
+        total = node.cores if gpus == node.gpus else gpus * (node.cores_per_gpu or node.cores // node.gpus)
+        cores = total // processes
+        if not cores:
+            raise PlanError(
+                f"{processes} processes on {total} cores: use fewer on a GPU (per_device={plan.per_device} now)"
+            )
+        return cores
+    wanted = (plan.threads or 1) + (plan.workers or 0)
+    return max(1, min(wanted, node.cores // processes))
+
+
+def _memory(plan: Plan, node: Node, gpus: int, processes: int) -> int | None:
+    if node.memory_gb is None:
+        return None
+    if gpus == node.gpus > 0:
+        return node.memory_gb
+    if gpus:
+        return gpus * (node.memory_per_gpu_gb or node.memory_gb // node.gpus)
+    return max(1, node.memory_gb * processes * _cores(plan, node, gpus, processes) // node.cores)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:g} h"

@@ -1,0 +1,203 @@
+"""Schema: what a site's TOML may say, checked when it is read; nothing in it can reach a shell as code."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grappe.errors import UsageError, nearest
+
+OPTION = re.compile(r"--[a-z][a-z-]*(=[\w.,:@%/+*|&\[\]{}-]+)?")
+MODULE = re.compile(r"[\w./+-]+")
+PLACE = re.compile(r"(\$[A-Za-z_]\w*|/[\w.-]+)(/[\w.-]+)*")
+VARIABLE = re.compile(r"[A-Za-z_]\w*")
+PARTITION = re.compile(r"[\w.-]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Node:
+    """One of the site's GPU nodes."""
+
+    gpus: int
+    gpu: str
+    """The model, for people: "A100, 40 GB"."""
+    cores: int
+    memory_gb: int | None = None
+    """What jobs may ask of a node; None: memory follows the cores, and is not asked for."""
+    count: int | None = None
+    """How many such nodes there are, where it is known."""
+    cores_per_gpu: int | None = None
+    memory_per_gpu_gb: int | None = None
+    network: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """How a job asks for them."""
+
+    gpus: str
+    """The option for GPUs on each node, with {gpus} for their number."""
+    options: tuple[str, ...] = ()
+    """Options of every job."""
+    account: Literal["required", "optional", "none"] = "optional"
+    accounts: tuple[str, ...] = ()
+    """Forms that accounts have: "def-*"."""
+    whole_nodes: bool = False
+    """Whether several GPUs come as whole nodes only."""
+    part_nodes: tuple[int, ...] = ()
+    """With whole_nodes: numbers of GPUs that may be had all the same."""
+    max_hours: float | None = None
+    default_minutes: int = 60
+    """The time that is asked for when the user says none."""
+    min_minutes: int | None = None
+    max_gpus: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """A partition or quality of service; the first that admits a job is taken, when the user names none."""
+
+    name: str
+    options: tuple[str, ...]
+    max_hours: float | None = None
+    max_gpus: int | None = None
+    max_nodes: int | None = None
+    only_when_named: bool = False
+    whole_nodes: bool | None = None
+    """Overrides that of the site."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a job finds on a node, and what it may do there."""
+
+    environment: Literal["here", "virtualenv", "module"] = "here"
+    """here: that of the submitting command. virtualenv: made on every node. module: the modules hold torch."""
+    modules: tuple[str, ...] = ()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    requeue: bool = True
+    """Whether a job may put itself back into the queue."""
+    local: str = ""
+    """Local scratch of a node, where data can be staged."""
+    scratch: str = ""
+    """The shared file system where runs belong."""
+    submit_from: str = ""
+    """Where jobs must be submitted from, and write."""
+    internet: bool | None = None
+    """Whether compute nodes reach it."""
+    mps: tuple[str, ...] = ()
+    """Options that MPS needs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where jobs are submitted: one cluster's one kind of node."""
+
+    name: str
+    title: str
+    source: str
+    """Where its facts were read."""
+    date: datetime.date
+    """When."""
+    ask: Ask
+    node: Node | None = None
+    """None: asked of the cluster (see `probe`)."""
+    job: Job = Job()
+    queue: tuple[Queue, ...] = ()
+    probe: Literal["", "sinfo"] = ""
+    retired: str = ""
+    """Why there is nothing to submit to any more."""
+    detect: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables, and their values, on its login nodes."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For facts that were read elsewhere: `node.network` and the like, and where."""
+    unconfirmed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Facts that nobody confirmed, and where they come from."""
+
+
+def site(name: str, content: Mapping[str, Any], file: str) -> Site:
+    """The Site that a TOML file's content describes.
+
+    Raises:
+        UsageError: a key is unknown, missing, or of the wrong type or form; the message names the file and the key.
+    """
+
+    def wrong(key: str, why: str) -> UsageError:
+        return UsageError(f"{file}: {key}{why}")
+
+    made = _table(Site, {**content, "name": name}, "", wrong)
+    _check(made, wrong)
+    return made
+
+
+Wrong = Callable[[str, str], UsageError]
+
+
+def _table(cls: type, content: Mapping[str, Any], path: str, wrong: Wrong) -> Any:
+    kinds = get_type_hints(cls)
+    for key in content:
+        if key not in kinds:
+            raise wrong(f"{path}{key}", f" is no key: {nearest(key, kinds)}")
+    for field in dataclasses.fields(cls):
+        plain = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if plain and field.name not in content:
+            raise wrong(f"{path}{field.name}", " is missing")
+    return cls(**{key: _value(kinds[key], value, f"{path}{key}", wrong) for key, value in content.items()})
+
+
+def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
+    origin, choices = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        kind = next(one for one in choices if one is not type(None))
+        return _value(kind, value, path, wrong)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _table(kind, value, f"{path}.", wrong)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(choices[0], one, f"{path}[{index}]", wrong) for index, one in enumerate(value))
+    if origin in (Mapping, dict) or kind is Mapping:
+        if isinstance(value, dict) and all(isinstance(one, str) for one in value.values()):
+            return dict(value)
+        raise wrong(path, " is not a table of texts")
+    if origin is Literal:
+        if value in choices:
+            return value
+        raise wrong(path, f"={value!r} is not one of {', '.join(repr(one) for one in choices)}")
+    if kind is float and type(value) is int:
+        value = float(value)
+    if not isinstance(kind, type) or type(value) is not kind:
+        raise wrong(path, f"={value!r} is not {_word(kind)}")
+    if kind in (int, float) and value <= 0:
+        raise wrong(path, f"={value}: it must be more than 0")
+    return value
+
+
+def _word(kind: Any) -> str:
+    words = {int: "a whole number", str: "a text", bool: "true or false", float: "a number", tuple: "a list"}
+    return words.get(get_origin(kind) or kind, "a date" if kind is datetime.date else "a table")
+
+
+def _check(made: Site, wrong: Wrong) -> None:
+    """Everything that reaches the script has a form that no shell can take for more."""
+    options = {"ask.gpus": (made.ask.gpus,), "ask.options": made.ask.options, "job.mps": made.job.mps}
+    options |= {f"queue {one.name}": one.options for one in made.queue}
+    folders = {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
+    forms = (
+        (options, OPTION, "is no option of sbatch: write --name or --name=value"),
+        ({"job.modules": made.job.modules}, MODULE, "is no name of a module"),
+        (folders, PLACE, "is no folder: write /path/of/it, or $VARIABLE/path"),
+        ({"job.variables": tuple(made.job.variables)}, VARIABLE, "is no name of a variable"),
+        ({"queue.name": tuple(one.name for one in made.queue)}, PARTITION, "is no name of a queue"),
+    )
+    for values, form, why in forms:
+        for key, texts in values.items():
+            for text in texts:
+                if text and not form.fullmatch(text):
+                    raise wrong(key, f": {text!r} {why}")
+    if "{gpus}" not in made.ask.gpus:
+        raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {{gpus}}, for the number on each node")
+    if made.node is None and not made.probe and not made.retired:
+        raise wrong("node", " is missing: what one of its GPU nodes has")

@@ -1,0 +1,332 @@
+"""Script: the one readable batch script of a job, a pure function of what was asked and of the site."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+from grappe.errors import UsageError
+from grappe.plan import Plan
+from grappe.sites.layout import Layout
+from grappe.sites.schema import Site
+
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
+FOLDER = re.compile(r"/[\w./@+=:,-]*", re.ASCII)
+LEAST_NOTICE, MOST_NOTICE = 20, 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    """All that a job's script depends on."""
+
+    site: Site
+    layout: Layout
+    plan: Plan
+    name: str
+    arguments: tuple[str, ...]
+    """What grappe is called with: train, a task, its fields and options, without --run and --data."""
+    task: tuple[str, ...]
+    """The task's name and its fields, for the doctor."""
+    run: Path
+    folder: Path
+    """Where it was submitted from, and runs."""
+    data: str
+    python: str
+    """The interpreter of the submitting command."""
+    account: str | None = None
+    environment: str = ""
+    """here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's own."""
+    wheels: Path | None = None
+    stage: Path | None = None
+    """A tar archive that is unpacked to local scratch on every node, and is the data there."""
+    chain: int = 0
+    """Submit so many jobs, one after the other, instead of requeueing."""
+    restarts: int = 50
+    doctor: bool = True
+    asked: str = ""
+    """The command that asked for it, for the reader."""
+
+
+def render(script: Script) -> str:
+    """The script's text.
+
+    Raises:
+        UsageError: a name or a path that sbatch or a shell could take for something else.
+    """
+    _check(script)
+    parts = [
+        _head(script),
+        "set -u",
+        f"cd -- {shlex.quote(str(script.folder))} || exit 1",
+        f"run={shlex.quote(str(script.run))}",
+        FINISHED + (CHAINED if script.chain else FRESH),
+        _environment(script),
+        STEPS,
+        _command(script),
+        _steps(script),
+        CHAIN_END.format(chain=script.chain) if script.chain else REQUEUE.format(restarts=script.restarts),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def notice(seconds: int) -> int:
+    """How many seconds before its end a job is told, for a job of `seconds`."""
+    return max(LEAST_NOTICE, min(MOST_NOTICE, seconds // 20))
+
+
+def clock(seconds: int) -> str:
+    """`5400` to `01:30:00`, as sbatch reads it."""
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
+
+def cost(layout: Layout) -> str:
+    """What a job costs at most, in words."""
+    if layout.gpus:
+        count = layout.nodes * layout.gpus
+        what = f"{count} GPU{'s' if count > 1 else ''}"
+        return f"{what} for at most {clock(layout.seconds)}: {layout.gpu_hours:.3g} GPU-hours"
+    cores = layout.nodes * layout.processes * layout.cores
+    return f"{cores} cores for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
+
+
+def _check(script: Script) -> None:
+    if not FOLDER.fullmatch(str(script.run)):
+        raise UsageError(
+            f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
+            "give one of letters, digits and ./_-@+=:, with --run"
+        )
+    if not NAME.fullmatch(script.name):
+        raise UsageError(f"--name={script.name!r}: letters, digits, '.', '_' and '-', 64 at most")
+    if script.account is not None and not ACCOUNT.fullmatch(script.account):
+        raise UsageError(f"--account={script.account!r}: that is no account's name")
+    paths = (script.folder, script.stage or "", script.wheels or "")
+    for word in (*script.arguments, *map(str, paths), script.data, script.environment):
+        if "\n" in word or "\0" in word:
+            raise UsageError(f"{word!r} has a line break in it: leave it out")
+
+
+def _head(script: Script) -> str:
+    site, layout = script.site, script.layout
+    processes = layout.nodes * layout.processes
+    text = f"{processes} process{'es' if processes > 1 else ''} on {layout.nodes} node{'s' if layout.nodes > 1 else ''}"
+    notes = [f"Made by: {_one_line(script.asked)}"] if script.asked else []
+    notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
+    notes += [f"{cost(layout)}{f', {script.chain} times' if script.chain else ''}"]
+    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items()]
+    return "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), *_options(script)])
+
+
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _options(script: Script) -> list[str]:
+    layout, site = script.layout, script.site
+    options = [f"--job-name={script.name}"]
+    if script.account:
+        options.append(f"--account={script.account}")
+    options += [*site.ask.options, *(layout.queue.options if layout.queue else ())]
+    options += [
+        f"--nodes={layout.nodes}",
+        f"--ntasks-per-node={layout.processes}",
+        f"--cpus-per-task={layout.cores}",
+    ]
+    if layout.gpus:
+        options.append(site.ask.gpus.format(gpus=layout.gpus))
+    if layout.memory_gb:
+        options.append(f"--mem={layout.memory_gb}G")
+    options += [
+        f"--time={clock(layout.seconds)}",
+        f"--signal=B:USR2@{notice(layout.seconds)}",
+        f"--output={script.run}/logs/job-%j.out",
+        "--open-mode=append",
+        f"--array=1-{script.chain}%1" if script.chain else "--requeue",
+    ]
+    if script.plan.per_device > 1 and layout.gpus:
+        for mps in site.job.mps:  # a constraint of theirs takes the place of the site's
+            options = [one for one in options if one.partition("=")[0] != mps.partition("=")[0]] + [mps]
+    return [f"#SBATCH {option}" for option in options]
+
+
+def _environment(script: Script) -> str:
+    """Modules, variables, and which python."""
+    site, kind = script.site, script.environment or script.site.job.environment
+    lines = []
+    if site.job.modules and kind in ("virtualenv", "module"):
+        lines.append(f"module purge\nmodule load {' '.join(site.job.modules)}")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
+    if site.job.internet is False:
+        lines.append("# Compute nodes here have no way to the internet.")
+        lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1")
+    lines.append(f"grappe=({_grappe(script, kind)})")
+    return "\n".join(lines)
+
+
+def _grappe(script: Script, kind: str) -> str:
+    if kind == "here":
+        return f"{shlex.quote(script.python)} -m grappe"
+    if kind == "module":
+        return "python -m grappe"
+    if kind == "virtualenv":
+        return f'"{script.site.job.local}/env/bin/python" -m grappe'
+    if kind.startswith("conda:"):
+        return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python -m grappe"
+    if kind.endswith((".sif", ".simg")):
+        image = shlex.quote(kind)
+        return f'"$(command -v apptainer || command -v singularity)" exec --nv {image} python -m grappe'
+    return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))} -m grappe"
+
+
+def _steps(script: Script) -> str:
+    """The steps of the job: each node made ready, examined, then the training; the first that fails ends it."""
+    gpus = " --gpu-bind=none" if script.layout.gpus else ""
+    steps = ["run_step --label --kill-on-bad-exit=1 --wait=60" + gpus + ' "${grappe[@]}" "${command[@]}"']
+    if script.doctor:
+        steps.insert(0, DOCTOR)
+    text = ""
+    if once := _once(script):
+        text = ONCE.format(body=" &&\n    ".join(once))
+        steps.insert(0, ON_EACH_NODE)
+    return text + " &&\n    ".join(steps) + '\ncode=$?\n[ ! -e "$run/done" ] || end 0\n' + FAILED
+
+
+def _once(script: Script) -> list[str]:
+    """What happens once on every node, before anything starts: the environment made, the data staged."""
+    local, kind = script.site.job.local, script.environment or script.site.job.environment
+    commands = []
+    if kind == "virtualenv":
+        if not local:
+            raise UsageError(
+                f"{script.site.name} names no local scratch to make an environment in: use --env"
+            )
+        wheels = f" --find-links {shlex.quote(str(script.wheels))}" if script.wheels else ""
+        commands += [
+            f'virtualenv --no-download --clear "{local}/env"',
+            f'"{local}/env/bin/pip" install --quiet --no-index --upgrade pip',
+            f'"{local}/env/bin/pip" install --quiet --no-index{wheels} grappe',
+        ]
+    if script.stage is not None:
+        if not local:
+            raise UsageError(f"{script.site.name} names no local scratch to stage data to: leave --stage out")
+        archive = shlex.quote(str(script.stage))
+        commands += [f'mkdir -p "{local}/data"', f'tar -xf {archive} -C "{local}/data"']
+    return commands
+
+
+def _command(script: Script) -> str:
+    words = " ".join(shlex.quote(word) for word in script.arguments)
+    staged = f'"{script.site.job.local}/data"'
+    data = staged if script.stage is not None else shlex.quote(script.data)
+    task = " ".join(shlex.quote(word) for word in script.task)
+    plan = shlex.quote(str(script.plan))
+    return f'task=({task})\nplan={plan}\ncommand=({words} --run "$run" --data {data})'
+
+
+FINISHED = """\
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+export GRAPPE_FAILURE=$run/logs/job-$job.failed
+
+# A finished run ends at once, however often it is started.
+if [ -e "$run/done" ]; then
+    echo "$run is finished: nothing to do"
+    echo 0 > "$run/logs/job-$job.end"
+    exit 0
+fi"""
+
+FRESH = """
+rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE\""""
+
+CHAINED = """
+# A chain whose job failed by itself is over.
+if [ -e "$run/logs/job-$job.failed" ]; then
+    echo "an earlier job of this chain failed: nothing to do"
+    exit "$(cat "$run/logs/job-$job.failed")"
+fi
+# The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
+while [ -e "$run/lease.json" ] && [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
+    sleep 5
+done"""
+
+STEPS = """\
+# srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
+# USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
+told=0 step=
+# shellcheck disable=SC2317
+pass_on() {
+    told=1
+    [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
+}
+trap pass_on USR2
+
+# bash runs a trap only between commands, so srun runs behind it; a wait that a signal ended begins again.
+run_step() {
+    [ "$told" = 0 ] || return 75
+    srun "$@" &
+    step=$!
+    while :; do
+        wait "$step"
+        kill -0 "$step" 2>/dev/null || break
+    done
+    wait "$step"
+    code=$?
+    step=
+    return "$code"
+}
+
+# Leaves the exit code for grappe wait.
+end() {
+    echo "$1" > "$run/logs/job-$job.end"
+    exit "$1"
+}"""
+
+ONCE = """\
+# Once on every node, on its local scratch.
+read -r -d '' once <<'END'
+    {body}
+END
+"""
+
+ON_EACH_NODE = """\
+run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once\""""
+
+# What is wrong with these nodes is said now, in seconds.
+DOCTOR = (
+    "run_step --kill-on-bad-exit=1 --wait=60 "
+    '"${grappe[@]}" doctor "${task[@]}" --job --plan "$plan" --folder "$run"'
+)
+
+FAILED = """\
+# srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
+[ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")\""""
+
+CHAIN_END = """\
+# The next job of the chain goes on, if this one saved, or if something was killed.
+if {{ [ "$code" = 75 ] || [ "$code" -gt 128 ]; }} && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
+    exit "$code"
+fi
+end "$code\""""
+
+REQUEUE = """\
+# 75: saved, and there is more to do. Above 128: killed, three times at most; 140 is USR2 before training began.
+again=no
+if [ "$code" = 75 ] || [ "$code" = 140 ]; then
+    again=yes
+elif [ "$code" -gt 128 ]; then
+    echo "job $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}: exit code $code" >> "$run/logs/killed"
+    [ "$(wc -l < "$run/logs/killed")" -gt 3 ] || again=yes
+fi
+# A job that is being cancelled, or requeued by Slurm itself, is not running any more.
+if [ "$again" = yes ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ] &&
+    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+    echo "back into the queue after restart ${{SLURM_RESTART_COUNT:-0}}, exit code $code"
+    scontrol requeue "$SLURM_JOB_ID" # ends this script: nothing may follow
+    sleep 60
+fi
+end "$code\""""

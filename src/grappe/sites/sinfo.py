@@ -1,0 +1,108 @@
+"""The generic site: a cluster's nodes as its own sinfo describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from grappe.errors import UsageError, nearest
+from grappe.sites.schema import Node, Queue, Site
+
+FORMAT = "%P|%c|%m|%G|%l|%D"
+DAY_SECONDS = 86400
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """Nodes of one kind in one partition."""
+
+    partition: str
+    default: bool
+    cores: int
+    megabytes: int
+    gpus: int
+    model: str
+    hours: float | None
+    nodes: int
+
+
+def rows(text: str) -> list[Row]:
+    """What `sinfo -h -o FORMAT` printed, a row each line; a line of another form is passed over."""
+    found = []
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) != len(FORMAT.split("|")):
+            continue
+        name, cores, megabytes, gres, limit, nodes = parts
+        numbers = [re.match(r"\d+", one) for one in (cores, megabytes, nodes)]
+        if not all(numbers):
+            continue
+        gpus, model = _gpus(gres)
+        values = [int(one[0]) for one in numbers if one]
+        found.append(
+            Row(
+                partition=name.rstrip("*"),
+                default=name.endswith("*"),
+                cores=values[0],
+                megabytes=values[1],
+                gpus=gpus,
+                model=model,
+                hours=_hours(limit),
+                nodes=values[2],
+            )
+        )
+    return found
+
+
+def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) -> Site:
+    """`site` with the node and the limits of a partition: the one named, the default one, or the first that fits.
+
+    Raises:
+        UsageError: there is no such partition, or none with GPUs.
+    """
+    known = rows(text)
+    if not known:
+        raise UsageError(
+            "sinfo names no partition here: is Slurm running? Or give --site NAME (grappe sites)"
+        )
+    names = {row.partition for row in known}
+    if partition is not None and partition not in names:
+        raise UsageError(f"there is no partition '{partition}' here: {nearest(partition, names)}")
+    mine = [row for row in known if partition in (None, row.partition)]
+    able = [row for row in mine if row.gpus] if wants_gpus else mine
+    if not able:
+        where = f"partition {partition}" if partition else "this cluster"
+        raise UsageError(
+            f"no node of {where} has a GPU (sinfo): add device=cpu to the plan, or give another --queue"
+        )
+    # The default partition first; of several kinds of node the one with the most GPUs.
+    row = max(able, key=lambda row: (row.default, row.gpus * row.nodes, row.cores))
+    node = Node(
+        gpus=row.gpus,
+        gpu=row.model or "GPU",
+        cores=row.cores,
+        memory_gb=max(1, row.megabytes // 1024) if row.megabytes > 1 else None,
+        count=row.nodes,
+    )
+    options = (f"--partition={row.partition}",)
+    gpus = f"--gres=gpu:{row.model}:{{gpus}}" if row.model else site.ask.gpus
+    ask = dataclasses.replace(site.ask, gpus=gpus, max_hours=row.hours)
+    return dataclasses.replace(site, node=node, ask=ask, queue=(Queue(name=row.partition, options=options),))
+
+
+def _gpus(gres: str) -> tuple[int, str]:
+    """`gpu:a100:4(S:0-1),tmp:1` to 4 and "a100"."""
+    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = part.split(":")
+        if kind == "gpu" and rest and rest[-1].isdigit():
+            return int(rest[-1]), rest[0] if len(rest) > 1 else ""
+    return 0, ""
+
+
+def _hours(limit: str) -> float | None:
+    """`7-00:00:00` to 168; None for no limit."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return (days * DAY_SECONDS + hours * 3600 + minutes * 60 + seconds) / 3600 or None

@@ -1,0 +1,174 @@
+"""Slurm: its commands, their answers as values, and its refusals whole, with what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from grappe.errors import GrappeError, UsageError
+from grappe.sites import command
+
+GONE = ("Invalid job id",)  # what squeue says of jobs that ended a while ago
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+# What sbatch says, and what to change.
+REMEDIES = {
+    "account": "give another --account: `sacctmgr show assoc user=$USER format=account` lists yours",
+    "time limit": "ask for less with --time: the job saves before its end and goes on by itself",
+    "node configuration is not available": "no node has so many GPUs or cores, or so much memory: "
+    "use more --nodes, or a smaller plan",
+    "more processors requested": "use fewer processes, or threads= and workers= in the plan",
+    "qos": "give another --queue, or none: `sacctmgr show assoc user=$USER format=qos` lists yours",
+    "partition": "give another --queue: `sinfo -s` lists them",
+    "node count": "use fewer --nodes, or a smaller plan",
+    "memory": "the node has less memory than its site's file says: copy that file to your own sites and correct it",
+    "gres": "the GPUs are called otherwise here: `sinfo -o '%G'` names them",
+    "feature": "the nodes are described otherwise here: `sinfo -o '%f'` lists their features",
+    "maximum": "you have as many jobs as the site lets you: wait, or cancel some",
+    "contact slurm controller": "Slurm's controller does not answer: try again in a minute",
+}
+
+
+class SlurmError(GrappeError):
+    """One of Slurm's commands failed; the message is its own, whole."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A job in the queue."""
+
+    job: str
+    name: str
+    state: str
+    reason: str
+    start: str
+    """When it started or is expected to; "N/A"."""
+    left: str
+    """The time it has left."""
+    nodes: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """How a job ended."""
+
+    state: str
+    code: int
+    signal: int = 0
+
+
+def run(*words: str, both: bool = False) -> str:
+    """The standard output of one of Slurm's commands; with `both`, its standard error too.
+
+    Raises:
+        UsageError: there is no Slurm here.
+        SlurmError: it failed, or gave no answer.
+    """
+    try:
+        return command.run(*words, both=both)
+    except command.Missing as error:
+        raise UsageError(
+            f"no Slurm here: {error}. Log in to the cluster first; without one, grappe train "
+            "does the same here, and grappe submit --show --site NAME shows a script"
+        ) from None
+    except command.Failed as error:
+        raise SlurmError(str(error)) from None
+
+
+def submit(script: Path, *, test_only: bool = False) -> str:
+    """Submits a script; the job's id. With `test_only`, what sbatch says it would do.
+
+    Raises:
+        SlurmError: sbatch refuses; all that it said, and what to change.
+    """
+    options = ("--test-only",) if test_only else ("--parsable",)
+    try:
+        answer = run("sbatch", *options, str(script), both=test_only)
+    except SlurmError as error:
+        raise SlurmError(f"{error}{remedy(str(error))}") from None
+    return answer.strip() if test_only else answer.strip().partition(";")[0]
+
+
+def remedy(refusal: str) -> str:
+    """What to change after a refusal, on a line of its own; nothing where nobody knows."""
+    said = refusal.lower()
+    known = [advice for words, advice in REMEDIES.items() if words in said]
+    return f"\n  {known[0]}" if known else ""
+
+
+FORMAT = "%i|%j|%T|%r|%S|%L|%D"
+
+
+def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
+    """The user's jobs in the queue, or those of `jobs` that are still there: one query."""
+    which = ("--me",) if jobs is None else (f"--jobs={','.join(jobs)}",)
+    try:
+        text = run("squeue", "--noheader", *which, "--format", FORMAT)
+    except SlurmError as error:
+        if any(words in str(error) for words in GONE):
+            return []
+        raise
+    return entries(text)
+
+
+def entries(text: str) -> list[Entry]:
+    """What squeue printed in FORMAT; a name with a `|` in it is put together again."""
+    found = []
+    for line in text.splitlines():
+        job, *name, state, reason, start, left, nodes = line.split("|")
+        found.append(
+            Entry(
+                job=job,
+                name="|".join(name),
+                state=state,
+                reason=reason,
+                start=start,
+                left=left,
+                nodes=nodes,
+            )
+        )
+    return found
+
+
+def ended(job: str) -> End | None:
+    """How a job ended: from accounting, or what the controller still remembers; None when neither knows."""
+    for ask in (_accounted, _remembered):
+        try:
+            found = ask(job)
+        except GrappeError:
+            continue  # a site without accounting, or a job that is forgotten
+        if found is not None:
+            return found
+    return None
+
+
+def _accounted(job: str) -> End | None:
+    text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
+    for line in text.splitlines():
+        number, state, code = line.split("|")
+        if number == job and state.split()[0] in ENDED:
+            return _end(state.split()[0], code)
+    return None
+
+
+def _remembered(job: str) -> End | None:
+    words = dict(word.split("=", 1) for word in run("scontrol", "show", "job", job).split() if "=" in word)
+    state = words.get("JobState", "")
+    return _end(state, words.get("ExitCode", "0:0")) if state in ENDED else None
+
+
+def _end(state: str, code: str) -> End:
+    number, _, signal = code.partition(":")
+    return End(state=state, code=int(number), signal=int(signal or 0))
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Cancels jobs; one that has ended already is no error."""
+    if jobs:
+        run("scancel", "--quiet", *jobs)
+
+
+def sinfo(layout: str) -> str:
+    """What sinfo prints in this format."""
+    return run("sinfo", "--noheader", "--format", layout)

@@ -1,0 +1,154 @@
+"""grappe doctor: what is wrong with this machine, this allocation; and a small collective between all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grappe.doctor import examine
+from grappe.doctor.finding import Finding, Patient, error, warning
+from grappe.errors import EXIT_FAILURE, GrappeError
+from grappe.place import Place
+from grappe.plan import Plan
+from grappe.verbs.session import start
+
+WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
+CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
+SLOW_SECONDS = 0.5
+NUMBERS = 1 << 18
+
+
+class Unfit(GrappeError):
+    """A process found what would end the training."""
+
+    exit_code = EXIT_FAILURE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the processes of an examination are told."""
+
+    plan: Plan
+    folder: Path
+    job: bool = False
+    task: str | None = None
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    run: Path | None = None
+
+
+def doctor(asked: Request) -> list[Finding]:
+    """Examines this machine, or all processes of this job, as the plan would use them. Collective.
+
+    Returns:
+        What was found, errors first; the same finding of several nodes once, with their names.
+
+    Raises:
+        GrappeError: the processes of the plan did not even find each other; the message says why.
+    """
+    asked = dataclasses.replace(asked, run=asked.folder)
+    return start("grappe.verbs.doctor:worker", asked, asked.plan)
+
+
+def worker(asked: Request, place: Place, meet: Path) -> list[Finding]:
+    """One process of an examination. Collective."""
+    patient = Patient(
+        place=place,
+        plan=asked.plan,
+        folder=asked.folder,
+        job=asked.job,
+        environment=dict(os.environ),
+        task=asked.task,
+        fields=asked.fields,
+    )
+    mine = list(examine(patient))
+    host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    if place.size == 1:
+        return _ordered([mine], [host])
+    if failed(mine):  # the others might wait for a process that cannot come
+        raise Unfit(f"{host} is not fit for this training\n{text(_ordered([mine], [host]))}")
+    from grappe import world
+
+    here = world.join(asked.plan, place, meet)
+    mine += _collective(here)
+    told = here.gather((host, mine, time.time()))
+    here.leave()
+    clocks = [at for _, _, at in told]
+    if max(clocks) - min(clocks) > CLOCK_SECONDS:
+        told.append(("", [_clock(max(clocks) - min(clocks))], 0.0))
+    return _ordered([found for _, found, _ in told], [name for name, _, _ in told])
+
+
+def _collective(here: Any) -> list[Finding]:
+    """A sum over all processes of the plan's own backend: is it right, and how long does it take."""
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.full((NUMBERS,), float(here.rank + 1), device=here.device)
+    dist.all_reduce(numbers)
+    began = time.perf_counter()
+    numbers.fill_(here.rank + 1)
+    dist.all_reduce(numbers)
+    found, took = float(numbers[-1]), time.perf_counter() - began
+    right = here.size * (here.size + 1) / 2
+    if found != right:
+        return [
+            error(
+                f"a sum over all processes is {found}, not {right}",
+                "gradients would be wrong",
+                "tell the site",
+            )
+        ]
+    if took > SLOW_SECONDS and here.rank == 0:
+        return [
+            warning(
+                f"a sum of 1 MB over all processes takes {took:.2f} s",
+                "each step makes several",
+                "is this the fast network? See GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+            )
+        ]
+    return []
+
+
+def _clock(apart: float) -> Finding:
+    return warning(
+        f"the nodes' clocks are {apart:.0f} s apart",
+        "a living process may be taken for dead",
+        "tell the site",
+    )
+
+
+def _ordered(found: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Errors first; the same on several nodes once."""
+    nodes: dict[Finding, list[str]] = {}
+    for host, mine in zip(hosts, found, strict=True):
+        for one in mine:
+            names = nodes.setdefault(one, [])
+            if host not in names:
+                names.append(host)
+    everywhere = len(set(hosts))
+    merged = [
+        dataclasses.replace(one, host="" if len(names) == everywhere else ", ".join(names))
+        for one, names in nodes.items()
+    ]
+    return sorted(merged, key=lambda one: list(WORDS).index(one.level))
+
+
+def text(found: Sequence[Finding]) -> str:
+    """What to print: three lines a finding."""
+    if not found:
+        return "nothing is wrong here"
+    lines = []
+    for one in found:
+        lines.append(f"{WORDS[one.level]}: {one.what}{f' (on {one.host})' if one.host else ''}")
+        lines += [f"  why: {one.why}"] if one.why else []
+        lines += [f"  do:  {one.do}"] if one.do else []
+    return "\n".join(lines)
+
+
+def failed(found: Sequence[Finding]) -> bool:
+    """Whether a training would fail."""
+    return any(one.level == "error" for one in found)

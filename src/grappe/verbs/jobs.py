@@ -1,0 +1,146 @@
+"""grappe queue, wait, cancel: a run's jobs in Slurm, found by the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from grappe.errors import EXIT_OK, ProcessDied, RunError
+from grappe.run import DONE
+from grappe.sites import slurm
+
+JOBS = "jobs.jsonl"
+FILE_SECONDS = 1.0  # between looks at the run's folder
+QUERY_SECONDS = 60.0  # between questions to Slurm, which sites ask not to put often
+GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
+
+
+def remember(run: Path, job: str, site: str, cost: str) -> None:
+    """Writes down in the run's folder that `job` was submitted for it."""
+    record = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
+    with (run / "logs" / JOBS).open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+def submitted(run: Path) -> list[dict[str, Any]]:
+    """The submissions of a run, oldest first; a damaged line is passed over."""
+    try:
+        lines = (run / "logs" / JOBS).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and str(record.get("job", "")).isdigit():
+            found.append(record)
+    return found
+
+
+def newest_job(run: Path) -> str:
+    """The id of a run's newest job.
+
+    Raises:
+        RunError: it was never submitted.
+    """
+    jobs = submitted(run)
+    if not jobs:
+        raise RunError(f"{run} was never submitted: grappe submit -- train … --run {run}")
+    return str(jobs[-1]["job"])
+
+
+def runs_of(base: Path) -> dict[str, Path]:
+    """The runs under `base` by the ids of their jobs."""
+    if not base.is_dir():
+        return {}
+    return {str(record["job"]): entry for entry in sorted(base.iterdir()) for record in submitted(entry)}
+
+
+def queue(base: Path) -> Table | str:
+    """The user's jobs in the queue, by run where they have one: one question to Slurm."""
+    entries = slurm.queue()
+    if not entries:
+        return "no job of yours is in the queue"
+    known = runs_of(base)
+    table = Table("job", "run", "state", "reason", "starts", "left", "nodes", box=None, padding=(0, 2, 0, 0))
+    for one in entries:
+        run = known.get(one.job.partition("_")[0])
+        reason = one.reason if one.reason != "None" else ""
+        start = one.start if one.state == "PENDING" else ""
+        table.add_row(
+            one.job,
+            str(run) if run else one.name,
+            one.state,
+            reason,
+            start.replace("T", " "),
+            one.left,
+            one.nodes,
+        )
+    return table
+
+
+def cancel(runs: Iterable[Path]) -> list[str]:
+    """Cancels what runs still have in the queue; their jobs. What was saved stays.
+
+    Raises:
+        RunError: a run was never submitted.
+    """
+    jobs = []
+    for run in runs:
+        newest_job(run)
+        jobs += [str(record["job"]) for record in submitted(run)]
+    slurm.cancel(jobs)
+    return jobs
+
+
+def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int:
+    """Waits for the end of a run's newest job, restarts included; the job's exit code.
+
+    The run's folder is looked at each second; Slurm is asked each minute, for jobs that could not say their end.
+
+    Raises:
+        ProcessDied: the job ended without saying how, or Slurm killed it; the message says what is known.
+    """
+    job = job or newest_job(run)
+    said = run / "logs" / f"job-{job}.end"
+    asked = missed = 0.0
+    while True:
+        if (run / DONE).exists():
+            return EXIT_OK
+        if said.exists() and (text := said.read_text().strip()).isdigit():
+            return int(text)
+        now = time.monotonic()
+        if not asked or now - asked >= query_every:
+            asked = now
+            if slurm.queue([job]):
+                missed = 0.0
+            else:
+                missed = missed or now
+                if (end := slurm.ended(job)) is not None and not said.exists():
+                    return _told(run, job, end)
+                if now - missed > GRACE_SECONDS:
+                    raise ProcessDied(
+                        f"job {job} of {run} is gone, and nobody knows how it ended: grappe logs {run}"
+                    )
+        time.sleep(FILE_SECONDS)
+
+
+def _told(run: Path, job: str, end: slurm.End) -> int:
+    if end.state in ("COMPLETED", "FAILED") and not end.signal:
+        return end.code
+    words = {
+        "TIMEOUT": "came to its time limit without having saved: ask for more --time, or --save-every fewer steps",
+        "OUT_OF_MEMORY": "took more memory than it asked for: use a smaller batch_size, fewer workers, or more nodes",
+        "CANCELLED": "was cancelled",
+        "NODE_FAIL": "lost a node",
+    }
+    raise ProcessDied(
+        f"job {job} of {run} {words.get(end.state, f'ended as {end.state}')}: grappe logs {run}"
+    )

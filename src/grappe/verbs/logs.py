@@ -1,0 +1,76 @@
+"""grappe logs: what a run's job or one of its processes wrote, and goes on to write."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from grappe.errors import RunError
+from grappe.run import DONE
+from grappe.verbs.jobs import submitted
+
+LOOK_SECONDS = 0.5
+
+
+def files(run: Path) -> list[Path]:
+    """A run's logs: its jobs' in their order, then those of processes that grappe started itself, by rank.
+
+    Raises:
+        RunError: it has none.
+    """
+    logs = run / "logs"
+    found = [
+        file
+        for pattern in ("job-*.out", "rank-*.log")
+        for file in sorted(logs.glob(pattern), key=lambda file: (len(file.name), file.name))
+    ]
+    if not found:
+        waits = "; its job has not begun: grappe queue" if submitted(run) else ""
+        raise RunError(f"{run} has no log{waits}")
+    return found
+
+
+def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterator[str]:
+    """The lines of a run's newest log, or those of process `rank`; with `follow`, until its newest job has ended.
+
+    Raises:
+        RunError: there is no such log.
+    """
+    known = files(run)
+    own = run / "logs" / f"rank-{rank}.log"
+    jobs = [file for file in known if file.name.startswith("job-")]
+    if rank is None or own in known:
+        yield from _read(run, own if own in known else (jobs or known)[-1 if jobs else 0], follow)
+        return
+    # srun --label puts each process's number before its lines.
+    label = re.compile(rf" *{rank}: ?")
+    any_line = False
+    for line in _read(run, jobs[-1], follow) if jobs else ():
+        if found := label.match(line):
+            any_line = True
+            yield line[found.end() :]
+    if not any_line:
+        raise RunError(
+            f"{run} has no line of process {rank}: has its plan so many processes (grappe runs {run})?"
+        )
+
+
+def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
+    """Whole lines as they come."""
+    jobs = submitted(run)
+    end = run / "logs" / f"job-{jobs[-1]['job'] if jobs else 0}.end"
+    rest = ""
+    with file.open(errors="replace") as stream:
+        while True:
+            ended = not follow or end.exists() or (run / DONE).exists()
+            *whole, rest = (rest + stream.read()).splitlines(keepends=True) or [""]
+            if rest.endswith("\n"):
+                whole, rest = [*whole, rest], ""
+            yield from whole
+            if ended:
+                if rest:
+                    yield rest
+                return
+            time.sleep(LOOK_SECONDS)

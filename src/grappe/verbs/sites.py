@@ -1,0 +1,65 @@
+"""grappe sites: the clusters that there are, their facts, and where each fact comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from grappe import sites
+from grappe.sites.schema import Node
+
+
+def listing() -> Table:
+    """Every site."""
+    table = Table("site", "where", "node", "at most", box=None, padding=(0, 2, 0, 0))
+    for name in sites.files():
+        site = sites.find(name)
+        hours = site.ask.max_hours or max((one.max_hours or 0 for one in site.queue), default=0)
+        longest = f"{hours:g} h" if hours else ""
+        table.add_row(
+            name, site.title, _node(site.node), f"retired: {site.retired}" if site.retired else longest
+        )
+    return table
+
+
+def facts(name: str) -> Table:
+    """All that is known of one site; what nobody confirmed is marked."""
+    site = sites.find(name)
+    table = Table("fact", "value", "source", box=None, padding=(0, 2, 0, 0))
+    for key, value in _flat("", dataclasses.asdict(site)):
+        top = key.partition(".")[0]
+        if top in ("sources", "unconfirmed", "name"):
+            continue
+        why = _marked(site.unconfirmed, key)
+        origin = f"UNCONFIRMED, {why}" if why else _marked(site.sources, key) or f"{site.source}, {site.date}"
+        table.add_row(key, str(value), "" if top in ("source", "date", "title", "probe") else origin)
+    return table
+
+
+def _marked(marks: Mapping[str, str], key: str) -> str:
+    """The mark of a fact, or of the table that it stands in."""
+    return next((why for fact, why in marks.items() if key == fact or key.startswith(f"{fact}.")), "")
+
+
+def _flat(path: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{path}{key}.", value)
+        elif path == "" and key == "queue":
+            for one in value:
+                said = [
+                    f"{part} {it}" for part, it in one.items() if part != "name" and it not in (None, False)
+                ]
+                yield f"queue.{one['name']}", ", ".join(said)
+        elif value not in (None, "", (), []):
+            yield f"{path}{key}", ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
+
+
+def _node(node: Node | None) -> str:
+    if node is None:
+        return "as sinfo says"
+    memory = f", {node.memory_gb} GB" if node.memory_gb else ""
+    return f"{node.gpus} x {node.gpu}, {node.cores} cores{memory}"

@@ -1,0 +1,102 @@
+"""A plan on a site's nodes: what it asks for, and one message with the fix where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from grappe import sites
+from grappe.errors import GrappeError
+from grappe.plan import Plan
+from grappe.sites.layout import Wish, fit, layout
+
+ACCOUNTS = {
+    "narval": "def-x",
+    "trillium": "def-x",
+    "tamia": "aip-x",
+    "jean-zay-v100": "x@v100",
+    "perlmutter": "m_g",
+    "lumi": "project_1",
+}
+
+
+def made(site: str, plan: str, **wish):
+    return layout(Plan.parse(plan), sites.find(site), Wish(**{"account": ACCOUNTS[site], **wish}))
+
+
+def test_one_gpu_brings_its_share_of_the_node() -> None:
+    found = made("narval", "")
+    assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (1, 1, 1, 12, 124)
+    assert found.gpu_hours == 1.0
+
+
+def test_whole_nodes() -> None:
+    found = made("narval", "replicate=8", seconds=7200.0)
+    assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (2, 4, 4, 12, 498)
+    assert found.gpu_hours == 16.0
+
+
+def test_processes_that_share_a_gpu_share_its_cores() -> None:
+    found = made("narval", "replicate=8,per_device=8")
+    assert (found.nodes, found.processes, found.gpus, found.cores) == (1, 8, 1, 1)
+
+
+def test_more_nodes_than_needed() -> None:
+    found = made("narval", "replicate=4", nodes=2)
+    assert (found.nodes, found.processes, found.gpus) == (2, 2, 2)
+
+
+def test_without_gpus_cores_are_asked_for() -> None:
+    found = made("narval", "replicate=4,device=cpu,threads=3,workers=1")
+    assert (found.nodes, found.processes, found.gpus, found.cores) == (1, 4, 0, 4)
+    assert found.core_hours == 16.0
+
+
+def test_the_first_queue_that_admits_a_job_is_taken() -> None:
+    queues = [made("jean-zay-v100", "", seconds=hours * 3600.0).queue for hours in (1, 20, 21, 100)]
+    assert [one.name for one in queues if one] == ["qos_gpu-t3", "qos_gpu-t3", "qos_gpu-t4", "qos_gpu-t4"]
+    named = made("jean-zay-v100", "", queue="qos_gpu-dev").queue
+    assert named is not None
+    assert named.options == ("--qos=qos_gpu-dev",)
+
+
+def test_gpus_make_a_plan() -> None:
+    assert str(fit(Plan(), Wish(gpus=4))) == "replicate=4"
+    assert str(fit(Plan.parse("per_device=2"), Wish(gpus=2))) == "replicate=4,per_device=2"
+    assert str(fit(Plan.parse("shard=4"), Wish(gpus=4))) == "shard=4"
+
+
+@pytest.mark.parametrize(
+    ("site", "plan", "wish", "words"),
+    [
+        ("narval", "", {"account": None}, "wants an account: --account NAME (of the form def-* or rrg-* or rpp-*)"),
+        ("narval", "", {"account": "mine"}, "--account=mine: accounts of narval are of the form def-*"),
+        ("narval", "", {"seconds": 8 * 86400.0}, "at most 168 h"),
+        ("narval", "", {"seconds": 60.0}, "at least 5 minutes"),
+        ("narval", "replicate=5", {}, "into 2 nodes of 4 GPUs: use --nodes 5, or degrees whose product is 4"),
+        ("narval", "replicate=5", {"nodes": 2}, "do not divide into 2 nodes: use --nodes 5"),
+        ("narval", "replicate=8", {"nodes": 1}, "8 each, a node of narval has 4: use --nodes 2"),
+        ("narval", "replicate=3,per_device=2", {}, "multiple of 2"),
+        ("narval", "replicate=64,per_device=64", {}, "64 processes on 12 cores"),
+        ("narval", "", {"nodes": 0}, "--nodes=0: it must be at least 1"),
+        ("trillium", "replicate=2", {}, "whole nodes: 1 or a multiple of 4 GPUs; this plan has 2"),
+        ("tamia", "", {}, "a multiple of 4 GPUs; this plan has 1"),
+        ("lumi", "replicate=40", {"seconds": 49 * 3600.0}, "no queue of lumi admits it. small-g: at most 4 nodes"),
+        ("jean-zay-v100", "", {"queue": "qos_gpu_t3"}, "no queue 'qos_gpu_t3': did you mean qos_gpu-t3"),
+        ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "seconds": 7201.0}, "at most 2 h"),
+    ],
+)  # fmt: skip
+def test_what_a_site_forbids(site: str, plan: str, wish: dict, words: str) -> None:
+    with pytest.raises(GrappeError) as refusal:
+        made(site, plan, **wish)
+    assert words in str(refusal.value)
+    assert refusal.value.exit_code == 2
+
+
+def test_gpus_against_the_plan() -> None:
+    with pytest.raises(GrappeError, match="use --gpus 4"):
+        fit(Plan.parse("shard=4"), Wish(gpus=2))
+
+
+def test_a_retired_site_names_its_follower() -> None:
+    with pytest.raises(GrappeError, match="replaced by fir"):
+        layout(Plan(), sites.find("cedar"), Wish(account="def-x"))

@@ -1,0 +1,142 @@
+"""The batch script is a pure function: held to golden files, to shellcheck, and to hostile names and paths."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grappe import sites
+from grappe.errors import UsageError
+from grappe.plan import Plan
+from grappe.sites.layout import Wish, layout
+from grappe.sites.script import Script, clock, notice, render
+from tests.sites.golden import FOLDER, SIZES, script
+from tests.slurm.shapes import live
+
+HOSTILE = [
+    "$(touch hacked)",
+    "`touch hacked`",
+    "a; touch hacked",
+    "a\ntouch hacked",
+    "a' b",
+    'a" b',
+    "a b",
+    "",
+    "é",
+]
+
+
+def narval(**changes) -> Script:
+    return dataclasses.replace(script(sites.find("narval"), "1-node"), **changes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("site", live(), ids=lambda site: site.name)
+def test_scripts_are_the_golden_ones(site, size: str) -> None:
+    golden = (FOLDER / f"{site.name}-{size}.sh").read_text()
+    assert render(script(site, size)) == golden, "python -m tests.sites.golden writes them anew"
+
+
+def test_no_golden_file_is_left_over() -> None:
+    expected = {f"{site.name}-{size}.sh" for site in live() for size in SIZES}
+    assert {file.name for file in FOLDER.iterdir()} == expected
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (.ci/run does)")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run(
+        ["shellcheck", *sorted(map(str, FOLDER.iterdir()))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "environment", ["here", "virtualenv", "module", "conda:my env", "/home/me/env", "/me/image.sif"]
+)
+@pytest.mark.parametrize("chain", [0, 3])
+def test_every_kind_of_script_is_bash(environment: str, chain: int, tmp_path: Path) -> None:
+    text = render(
+        narval(environment=environment, chain=chain, stage=Path("/data/my $x.tar"), wheels=Path("/w w"))
+    )
+    file = tmp_path / "job.sh"
+    file.write_text(text)
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    assert ("--requeue" in text) is not bool(chain)
+    assert ("#SBATCH --array=1-3%1" in text) is bool(chain)
+    assert "tar -xf '/data/my $x.tar'" in text
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="--name="):
+        render(narval(name=name))
+
+
+@pytest.mark.parametrize("account", HOSTILE)
+def test_a_hostile_account_is_refused(account: str) -> None:
+    with pytest.raises(UsageError, match="--account="):
+        render(narval(account=account))
+
+
+@pytest.mark.parametrize("name", [one for one in HOSTILE if one])
+def test_a_hostile_folder_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="--run"):
+        render(narval(run=Path("/scratch") / name))
+
+
+@pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
+def test_hostile_words_reach_the_program_as_they_are(word: str, tmp_path: Path) -> None:
+    """The command's words, the folder and the data path, through a real bash: nothing of them is run."""
+    folder = tmp_path / (word or "empty")
+    folder.mkdir()
+    made = narval(
+        arguments=("train", word), task=(word,), folder=folder, data=word, doctor=False, environment="here"
+    )
+    lines = render(made).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("cd -- "))
+    kept = [line for line in lines if line.startswith(("task=(", "command=(", "run="))]
+    probe = "\n".join(["set -eu", lines[start], *kept, 'printf "%s\\0" "$PWD" "${task[@]}" "${command[@]}"'])
+    done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path)
+    expected = [str(folder), word, "train", word, "--run", str(made.run), "--data", word]
+    assert done.stdout.split("\0")[:-1] == expected
+    assert not list(tmp_path.rglob("hacked"))
+
+
+def test_line_breaks_are_refused_wherever_they_come() -> None:
+    for changes in (
+        {"arguments": ("train", "a\nb")},
+        {"folder": Path("/a\nb")},
+        {"data": "a\nb"},
+        {"stage": Path("/a\nb")},
+    ):
+        with pytest.raises(UsageError, match="line break"):
+            render(narval(**changes))
+    assert "hacked" not in render(narval(asked="x\nhacked")).replace("?hacked", "")
+
+
+def test_processes_that_share_a_gpu_ask_for_what_mps_needs() -> None:
+    site = sites.find("jean-zay-a100")
+    plan = Plan(replicate=8, per_device=8)
+    made = layout(plan, site, Wish(account="x@a100"))
+    text = render(dataclasses.replace(script(site, "1-gpu"), plan=plan, layout=made))
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --constraint=a100&mps" in options
+    assert "#SBATCH --exclusive" in options
+    assert "#SBATCH --constraint=a100" not in options
+    assert {"#SBATCH --ntasks-per-node=8", "#SBATCH --cpus-per-task=1", "#SBATCH --gres=gpu:1"} <= set(
+        options
+    )
+
+
+def test_times() -> None:
+    assert [clock(one) for one in (59, 5400, 86400, 7 * 86400)] == [
+        "00:00:59",
+        "01:30:00",
+        "1-00:00:00",
+        "7-00:00:00",
+    ]
+    assert [notice(one) for one in (60, 3600, 86400)] == [20, 180, 300]

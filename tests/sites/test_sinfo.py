@@ -1,0 +1,50 @@
+"""The generic site: what sinfo says of real clusters' partitions."""
+
+from __future__ import annotations
+
+import pytest
+
+from grappe import sites
+from grappe.errors import UsageError
+from grappe.sites.sinfo import probed, rows
+
+TEXT = """cpu|64|257000+|(null)|1-00:00:00|100
+gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12
+gpu*|32|187000|gpu:v100:2|7-00:00:00|2
+big|96|749000|gpu:8|infinite|1
+a line of another form
+"""
+
+
+def test_rows() -> None:
+    found = rows(TEXT)
+    assert [(row.partition, row.gpus, row.model, row.hours) for row in found] == [
+        ("cpu", 0, "", 24.0),
+        ("gpu", 4, "a100", 168.0),
+        ("gpu", 2, "v100", 168.0),
+        ("big", 8, "", None),
+    ]
+
+
+def test_the_default_partition_with_the_most_gpus() -> None:
+    site = probed(sites.find("generic"), TEXT, None, wants_gpus=True)
+    assert site.node is not None
+    assert (site.node.gpus, site.node.cores, site.node.memory_gb, site.node.count) == (4, 48, 486, 12)
+    assert site.ask.gpus == "--gres=gpu:a100:{gpus}"
+    assert site.queue[0].options == ("--partition=gpu",)
+
+
+def test_a_named_partition() -> None:
+    site = probed(sites.find("generic"), TEXT, "big", wants_gpus=True)
+    assert site.ask.gpus == "--gres=gpu:{gpus}"
+    assert site.ask.max_hours is None
+
+
+def test_what_is_not_there() -> None:
+    generic = sites.find("generic")
+    with pytest.raises(UsageError, match="no partition 'gpus' here: did you mean gpu"):
+        probed(generic, TEXT, "gpus", wants_gpus=True)
+    with pytest.raises(UsageError, match="no node of partition cpu has a GPU"):
+        probed(generic, TEXT, "cpu", wants_gpus=True)
+    with pytest.raises(UsageError, match="is Slurm running"):
+        probed(generic, "", None, wants_gpus=False)

@@ -1,0 +1,135 @@
+"""Jobs for the tests: submitted as a user does, watched from outside, and held to what they must leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grappe.run import Run
+from tests.commands import SLOW
+from tests.slurm.cluster import Cluster
+
+PATIENCE_SECONDS = 150.0
+EPOCHS = 5
+PLAN = "replicate=2,threads=1,workers=0,device=cpu"
+
+
+def grappe(*words: str, cwd: Path, code: int | None = 0) -> str:
+    """What `grappe …` printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "grappe", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if code is not None:
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+class Job:
+    """A training of tests/slow.py on two nodes, from its submission to its end."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        name: str,
+        *options: str,
+        epochs: int = EPOCHS,
+        pause: float = 0.05,
+    ) -> None:
+        self.cluster, self.folder, self.run = cluster, folder, folder / name
+        self.total = epochs * 8  # 32 points, 4 a step
+        words = (
+            f"epochs={epochs}",
+            f"pause={pause}",
+            "--save-every",
+            "4",
+            "--ledger",
+            "--run",
+            str(self.run),
+            "--plan",
+            PLAN,
+        )
+        grappe(
+            "submit", "--site", "generic", "--nodes", "2", "--no-doctor", *(options or ("--time", "10m")),
+            "--", "train", SLOW, *words, cwd=folder,
+        )  # fmt: skip
+        self.job = json.loads((self.run / "logs" / "jobs.jsonl").read_text().splitlines()[-1])["job"]
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        """Waits until `true()`."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not true():
+            assert time.monotonic() < deadline, f"waited in vain until {what}\n{self.state()}{self.said()}"
+            time.sleep(0.05)
+
+    def steps(self) -> int:
+        """The newest step in the curves."""
+        return max((record["step"] for record in self._records()), default=0)
+
+    def _records(self) -> list[dict]:
+        return list(Run(self.run).records("step")) if Run.is_run(self.run) else []
+
+    def trains(self, beyond: int = 5) -> None:
+        """Waits until it is well under way."""
+        self.until(lambda: self.steps() > beyond, f"it is beyond step {beyond}")
+
+    def state(self) -> str:
+        """What Slurm knows of it."""
+        return self.cluster.run("scontrol", "show", "job", self.job, check=False)
+
+    def said(self) -> str:
+        """The job's own log."""
+        return "".join(file.read_text() for file in sorted((self.run / "logs").glob("job-*.out")))
+
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return int(Run(self.run).description["restarts"])
+
+    def pids(self) -> list[int]:
+        """Its training processes, by what they say of themselves, the newest start's only."""
+        lines = [line.split() for line in self.said().splitlines() if "step in" in line]
+        newest: dict[str, int] = {}
+        for words in lines:
+            newest[words[0]] = int(words[-1])
+        return [pid for pid in newest.values() if Path(f"/proc/{pid}").exists()]
+
+    def ends(self) -> None:
+        """Waits for its end; then the run is finished, and nothing shows that it was ever stopped."""
+        self.until((self.run / "done").exists, "it is finished")
+        self.until(
+            lambda: not self.cluster.run("squeue", "-h", "-j", self.job, check=False).strip(), "it has ended"
+        )
+        steps = [record["step"] for record in self._records()]
+        assert steps == list(range(1, self.total + 1)), self.said()
+        assert ids(self.run, steps) == self._undisturbed(), "other samples than without any stop"
+
+    def _undisturbed(self) -> list[list[int]]:
+        from grappe.data.ledger import Ledger
+
+        ledger = Ledger(length=32, batch_size=4, seed=0)
+        return [sorted(map(int, ledger.ids(step // 8, step % 8))) for step in range(self.total)]
+
+
+def ids(run: Path, steps: list[int]) -> list[list[int]]:
+    """The samples that each step took, of all processes together."""
+    taken: dict[int, list[int]] = {step: [] for step in steps}
+    for file in sorted((run / "ledger").glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "step":
+                taken[record["step"]] += record["ids"]
+    return [sorted(taken[step]) for step in steps]
+
+
+def kill(pid: int, number: int) -> None:
+    os.kill(pid, number)

@@ -1,0 +1,42 @@
+"""Every site's nodes for the test cluster, from the site's own file."""
+
+from __future__ import annotations
+
+from grappe import sites
+from grappe.sites.schema import Site
+from tests.slurm.cluster import Shape
+
+NODES = 2
+
+
+def live() -> list[Site]:
+    """The sites that one can submit to, but for the generic one, which is the cluster itself."""
+    known = [sites.find(name) for name in sorted(sites.SHIPPED.glob("*.toml")) for name in [name.stem]]
+    return [site for site in known if site.node is not None and not site.retired]
+
+
+def hours(site: Site) -> float:
+    """The longest time that any of its queues gives."""
+    return site.ask.max_hours or max(one.max_hours or 0 for one in site.queue)
+
+
+def shapes() -> list[Shape]:
+    """One partition of two nodes a site."""
+    return [_shape(site) for site in live()]
+
+
+def _shape(site: Site) -> Shape:
+    node = site.node
+    assert node is not None
+    _, _, selection = site.ask.gpus.partition("=")
+    model = [part for part in selection.split(":") if part not in ("gpu", "{gpus}")]
+    features = [one.partition("=")[2] for one in site.ask.options if one.startswith("--constraint=")]
+    return Shape(
+        name=site.name,
+        nodes=NODES,
+        cpus=node.cores,
+        megabytes=(node.memory_gb or 400) * 1024,
+        gres=":".join(["gpu", *model, str(node.gpus)]),
+        minutes=int(hours(site) * 60),
+        features=",".join(features),
+    )

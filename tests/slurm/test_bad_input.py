@@ -1,0 +1,76 @@
+"""Wrong submissions: one message each, with the fix, before anything waits in a queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe import cli
+from grappe.errors import GrappeError
+from tests.commands import SLOW
+from tests.slurm.cluster import Cluster
+
+TRAIN = ("--", "train", SLOW)
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(GrappeError) as refusal:
+        cli.app(["submit", *words], exit_on_error=False, print_error=False)
+    assert refusal.value.exit_code == 2
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--site", "narvall", *TRAIN), "did you mean narval"),
+        (("--site", "narval", *TRAIN), "wants an account"),
+        (("--site", "narval", "--account", "def-x", "--time", "8d", *TRAIN), "at most 168 h"),
+        (
+            ("--site", "narval", "--account", "def-x", "--time", "soon", *TRAIN),
+            "give seconds, or a time like",
+        ),
+        (
+            ("--site", "narval", "--account", "def-x", *TRAIN, "--plan", "replicate=5"),
+            "do not divide into 2 nodes",
+        ),
+        (("--site", "narval", "--account", "def-x", "--gpus", "a", *TRAIN), "give a number, or several"),
+        (("--site", "narval", "--account", "def-x", "--name", "$(touch hacked)", *TRAIN), "--name="),
+        (("--site", "narval", "--account", "def-x", *TRAIN, "--run", "a;touch hacked"), "--run"),
+        (("--site", "narval", "--account", "def-x", *TRAIN, "epocs=3"), "did you mean epochs"),
+        (
+            ("--site", "narval", "--account", "def-x", *TRAIN, "--plan", "replicat=3"),
+            "did you mean replicate",
+        ),
+        (("--site", "narval", "--account", "def-x", "--stage", "no.tar", *TRAIN), "no such archive"),
+        (("--site", "narval", "--account", "def-x", "--env", "nowhere", *TRAIN), "no bin/python in it"),
+        (("--site", "cedar", "--account", "def-x", *TRAIN), "replaced by fir"),
+        (
+            ("--site", "narval", "--account", "def-x", "--", "evaluate", "x"),
+            "runs a training, not 'evaluate'",
+        ),
+        (("--site", "narval", "--account", "def-x"), "grappe submit --time 3h -- train TASK"),
+    ],
+)
+def test_wrong_submissions(
+    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(*words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no Slurm here: sinfo is not on the PATH" in refused("--site", "generic", *TRAIN)
+
+
+def test_more_gpus_than_there_are(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refused("--site", "generic", *TRAIN, "--plan", "replicate=12")
+    assert "the plan needs 12 GPUs on 3 nodes, generic has 2 with 4 each (8 in all)" in said
+    assert "did you mean" in refused("--site", "generic", "--queue", "gpuu", *TRAIN)
+    said = refused("--site", "generic", "--time", "8d", *TRAIN)
+    assert "at most 168 h" in said

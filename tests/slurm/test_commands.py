@@ -1,0 +1,99 @@
+"""queue, logs, wait, cancel, and the same from a notebook: on real jobs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from grappe import slurm as notebook
+from grappe.errors import GrappeError, ProcessDied
+from grappe.run import Run
+from grappe.sites import slurm
+from grappe.verbs.jobs import wait
+from tests.commands import SLOW
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import PLAN, grappe
+
+
+def submit(folder: Path, *options: str, pause: float = 0.2) -> None:
+    train = ("train", SLOW, "epochs=50", f"pause={pause}", "--run", "runs/mine", "--plan", PLAN)
+    grappe(
+        "submit",
+        "--site",
+        "generic",
+        "--nodes",
+        "2",
+        "--time",
+        "10m",
+        "--no-doctor",
+        *options,
+        "--",
+        *train,
+        cwd=folder,
+    )
+
+
+def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    submit(tmp_path)
+    while "step in" not in "".join(file.read_text() for file in (run / "logs").glob("job-*.out")):
+        time.sleep(0.1)
+    queue = grappe("queue", cwd=tmp_path)
+    assert "runs/mine" in queue
+    assert "RUNNING" in queue
+    first, second = (grappe("logs", "runs/mine", "--rank", str(rank), cwd=tmp_path) for rank in range(2))
+    assert "Slow on 2 processes" in first
+    assert "Slow on" not in second
+    assert second.count("step in") > 0
+    grappe("cancel", "runs/mine", cwd=tmp_path)
+    with pytest.raises(ProcessDied, match="was cancelled"):
+        wait(run, query_every=1.0)
+    assert grappe("queue", cwd=tmp_path) == "no job of yours is in the queue\n"
+    assert not Run(run).finished
+    assert "back into the queue" not in grappe("logs", "runs/mine", cwd=tmp_path)
+
+
+def test_a_notebook_sweeps_over_numbers_of_gpus(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = f"{SLOW} epochs=1 pause=0 --plan threads=1,workers=0"
+    jobs = notebook.submit(command, [1, 2], site="generic", time="5m", doctor=False)
+    assert [job.wait() for job in jobs] == [0, 0]
+    assert [Run(job.run).description["processes"] for job in jobs] == [1, 2]
+    assert notebook.queue(jobs, until_empty=True, every=0.5) == []
+    assert "finished, 8 steps" in jobs[1].log(0)
+    assert [file.name for file in notebook.logs(jobs[0])] == [f"job-{jobs[0].job}.out", "rank-0.log"]
+    assert notebook.logs(jobs[1].job) == [jobs[1].run / "logs" / f"job-{jobs[1].job}.out"]
+
+
+def test_a_finished_run_is_not_submitted_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "done").touch()
+    with pytest.raises(GrappeError, match="is finished: nothing to submit"):
+        notebook.submit(f"{SLOW} --run run", site="generic")
+
+
+def test_accounting_knows_how_jobs_ended(
+    accounted: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --account=def-test --time=5\nexit 3\n")
+    job = slurm.submit(script)
+    found = None
+    deadline = time.monotonic() + 30
+    while found is None and time.monotonic() < deadline:
+        found = slurm._accounted(job)
+        time.sleep(0.2)
+    assert found == slurm.End(state="FAILED", code=3)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(slurm.SlurmError) as refusal:
+        notebook.submit(f"{SLOW} --run refused --plan device=cpu", site="generic", account="def-other")
+    assert "Invalid account or account/partition combination" in str(refusal.value)
+    assert "sacctmgr show assoc" in str(refusal.value)
+    assert [file.name for file in (tmp_path / "refused" / "logs").iterdir()] == ["refused-1.sh"]

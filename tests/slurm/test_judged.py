@@ -1,0 +1,36 @@
+"""Every site's scripts before a real sbatch: right ones are accepted, too many GPUs, hours or cores are refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grappe.sites.script import render
+from tests.sites.golden import SIZES, layout_of, script
+from tests.slurm.cluster import Cluster
+from tests.slurm.shapes import hours, live
+
+
+def judge(text: str, partition: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    file = folder / "job.sh"
+    file.write_text(text)
+    command = ["sbatch", "--test-only", f"--partition={partition}", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+
+
+@pytest.mark.parametrize("site", live(), ids=lambda site: site.name)
+def test_a_real_sbatch_judges(cluster: Cluster, tmp_path: Path, site) -> None:
+    for size in SIZES:
+        said = judge(render(script(site, size)), site.name, tmp_path)
+        assert said.returncode == 0, f"{size}: {said.stderr}"
+    whole = layout_of(site, "1-node")
+    for changes in (
+        {"gpus": whole.gpus + 1},
+        {"seconds": int((hours(site) + 1) * 3600)},
+        {"cores": whole.cores + 1},
+        {"nodes": 3},
+    ):
+        said = judge(render(script(site, "1-node", **changes)), site.name, tmp_path)
+        assert said.returncode != 0, f"{changes} were accepted: {said.stderr}"

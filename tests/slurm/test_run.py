@@ -1,0 +1,111 @@
+"""Trainings on two nodes of a real Slurm: the right rank on the right node, and the numbers of a local run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grappe.run import Run
+from tests.commands import SLOW
+from tests.slurm.cluster import CPUS, Cluster
+from tests.slurm.jobs import grappe
+
+WHERE = str(Path(__file__).with_name("where.py"))
+PLAIN = "threads=1,workers=0,device=cpu"
+GRAPPE = (sys.executable, "-m", "grappe")
+
+
+def scores(run: Path) -> list[tuple[int, float, float]]:
+    return [(one["step"], one["loss"], one["accuracy"]) for one in Run(run).records("evaluation")]
+
+
+def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """As a user submits it, the doctor first; the same accuracy as on this machine without Slurm."""
+    run = tmp_path / "run"
+    said = grappe(
+        "submit", "--site", "generic", "--nodes", "2", "--time", "10m",
+        "--", "train", WHERE, "--run", "run", "--plan", "replicate=4,threads=1", cwd=tmp_path,
+    )  # fmt: skip
+    assert "4 GPUs for at most 00:10:00: 0.667 GPU-hours" in said
+    grappe("train", WHERE, "--run", "local", "--plan", "threads=1", cwd=tmp_path)
+    grappe("wait", "run", cwd=tmp_path)
+    logs = (run / "logs").glob("job-*.out")
+    text = "".join(file.read_text() for file in logs)
+    found = sorted(line.split(": here: ") for line in text.splitlines() if ": here: " in line)
+    each = CPUS // 4  # half of a node's GPUs bring half of its cores, for two processes
+    assert found == [[str(rank), f"{rank} n{rank // 2} {each}"] for rank in range(4)], text
+    expected = scores(tmp_path / "local")
+    assert len(expected) == 2
+    for (step, loss, accuracy), (at, other, as_good) in zip(expected, scores(run), strict=True):
+        assert at == step
+        assert other == pytest.approx(loss, rel=1e-3)
+        assert abs(as_good - accuracy) < 1.5 / 360  # at most one image on the edge
+
+
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [
+        pytest.param("srun -N2 -n3 --job-name=bash {grappe}", 3, id="uneven, without sbatch, named bash"),
+        pytest.param("salloc -Q -N2 -n2 srun {grappe}", 2, id="srun inside salloc"),
+        pytest.param("salloc -Q -N2 -n2 {grappe}", 1, id="inside salloc, not one of its tasks"),
+        pytest.param("srun -N1 -n1 {torchrun}", 2, id="torchrun inside a job"),
+    ],
+)
+def test_other_ways_into_slurm(cluster: Cluster, tmp_path: Path, how: str, processes: int) -> None:
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "--",
+        "grappe",
+    )
+    words = how.format(grappe=" ".join(GRAPPE), torchrun=" ".join(torchrun)).split()
+    plan = f"{PLAIN},replicate={processes}"
+    train = ["train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", plan]
+    done = subprocess.run(
+        [*words, *train], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(tmp_path / "run")
+    assert run.finished
+    assert run.description["processes"] == processes
+    assert done.stdout.count("finished, 8 steps") == 1
+
+
+def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
+    stale = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_NNODES": "2",
+        "SLURM_LOCALID": "0",
+    }
+    done = subprocess.run(
+        [*GRAPPE, "train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", PLAIN],
+        cwd=tmp_path, env={**os.environ, **stale}, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert Run(tmp_path / "run").description["processes"] == 1
+
+
+def test_the_doctor_ends_a_sick_job_in_its_first_step(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    grappe(
+        "submit", "--site", "generic", "--nodes", "2", "--time", "10m",
+        "--", "train", SLOW, "--run", "run", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
+    )  # fmt: skip
+    grappe("wait", "run", cwd=tmp_path, code=1)
+    said = grappe("logs", "run", cwd=tmp_path)
+    assert "ERROR: GLOO_SOCKET_IFNAME=nosuch0, and this node has" in said
+    assert "unset GLOO_SOCKET_IFNAME" in said
+    assert not Run.is_run(tmp_path / "run")
+    assert not (tmp_path / "run" / "logs" / "killed").exists()  # it was not tried again
