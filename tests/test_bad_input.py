@@ -103,7 +103,7 @@ def changed(old: str, new: str) -> str:
         ),
         (["train", "digits", "--plan", "engine=natve"], "there is no engine 'natve': did you mean native?"),
         (["train", "digits", "--plan", "engine=textbook,shard=2"], "has no shard: engines that have: native"),
-        (["train", "digits", "--plan", "pipeline=2"], "engine=native has no pipeline: "),
+        (["train", "digits", "--plan", "engine=textbook,pipeline=2"], "engine=textbook has no pipeline: "),
         (["train", "digits", "--plan", "backend=mpi,replicate=2"], "backend=mpi is not in this torch"),
         (
             ["train", "digits", "--plan", "", "--evaluate-every", "0"],
