@@ -24,6 +24,9 @@ lint: .venv/dev  ## style, import directions, README's generated parts
 types: .venv/dev  ## check types
 	@$(BIN)/pyrefly check
 
+horovod: .venv/train  ## build Horovod's last release for engine=horovod (four minutes, a C++ compiler)
+	@scripts/build_horovod.sh
+
 docs: .venv/test  ## regenerate the README's tables
 	@$(BIN)/python docs/generate.py
 
@@ -63,4 +66,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train test lint types docs soak bench slurm-up slurm-down clean
+.PHONY: help train test lint types horovod docs soak bench slurm-up slurm-down clean
