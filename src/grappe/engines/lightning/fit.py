@@ -84,7 +84,7 @@ def choose_strategy(engine: Lightning, first: Item) -> Strategy:
         strategy: Any = Split(data_parallel_size=plan.data_parallel, tensor_parallel_size=plan.tensor)
     else:
         reached = engine.rehearse(first, engine.loss)
-        strategy = Replicated(**ddp_arguments(find_unused=not reached))
+        strategy = Replicated(**ddp_arguments(find_unused=not reached))  # pyrefly: ignore
     # Not through Trainer(devices=…), which wants as many devices as processes: some share one.
     strategy.parallel_devices = [world.device] * world.place.local_size
     return strategy
@@ -128,7 +128,7 @@ class Watchers(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, Replicated):
-            step = trainer.strategy.training_step
+            step: Any = trainer.strategy.training_step
             with trainer.precision_plugin.forward_context():
                 self._engine.rehearse(self._first, lambda item: step(item, 0))
 
