@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from grappe import evaluation, model_state
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.draw import mix
 from grappe.data.feed import rows_of
 from grappe.engines.base import COMMON, Engine, Saved, Setting, State, Stepper
 from grappe.loop import StepResult
@@ -23,8 +22,9 @@ from grappe.pipeline import rules
 from grappe.plan import Plan
 from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
-from grappe.prepare.batchnorm import statistics_frozen
+from grappe.prepare.batchnorm import statistics_frozen, unnoticed
 from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import reshard, uses_shard
@@ -81,7 +81,6 @@ class Native(Stepper):
         summed = uses_shard(self._plan) or self._world.data_group is None or self._plan.exact
         self._ways = 1.0 if summed else float(self._world.data_size)
         self._needs_norm = self._task.clip is not None or self._plan.precision == "fp16"
-        self._default_rng = torch.default_generator
         self._model.train()
 
     def _prepare(self, setting: Setting) -> Prepared:
@@ -101,7 +100,7 @@ class Native(Stepper):
         if self._begin is not None:
             self._tally = self._begin(functools.partial(self._rehearse, batch.microbatches[0]))
             self._begin = None
-        self._seed_dropout(batch.step)
+        seed_dropout(self._task.seed, batch.step, self._world)
         total: Tensor | None = None
         last = batch.microbatches[-1]
         for micro in batch.microbatches:
@@ -127,7 +126,7 @@ class Native(Stepper):
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Forward and backward of a microbatch; the sum of losses so far."""
         # Around backward too, where recomputation runs the forward again.
-        with _PLAIN if micro.rows else self._filler():
+        with _PLAIN if micro.rows else unnoticed(self._model, self._prepared.rows):
             with self._autocast:
                 output = self._prepared.forward(micro.inputs)
                 rows = micro.rows or rows_of(micro.targets)
@@ -145,19 +144,6 @@ class Native(Stepper):
             with self._autocast:
                 values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
             torch.autograd.backward((values.sum(), *roots[0]), (None, *roots[1]))
-
-    @contextlib.contextmanager
-    def _filler(self) -> Iterator[None]:
-        """Inside, batch normalisation takes no notice of the rows it sees."""
-        if self._prepared.rows is None:
-            with statistics_frozen(self._model):
-                yield
-            return
-        self._prepared.rows.real = False
-        try:
-            yield
-        finally:
-            self._prepared.rows.real = True
 
     def _update(self) -> tuple[Tensor | None, bool]:
         self._phase(UPDATE)  # clipping belongs to it
@@ -187,13 +173,6 @@ class Native(Stepper):
 
     def _norm(self) -> Tensor:
         return gradient_norm(self._parameters)
-
-    def _seed_dropout(self, step: int, *place: int) -> None:
-        """Dropout's stream is a function of (seed, step, data slice), so resuming needs no generator's state."""
-        seed = mix(self._task.seed, step, self._world.data_rank, *place)
-        self._default_rng.manual_seed(seed)
-        if self._world.device.type == "cuda":
-            torch.cuda.default_generators[self._world.device.index].manual_seed(seed)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         scores = evaluation.evaluate(self._model, self._task, self._world, batches, samples, self._autocast)

@@ -30,6 +30,7 @@ from grappe.pipeline.stage import Stage, prune
 from grappe.prepare import Prepared, prepare
 from grappe.prepare.batchnorm import buffers_agreed, statistics_frozen
 from grappe.prepare.clip import gradient_norm
+from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.materialise import on_meta
 from grappe.prepare.precision import autocast
 from grappe.prepare.shard import reshard, uses_shard
@@ -116,7 +117,7 @@ class Pipelined(Native):
             self._shape.check(micros[0])
         if not self._runner.knows(micros[0]):
             self._learn(micros[0], len(micros))
-        self._seed_dropout(batch.step, self._world.coordinates()["pipeline"][0])
+        seed_dropout(self._task.seed, batch.step, self._world, self._world.coordinates()["pipeline"][0])
         self._batch, self._total = batch, None
         self._runner.run(micros)
         self._batch = None

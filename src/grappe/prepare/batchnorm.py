@@ -134,6 +134,24 @@ def statistics_frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unnoticed(model: nn.Module, rows: Rows | None) -> Iterator[None]:
+    """Inside, batch normalisation takes no notice of the row that it sees, which is only filled in.
+
+    Args:
+        rows: what `synchronise_batchnorm` was given; None where statistics are each process's own.
+    """
+    if rows is None:
+        with statistics_frozen(model):
+            yield
+        return
+    rows.real = False
+    try:
+        yield
+    finally:
+        rows.real = True
+
+
+@contextlib.contextmanager
 def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
     """Inside, float buffers that differ between processes hold their mean. Collective over `group`."""
     if group is None:

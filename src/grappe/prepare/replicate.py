@@ -19,6 +19,20 @@ _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
+def ddp_arguments(find_unused: bool) -> dict[str, bool]:
+    """What DDP is told wherever it is made.
+
+    Args:
+        find_unused: look, at each step, for parameters that get no gradient; DDP fails where there are any else.
+    """
+    return {
+        "init_sync": False,  # every process has read the same weights
+        "gradient_as_bucket_view": True,
+        "find_unused_parameters": find_unused,
+        _SYNC_BUFFERS: False,  # statistics are each process's own; they are made to agree for evaluation
+    }
+
+
 class Carrier(nn.Module):
     """A model and, last so that it falls into the first bucket, the rider of its gradient reduction."""
 
@@ -76,11 +90,7 @@ class Replicas:
             self.carrier,
             device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
             process_group=self._world.data_group,
-            init_sync=False,  # every process has read the same weights
-            gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused,
-            # Statistics are each process's own; they are made to agree for evaluation.
-            **{_SYNC_BUFFERS: False},  # pyrefly: ignore
+            **ddp_arguments(find_unused),  # pyrefly: ignore
         )
 
     def __call__(self, inputs: Any) -> Any:

@@ -1,0 +1,163 @@
+"""The Lightning engine's own parts: that its Trainer runs the loop, where it stands, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from grappe import engines
+from grappe.checkpoint.initial import built
+from grappe.data.batch import Batch
+from grappe.data.feed import training_feed
+from grappe.engines import lightning
+from grappe.engines.base import Setting
+from grappe.engines.lightning import Item, Lightning
+from grappe.errors import PlanError
+from grappe.place import Place, place_from_environment
+from grappe.plan import Plan
+from grappe.run import Run
+from grappe.world import World, join
+from tests.commands import GRAPPE, SLOW, Command, pids_in_training
+from tests.parity.tasks import Images
+from tests.processes import Pool
+from tests.test_training import train
+
+STEPS = 6
+
+
+def made(plan: str, place: Place | None = None, meet: Path | None = None) -> tuple[Lightning, list[Batch]]:
+    """An engine, and the batches of all steps."""
+    task, parsed = Images(), Plan.parse(plan)
+    world = join(parsed, place or Place(), meet or Path())
+    feed = training_feed(task, task.data("train", Path()), parsed, world)
+    setting = Setting(
+        task=task, plan=parsed, world=world, weights=built(task), total_steps=STEPS, flag=lambda: 0.0
+    )
+    return Lightning(setting), list(feed.batches(0, STEPS))
+
+
+def test_the_trainer_runs_the_loop_and_reads_no_batch_before_its_turn(monkeypatch) -> None:
+    from grappe.engines.lightning import fit
+
+    engine, batches = made("engine=lightning,microbatches=2,threads=1")
+    trainers, taken, behind = [], [], []
+    make = fit.make_trainer
+    monkeypatch.setattr(fit, "make_trainer", lambda *all: trainers.append(make(*all)) or trainers[0])
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def after(result) -> bool:
+        assert signal.getsignal(signal.SIGTERM) is handler, "Lightning has taken a signal over"
+        behind.append((len(taken), trainers[0].global_step))
+        return len(behind) == 4
+
+    engine.train((taken.append(batch) or batch for batch in batches), after)
+    assert behind == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_it_trains_again_where_it_was_stopped() -> None:
+    (engine, batches), (other, same) = made("engine=lightning,threads=1"), made("engine=lightning,threads=1")
+    engine.train(iter(batches), lambda result: False)
+    other.train(iter(same[:2]), lambda result: False)
+    other.train(iter(same[2:]), lambda result: False)
+    other.train(iter(()), lambda result: pytest.fail("there was no step"))
+    for (_, whole), (_, parts) in zip(engine.export(), other.export(), strict=True):
+        assert whole.equal(parts)
+
+
+def strategies(place: Place, meet: Path, plan: str) -> tuple[str, int, int, int]:
+    """What the Trainer of a plan says of itself."""
+    from grappe.engines.lightning.fit import make_trainer
+
+    engine, (first, *_) = made(plan, place, meet)
+    trainer = make_trainer(engine, [], Item(first, first.microbatches[0], True))
+    kind = type(trainer.strategy).__mro__[2].__name__
+    engine.world.leave()
+    return kind, trainer.num_devices, trainer.num_nodes, trainer.world_size
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "kind"),
+    [
+        ("engine=lightning", 1, "SingleDeviceStrategy"),
+        ("engine=lightning,replicate=2", 2, "DDPStrategy"),
+        ("engine=lightning,shard=2", 2, "ModelParallelStrategy"),
+    ],
+)
+def test_the_plan_chooses_lightnings_strategy(pool: Pool, plan: str, size: int, kind: str) -> None:
+    for found in pool.run(f"{__name__}:strategies", size, f"{plan},device=cpu,threads=1"):
+        assert found == (kind, size, 1, size)
+
+
+SLURM = {  # srun on two nodes with four processes each, as IDRIS's page has it, seen from the second node's third
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NNODES": "2",
+}
+
+
+def test_under_slurm_it_stands_where_srun_put_it() -> None:
+    import torch
+
+    from grappe.engines.lightning.fit import Here
+
+    place = place_from_environment(SLURM)
+    assert place is not None
+    here = Here(World(place=place, device=torch.device("cpu")))
+    assert (here.global_rank(), here.local_rank(), here.node_rank(), here.world_size()) == (6, 2, 1, 8)
+    assert here.creates_processes_externally
+
+
+def test_patience_stops_it(tmp_path: Path) -> None:
+    task = Images(epochs=50, samples=12, scheduled=False)
+    plan = "engine=lightning,threads=1"
+    result = train(tmp_path / "run", task, plan, patience=1, evaluate_every=1, steps=60)
+    losses = [one["loss"] for one in Run(result.run).records("evaluation")]
+    assert result.status == "stopped"
+    assert losses[-1] >= min(losses[:-1]), "it stopped without a reason"
+    assert result.step == len(losses) < 60
+
+
+def test_a_signal_saves_and_ends_with_75(tmp_path: Path) -> None:
+    plan = ("--plan", "engine=lightning,replicate=2,device=cpu,threads=1")
+    command = Command(GRAPPE, "train", SLOW, "--run", "run", *plan, cwd=tmp_path)
+    try:
+        pids_in_training(tmp_path / "run", 2)
+        os.kill(command.process.pid, signal.SIGTERM)
+        code, out, err = command.end()
+        assert (code, err) == (75, "")
+        assert "interrupted, saved" in out
+        saved = Run(tmp_path / "run").latest()
+        assert saved is not None
+        assert saved.step > 0
+    finally:
+        command.close()
+    again = Command(GRAPPE, "train", SLOW, "pause=0", "epochs=8", "--run", "run", *plan, cwd=tmp_path)
+    try:
+        code, out, err = again.end()
+        assert (code, err) == (0, "")
+        assert "finished, 64 steps" in out
+        assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, 65))
+    finally:
+        again.close()
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(PlanError, match="bf16, or fp16 with engine=native"):
+        engines.check(Plan.parse("engine=lightning,precision=fp16"))
+    with pytest.raises(PlanError, match="engine=lightning has no pipeline"):
+        engines.check(Plan.parse("engine=lightning,pipeline=2"))
+
+
+def test_without_the_package_it_says_how_to_install_it(monkeypatch) -> None:
+    monkeypatch.setattr(lightning.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'grappe\[lightning\]'"):
+        engines.check(Plan.parse("engine=lightning"))

@@ -1,0 +1,121 @@
+"""engine=lightning against one plain process, and a killed training of it against one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.run import Run
+from tests.faults.resume_cell import curves, hashes, samples
+from tests.faults.test_resume import run
+from tests.parity import reference
+from tests.parity.cell import TOLERANCE, difference
+from tests.parity.tasks import Images
+from tests.parity.test_native import STEPS, TASKS, check, expected
+from tests.parity.test_special import NORMED, results
+from tests.processes import Pool
+
+L = "engine=lightning"
+PLANS = [
+    L,
+    f"{L},replicate=2",
+    f"{L},replicate=3",
+    f"{L},shard=2",
+    f"{L},shard=2,zero=1,microbatches=2",
+    f"{L},replicate=2,shard=2,zero=2,microbatches=2",
+    f"{L},microbatches=4",
+    f"{L},replicate=2,microbatches=3",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", TASKS)
+def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
+    """Clipping, schedules, ignored tokens, a short last batch, filler rows, frozen and unused parameters."""
+    found = check(pool, TASKS[name], plan, expected(name))
+    assert found["scores"].samples == TASKS[name].samples
+
+
+@pytest.mark.parametrize("plan", [f"{L},tensor=2", f"{L},tensor=2,shard=2", f"{L},replicate=2,recompute"])
+def test_tensor_parallel_and_recomputed_learn_the_same(pool: Pool, plan: str) -> None:
+    check(pool, TASKS["tokens"], plan, expected("tokens"))
+
+
+@pytest.mark.parametrize("plan", [f"{L},replicate=2", f"{L},shard=2"])
+def test_synchronised_batchnorm_is_that_of_one_process(pool: Pool, plan: str) -> None:
+    check(pool, NORMED, f"{plan},batchnorm=sync", reference.train(NORMED, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("plan", "pieces", "ways"),
+    [(f"{L},replicate=2", 1, 2), (f"{L},shard=2", 1, 2), (f"{L},microbatches=2", 2, 1)],
+)
+def test_local_batchnorm_is_that_of_each_slice(pool: Pool, plan: str, pieces: int, ways: int) -> None:
+    check(pool, NORMED, plan, reference.train(NORMED, STEPS, pieces, ways))
+
+
+def test_local_batchnorm_does_not_see_filler_rows(pool: Pool) -> None:
+    task = Images(batchnorm=True, batch_size=5, samples=10, epochs=3)
+    check(pool, task, f"{L},replicate=4", reference.train(task, STEPS, ways=4))
+
+
+@pytest.mark.parametrize(("plan", "size"), [(L, 1), (f"{L},replicate=2", 2), (f"{L},shard=2", 2)])
+def test_its_bf16_is_that_of_the_native_engine(pool: Pool, plan: str, size: int) -> None:
+    task = Images(rule="sgd", clip=0.5)
+    one = results(pool, "precision=bf16", 1, task)[0]
+    other = results(pool, f"{plan},precision=bf16", size, task)[0]
+    assert difference(one["weights"], other["weights"])[0] < 1e-2
+    assert difference(reference.train(task, STEPS)["weights"], other["weights"])[0] > TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("plan", "every", "dies_at"),
+    [
+        ("", 2, 5),
+        ("replicate=2", 1, 1),
+        ("replicate=3,microbatches=2", 2, 4),
+        ("shard=2", 3, 3),
+        ("replicate=2,precision=bf16", 2, 5),
+    ],
+)
+def test_the_same_plan_goes_on_to_the_same_bits(
+    pool: Pool, tmp_path: Path, plan: str, every: int, dies_at: int
+) -> None:
+    """Killed in the middle of `Trainer.fit`; with dropout, batch normalisation, momentum, clipping, a schedule."""
+    task = Images(rule="adam" if "shard" in plan else "sgd", batchnorm=True, dropout=0.3, clip=0.5)
+    text = f"{L},{plan}" if plan else L
+    run(pool, task, text, tmp_path / "whole", save_every=every)
+    run(pool, task, text, tmp_path / "parts", dies_at, save_every=every)
+    at = dies_at - dies_at % every
+    assert f"going on from step {at}" in run(pool, task, text, tmp_path / "parts", save_every=every)
+    assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
+    assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
+    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
+    assert {one["samples"] for one in Run(tmp_path / "parts").records("evaluation")} == {task.samples}
+
+
+@pytest.mark.parametrize(("before", "after"), [("replicate=3", "shard=2"), ("shard=2", "")])
+def test_another_world_goes_on_with_the_same_samples(
+    pool: Pool, tmp_path: Path, before: str, after: str
+) -> None:
+    task = Images(epochs=4, clip=0.5)
+    run(pool, task, "", tmp_path / "one", save_every=2)
+    run(pool, task, f"{L},{before}", tmp_path / "run", dies_at=3, save_every=2)
+    told = run(pool, task, f"{L},{after}".rstrip(","), tmp_path / "run", save_every=2)
+    assert "going on from step 2" in told
+    assert samples(tmp_path / "run") == samples(tmp_path / "one")
+    found, wanted = (Run(tmp_path / name).latest() for name in ("run", "one"))
+    assert found is not None
+    assert wanted is not None
+    names = [name for name in wanted.tensors if name.startswith("model.")]
+    weights = ({name: one.tensors.read(name) for name in names} for one in (wanted, found))
+    assert difference(*weights)[0] <= TOLERANCE
+
+
+def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) -> None:
+    task = Images(rule="adam")
+    run(pool, task, f"{L},replicate=2", tmp_path / "run", steps=4, save_every=2)
+    told = run(pool, task, "", tmp_path / "run", steps=5)
+    assert "from engine lightning to native: only the weights go over" in told
+    assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]
