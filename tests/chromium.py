@@ -54,10 +54,10 @@ class Browser:
         for domain in ("Runtime", "Log", "Network", "Page"):
             self._call(f"{domain}.enable")
 
-    def open(self, file: Path, width: int = 1200) -> None:
+    def open(self, file: Path, width: int = 1200, height: int = 900) -> None:
         """Loads a file and waits until it is there."""
         self.complaints, self.requests = [], []
-        self._size(width, 900)
+        self._size(width, height)
         self._call("Page.navigate", url=file.resolve().as_uri())
         self.evaluate(
             "new Promise(done => document.readyState === 'complete' ? done() : onload = () => done())"
@@ -93,10 +93,8 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", media=media, features=features)
 
-    def picture(self, file: Path, height: int | None = None) -> None:
-        """A PNG of the page from its top, of the whole page without `height`."""
-        full = self.evaluate("document.documentElement.scrollHeight")
-        self._size(1200, height or full)
+    def picture(self, file: Path) -> None:
+        """A PNG of what is to be seen of the page."""
         answer = self._call("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(answer["data"]))
 

@@ -19,6 +19,7 @@ from grappe.parameters import (
     PlanText,
     RunFolder,
     TaskName,
+    whole_numbers,
 )
 
 HELP = """Train a PyTorch model on whatever machines you were given.
@@ -87,6 +88,10 @@ def train(
         str,
         Parameter(show_default=False, help="Loggers beside the run's curves: tensorboard, wandb (offline)."),
     ] = "",
+    profile: Annotated[
+        str, Parameter(show_default=False, help="Profile a few steps of these processes: 0, or 0,3.")
+    ] = "",
+    profile_steps: Annotated[int, Parameter(help="How many steps to profile.")] = 5,
     smoke: Annotated[
         bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
     ] = False,
@@ -102,6 +107,7 @@ def train(
         ("patience", patience),
         ("steps", steps),
         ("keep", keep),
+        ("profile-steps", profile_steps),
     ):
         if value is not None and value < 1:
             raise UsageError(f"--{name}={value}: it must be at least 1")
@@ -125,6 +131,8 @@ def train(
         stop_on_failed_save=stop_on_failed_save,
         ledger=ledger,
         log=tuple(name for name in log.split(",") if name),
+        profile=tuple(whole_numbers("--profile", profile, least=0)),
+        profile_steps=profile_steps,
     )
     asked = verb.request(task, plan, run, data, texts, from_, options)
     if smoke:

@@ -23,15 +23,15 @@ DataFolder = Annotated[Path | None, Parameter(help="Where datasets are. Default:
 SWITCH = Parameter(negative="", show_default=False)
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
+def whole_numbers(option: str, text: str, least: int = 1) -> list[int]:
     """The numbers of "32,64,128".
 
     Raises:
-        UsageError: one of them is none, or below 1.
+        UsageError: one of them is none, or below `least`.
     """
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        if not part.isdecimal() or int(part) < 1:
-            raise UsageError(f"{option}={text}: give whole numbers from 1, as {option} 32,64,128")
+        if not part.isdecimal() or int(part) < least:
+            raise UsageError(f"{option}={text}: give whole numbers from {least}, with commas between")
         found.append(int(part))
     return found

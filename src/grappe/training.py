@@ -54,6 +54,9 @@ class Options:
     """Write down the samples of each step."""
     log: tuple[str, ...] = ()
     """Loggers beside the run's own curves: "tensorboard", "wandb"."""
+    profile: tuple[int, ...] = ()
+    """The processes to profile a few steps of, by rank."""
+    profile_steps: int = 5
     bare: bool = False
     """Neither evaluate nor save at the end, and go on beyond the task's epochs: to measure steps."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from grappe.errors import UsageError
 from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
@@ -17,6 +18,7 @@ from grappe.task import Task
 from grappe.training import Options, Training
 from grappe.verbs.session import TaskReference, blaming, start, user_call
 from grappe.watchers.base import Watcher
+from grappe.watchers.logger import check as check_logger
 from grappe.world import World
 
 if TYPE_CHECKING:
@@ -103,6 +105,11 @@ def request(
 
 def run_training(asked: Request) -> Result:
     """Trains on the plan's processes, started here or by torchrun or srun."""
+    for rank in asked.options.profile:
+        if rank >= asked.plan.processes:
+            raise UsageError(f"--profile={rank}: there are process 0 to {asked.plan.processes - 1}")
+    for name in asked.options.log:
+        check_logger(name)
     if asked.run is not None and Run.is_run(asked.run) and Run(asked.run).finished:
         finished = Run(asked.run)
         if not asked.options.steps:
@@ -267,7 +274,12 @@ def _assemble(
         feed=training_feed,
         validation=validation,
         total_steps=total,
-        watchers=[*(watchers if here.rank == 0 else []), meter, *asked.also],
+        watchers=[
+            *(watchers if here.rank == 0 else []),
+            meter,
+            *_profile(asked, here, terminal),
+            *asked.also,
+        ],
         interrupt=interrupt,
         watchdog=watchdog,
         chronometer=chronometer,
@@ -275,6 +287,14 @@ def _assemble(
     if opened.checkpoint.step:
         training.resume(opened.checkpoint)
     return training
+
+
+def _profile(asked: Request, here: World, terminal: IO[str] | None) -> list[Watcher]:
+    from grappe.watchers.profile import Profile
+
+    if here.rank not in asked.options.profile:
+        return []
+    return [Profile(here.rank, asked.options.profile_steps, terminal)]
 
 
 def _nothing() -> None:

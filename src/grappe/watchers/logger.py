@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -92,18 +93,19 @@ def distribution(values: Tensor) -> tuple[Any, Any]:
     return np.histogram(values.numpy(), bins=BINS)
 
 
-def find(name: str) -> type[Logger]:
-    """The logger called `name`.
+def check(name: str) -> None:
+    """Whether there is a logger called `name`.
 
     Raises:
         UsageError: there is none, or what it needs is not installed.
     """
     if name not in LOGGERS:
         raise UsageError(f"--log={name}: there is {', '.join(sorted(LOGGERS))}")
-    try:
-        importlib.import_module(LOGGERS[name])
-    except ImportError:
-        raise UsageError(
-            f"--log={name} needs a package that is not installed: pip install 'grappe[{name}]'"
-        ) from None
+    if importlib.util.find_spec(LOGGERS[name]) is None:
+        raise UsageError(f"--log={name} needs a package that is not installed: pip install 'grappe[{name}]'")
+
+
+def find(name: str) -> type[Logger]:
+    """The logger called `name`; raises as `check` does."""
+    check(name)
     return importlib.import_module(f"grappe.watchers.{name}_log").LOGGER
