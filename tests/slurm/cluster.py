@@ -45,7 +45,8 @@ def missing(accounting: bool = False) -> list[str]:
     """The programs that the cluster needs and this machine lacks."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     names = NEEDED + (FOR_ACCOUNTING if accounting else ())
-    return [name for name in names if shutil.which(name, path=path) is None]
+    lacks = [name for name in names if shutil.which(name, path=path) is None]
+    return lacks if os.geteuid() == 0 else [*lacks, "root's rights"]
 
 
 class Cluster:

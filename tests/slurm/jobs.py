@@ -93,7 +93,7 @@ class Job:
 
     def restarts(self) -> int:
         """How often it was started again."""
-        return int(Run(self.run).description["restarts"])
+        return int(Run(self.run).description["restarts"]) if Run.is_run(self.run) else 0
 
     def pids(self) -> list[int]:
         """Its training processes, by what they say of themselves, the newest start's only."""

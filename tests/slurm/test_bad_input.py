@@ -11,6 +11,7 @@ from grappe.errors import GrappeError
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
 
+HERE = ("--account", "def-x", "--env", "here")
 TRAIN = ("--", "train", SLOW)
 
 
@@ -42,6 +43,10 @@ def refused(*words: str) -> str:
         (
             ("--site", "narval", "--account", "def-x", *TRAIN, "--plan", "replicat=3"),
             "did you mean replicate",
+        ),
+        (
+            ("--site", "narval", *HERE, *TRAIN, "--plan", "engine=textbook,shard=2"),
+            "engine=textbook has no shard",
         ),
         (("--site", "narval", "--account", "def-x", "--stage", "no.tar", *TRAIN), "no such archive"),
         (("--site", "narval", "--account", "def-x", "--env", "nowhere", *TRAIN), "no bin/python in it"),

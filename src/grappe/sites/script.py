@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.plan import Plan
+from grappe.sites import script_parts as parts
 from grappe.sites.layout import Layout
 from grappe.sites.schema import Site
 
@@ -57,19 +58,22 @@ def render(script: Script) -> str:
         UsageError: a name or a path that sbatch or a shell could take for something else.
     """
     _check(script)
-    parts = [
+    over = parts.CHAIN_END.format(chain=script.chain)
+    if not script.chain:
+        over = parts.REQUEUE.format(restarts=script.restarts)
+    sections = [
         _head(script),
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
         f"run={shlex.quote(str(script.run))}",
-        FINISHED + (CHAINED if script.chain else FRESH),
+        parts.FINISHED + (parts.CHAINED if script.chain else parts.FRESH),
         _environment(script),
-        STEPS,
+        parts.STEPS,
         _command(script),
         _steps(script),
-        CHAIN_END.format(chain=script.chain) if script.chain else REQUEUE.format(restarts=script.restarts),
+        over,
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def notice(seconds: int) -> int:
@@ -178,7 +182,7 @@ def _grappe(script: Script, kind: str) -> str:
         return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python -m grappe"
     if kind.endswith((".sif", ".simg")):
         image = shlex.quote(kind)
-        return f'"$(command -v apptainer || command -v singularity)" exec --nv {image} python -m grappe'
+        return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python -m grappe'
     return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))} -m grappe"
 
 
@@ -187,12 +191,12 @@ def _steps(script: Script) -> str:
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
     steps = ["run_step --label --kill-on-bad-exit=1 --wait=60" + gpus + ' "${grappe[@]}" "${command[@]}"']
     if script.doctor:
-        steps.insert(0, DOCTOR)
+        steps.insert(0, parts.DOCTOR)
     text = ""
     if once := _once(script):
-        text = ONCE.format(body=" &&\n    ".join(once))
-        steps.insert(0, ON_EACH_NODE)
-    return text + " &&\n    ".join(steps) + '\ncode=$?\n[ ! -e "$run/done" ] || end 0\n' + FAILED
+        text = parts.ONCE.format(body=" &&\n    ".join(once))
+        steps.insert(0, parts.ON_EACH_NODE)
+    return text + " &&\n    ".join(steps) + '\ncode=$?\n[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
 
 
 def _once(script: Script) -> list[str]:
@@ -225,108 +229,3 @@ def _command(script: Script) -> str:
     task = " ".join(shlex.quote(word) for word in script.task)
     plan = shlex.quote(str(script.plan))
     return f'task=({task})\nplan={plan}\ncommand=({words} --run "$run" --data {data})'
-
-
-FINISHED = """\
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
-export GRAPPE_FAILURE=$run/logs/job-$job.failed
-
-# A finished run ends at once, however often it is started.
-if [ -e "$run/done" ]; then
-    echo "$run is finished: nothing to do"
-    echo 0 > "$run/logs/job-$job.end"
-    exit 0
-fi"""
-
-FRESH = """
-rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE\""""
-
-CHAINED = """
-# A chain whose job failed by itself is over.
-if [ -e "$run/logs/job-$job.failed" ]; then
-    echo "an earlier job of this chain failed: nothing to do"
-    exit "$(cat "$run/logs/job-$job.failed")"
-fi
-# The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
-while [ -e "$run/lease.json" ] && [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
-    sleep 5
-done"""
-
-STEPS = """\
-# srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-
-# USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
-told=0 step=
-# shellcheck disable=SC2317
-pass_on() {
-    told=1
-    [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
-}
-trap pass_on USR2
-
-# bash runs a trap only between commands, so srun runs behind it; a wait that a signal ended begins again.
-run_step() {
-    [ "$told" = 0 ] || return 75
-    srun "$@" &
-    step=$!
-    while :; do
-        wait "$step"
-        kill -0 "$step" 2>/dev/null || break
-    done
-    wait "$step"
-    code=$?
-    step=
-    return "$code"
-}
-
-# Leaves the exit code for grappe wait.
-end() {
-    echo "$1" > "$run/logs/job-$job.end"
-    exit "$1"
-}"""
-
-ONCE = """\
-# Once on every node, on its local scratch.
-read -r -d '' once <<'END'
-    {body}
-END
-"""
-
-ON_EACH_NODE = """\
-run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once\""""
-
-# What is wrong with these nodes is said now, in seconds.
-DOCTOR = (
-    "run_step --kill-on-bad-exit=1 --wait=60 "
-    '"${grappe[@]}" doctor "${task[@]}" --job --plan "$plan" --folder "$run"'
-)
-
-FAILED = """\
-# srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
-[ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")\""""
-
-CHAIN_END = """\
-# The next job of the chain goes on, if this one saved, or if something was killed.
-if {{ [ "$code" = 75 ] || [ "$code" -gt 128 ]; }} && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
-    exit "$code"
-fi
-end "$code\""""
-
-REQUEUE = """\
-# 75: saved, and there is more to do. Above 128: killed, three times at most; 140 is USR2 before training began.
-again=no
-if [ "$code" = 75 ] || [ "$code" = 140 ]; then
-    again=yes
-elif [ "$code" -gt 128 ]; then
-    echo "job $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}: exit code $code" >> "$run/logs/killed"
-    [ "$(wc -l < "$run/logs/killed")" -gt 3 ] || again=yes
-fi
-# A job that is being cancelled, or requeued by Slurm itself, is not running any more.
-if [ "$again" = yes ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ] &&
-    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-    echo "back into the queue after restart ${{SLURM_RESTART_COUNT:-0}}, exit code $code"
-    scontrol requeue "$SLURM_JOB_ID" # ends this script: nothing may follow
-    sleep 60
-fi
-end "$code\""""

@@ -7,12 +7,14 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from grappe import engines, sites, tasks
 from grappe.duration import seconds
-from grappe.errors import GrappeError, RunError, UsageError
+from grappe.errors import GrappeError, RunError, TaskError, UsageError
+from grappe.fields import split
 from grappe.plan import Plan
 from grappe.run import DESCRIPTION, DONE, new_folder
 from grappe.sites import sinfo, slurm
@@ -22,6 +24,7 @@ from grappe.sites.script import Script, cost, render
 from grappe.verbs.jobs import remember
 
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
+BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,9 @@ def submit(asked: Submission, *, show: bool = False) -> Iterator[Submitted]:
     """
     scripts = [_script(asked, wish) for wish in _wishes(asked)]
     texts = [render(one) for one in scripts]  # all are checked before the first is submitted
-    for script, text in zip(scripts, texts, strict=True):
+    for number, (script, text) in enumerate(zip(scripts, texts, strict=True)):
+        if number and not show:
+            time.sleep(BETWEEN_SECONDS)
         job = "" if show else _send(script, text)
         yield Submitted(run=script.run, job=job, text=text, cost=cost(script.layout))
 
@@ -91,7 +96,7 @@ def judged(asked: Submission) -> Iterator[str]:
 
 
 def _wishes(asked: Submission) -> Iterator[Wish]:
-    time = seconds(asked.time, "--time") if asked.time else None
+    limit = seconds(asked.time, "--time") if asked.time else None
     if asked.chain < 0 or asked.restarts < 0:
         raise UsageError("--chain and --restarts: they must be at least 0")
     if asked.run is not None and len(asked.gpus) > 1:
@@ -99,14 +104,15 @@ def _wishes(asked: Submission) -> Iterator[Wish]:
             "--run is one run's folder, and several numbers of GPUs are several runs: leave it out"
         )
     for gpus in asked.gpus or (None,):
-        yield Wish(nodes=asked.nodes, gpus=gpus, seconds=time, queue=asked.queue, account=asked.account)
+        yield Wish(nodes=asked.nodes, gpus=gpus, seconds=limit, queue=asked.queue, account=asked.account)
 
 
 def _script(asked: Submission, wish: Wish) -> Script:
     plan = fit(Plan.parse(asked.plan), wish)
+    tasks.check_name(asked.task)
     engines.check_name(plan.engine)
-    _check_task(asked)
     site = _site(asked, plan)
+    _check_training(asked, plan, here=(asked.environment or site.job.environment) == "here")
     _check_place(site, Path.cwd())
     found = layout(plan, site, wish)
     run = (asked.run or new_folder(asked.base, asked.task)).absolute()
@@ -145,17 +151,24 @@ def _site(asked: Submission, plan: Plan) -> Site:
     return sinfo.probed(site, known, asked.queue, wants_gpus=plan.device != "cpu")
 
 
-def _check_task(asked: Submission) -> None:
-    """A mistyped field is found here, not after hours in a queue; where there is no torch, it cannot be."""
-    tasks.check_name(asked.task)
-    from grappe.fields import split
+def _check_training(asked: Submission, plan: Plan, *, here: bool) -> None:
+    """A mistyped field is found here, not after hours in a queue, and so is a plan that its engine refuses.
 
+    Args:
+        here: whether the job has this command's Python. Another may have packages that this one lacks.
+    """
     texts = split(asked.fields)
     try:
         import torch  # noqa: F401
-    except ImportError:
+
+        task = tasks.find(asked.task)
+    except (ImportError, TaskError):
+        if here:
+            raise
         return
-    tasks.make(tasks.find(asked.task), texts)
+    tasks.make(task, texts)
+    if here:
+        engines.check(plan)
 
 
 def _check_place(site: Site, here: Path) -> None:

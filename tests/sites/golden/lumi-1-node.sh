@@ -44,13 +44,15 @@ grappe=(python -m grappe)
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 # USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
-told=0 step=
+# TERM comes when Slurm ends the job: there is a moment left to save.
+told=0 ended=0 step=
 # shellcheck disable=SC2317
 pass_on() {
     told=1
     [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
 }
 trap pass_on USR2
+trap 'ended=1; pass_on' TERM
 
 # bash runs a trap only between commands, so srun runs behind it; a wait that a signal ended begins again.
 run_step() {
@@ -67,9 +69,9 @@ run_step() {
     return "$code"
 }
 
-# Leaves the exit code for grappe wait.
+# Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
 end() {
-    echo "$1" > "$run/logs/job-$job.end"
+    [ "$ended" = 1 ] || echo "$1" > "$run/logs/job-$job.end"
     exit "$1"
 }
 
@@ -93,9 +95,10 @@ elif [ "$code" -gt 128 ]; then
     [ "$(wc -l < "$run/logs/killed")" -gt 3 ] || again=yes
 fi
 # A job that is being cancelled, or requeued by Slurm itself, is not running any more.
-if [ "$again" = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ] &&
+if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ] &&
     [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
     echo "back into the queue after restart ${SLURM_RESTART_COUNT:-0}, exit code $code"
+    trap - TERM
     scontrol requeue "$SLURM_JOB_ID" # ends this script: nothing may follow
     sleep 60
 fi

@@ -1,0 +1,95 @@
+"""A run's jobs and logs, from what lies in its folder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grappe.errors import RunError
+from grappe.sites import slurm
+from grappe.verbs import jobs, logs, runs, sites
+
+
+def shown(table: object) -> str:
+    console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(table)
+    return console.export_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "mine"
+    (folder / "logs").mkdir(parents=True)
+    return folder
+
+
+def test_what_is_remembered_is_found(run: Path) -> None:
+    jobs.remember(run, "12", "generic", "nothing")
+    with (run / "logs" / jobs.JOBS).open("a") as stream:
+        stream.write('half a li\n[]\n{"job": "$(x)"}\n')
+    jobs.remember(run, "13", "generic", "nothing")
+    assert [one["job"] for one in jobs.submitted(run)] == ["12", "13"]
+    assert jobs.newest_job(run) == "13"
+    assert jobs.runs_of(run.parent) == {"12": run, "13": run}
+    assert "submitted, job 13" in shown(runs.listing(run.parent))
+
+
+def test_a_run_that_was_never_submitted(run: Path) -> None:
+    for ask in (jobs.newest_job, lambda folder: jobs.cancel([folder])):
+        with pytest.raises(RunError, match="was never submitted: grappe submit"):
+            ask(run)
+
+
+def test_the_end_that_the_script_wrote_is_believed(run: Path) -> None:
+    jobs.remember(run, "12", "generic", "nothing")
+    (run / "logs" / "job-12.end").write_text("3\n")
+    assert jobs.wait(run) == 3
+    (run / "done").touch()
+    assert jobs.wait(run) == 0
+
+
+def test_logs_of_jobs_and_of_processes(run: Path) -> None:
+    with pytest.raises(RunError, match="has no log"):
+        logs.files(run)
+    (run / "logs" / "job-9.out").write_text("older\n")
+    (run / "logs" / "job-10.out").write_text("hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2")
+    assert "".join(logs.lines(run)) == "hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2"
+    assert "".join(logs.lines(run, 0)) == "step 1\n\nstep 2"
+    assert "".join(logs.lines(run, 10)) == "0: mine\n"
+    with pytest.raises(RunError, match="has no line of process 3"):
+        list(logs.lines(run, 3))
+    (run / "logs" / "rank-3.log").write_text("own\n")
+    assert "".join(logs.lines(run, 3)) == "own\n"
+
+
+def test_squeue_is_read_whatever_jobs_are_called() -> None:
+    text = "12|a|b|RUNNING|None|2026-11-21T05:00:00|1:00|2\n13_[2-3%1]|chain|PENDING|JobArrayTaskLimit|N/A|10:00|1\n"
+    found = slurm.entries(text)
+    assert [(one.job, one.name, one.state) for one in found] == [
+        ("12", "a|b", "RUNNING"),
+        ("13_[2-3%1]", "chain", "PENDING"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("Invalid account or account/partition combination specified", "sacctmgr show assoc"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "--time"),
+        ("Requested node configuration is not available", "use more --nodes"),
+        ("Invalid qos specification", "--queue"),
+        ("something new", ""),
+    ],
+)
+def test_refusals_say_what_to_change(said: str, advice: str) -> None:
+    assert advice in slurm.remedy(said)
+    assert bool(slurm.remedy(said)) is bool(advice)
+
+
+def test_sites_are_listed_with_the_source_of_each_fact() -> None:
+    assert "retired: replaced by fir" in shown(sites.listing())
+    said = shown(sites.facts("jean-zay-a100")).splitlines()
+    assert any("node.cores " in line and "UNCONFIRMED, seen in users' scripts only" in line for line in said)
+    assert any("node.gpus " in line and "idris.fr" in line and "2026-11-20" in line for line in said)
