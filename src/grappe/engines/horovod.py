@@ -165,8 +165,9 @@ def _started(world: World) -> Any:
         server, address = _serve(world)
     os.environ.update(_environment(world, world.share(address)))
     hvd.init()
-    if server is not None:
-        server.shutdown()  # all have met: nothing listens any more
+    world.barrier()
+    if server is not None:  # all have met: from here on nothing of Horovod's listens
+        server.shutdown()
         server.server_close()
     return hvd
 
