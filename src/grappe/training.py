@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from grappe import phases
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.saver import Saver
@@ -89,6 +87,9 @@ class Training:
         self._whole = total_steps
         self.start = 0
         self.batch_size = feed.ledger.batch_size
+        self._length = feed.ledger.length
+        self._evaluate_every = options.evaluate_every or self.per_epoch
+        self._save_every = options.save_every or self.per_epoch
         self._watchers, self._interrupt, self._watchdog = watchers, interrupt, watchdog
         self._patience = Patience(options.patience)
         self._ledger = SampleLedger(run.folder / "ledger", world.rank) if options.ledger else None
@@ -155,12 +156,15 @@ class Training:
         """What happens behind a step; True when the training should stop."""
         seconds = self.chronometer.lap()
         self._settle()
-        self._pending = (result, seconds, _on_host(_device_count(result)), _on_host(result.norm))
-        self._step = self._watchdog.step = step = result.batch.step + 1
+        batch, norm = result.batch, result.norm
+        # The count that the loss is divided by, where the device has it: of counted targets.
+        count = None if batch.count.__class__ is float else OnHost(batch.count)  # type: ignore[arg-type]
+        self._pending = (result, seconds, count, None if norm is None else OnHost(norm))
+        self._step = self._watchdog.step = step = batch.step + 1
         self._watchdog.marks += 1
         last = step == self.total_steps and not self.options.bare
-        evaluate = last or self._due(step, self.options.evaluate_every)
-        save = last or self._due(step, self.options.save_every)
+        evaluate = last or not step % self._evaluate_every
+        save = last or not step % self._save_every
         if evaluate or save:
             self._settle()
         # A signal does not wait for an evaluation: it is owed, and made when the training goes on.
@@ -179,9 +183,6 @@ class Training:
         """Since the training began, earlier starts too."""
         return self._step
 
-    def _due(self, step: int, every: int | None) -> bool:
-        return step % (every or self.per_epoch) == 0
-
     def _settle(self) -> None:
         """Reads the numbers of the step before; done one step late, when the device has them ready."""
         if self._pending is None:
@@ -189,27 +190,19 @@ class Training:
         (result, seconds, count, norm), self._pending = self._pending, None
         batch = result.batch
         total, flag = result.sums.read()
-        record = Record(
-            step=batch.step + 1,
-            epoch=batch.epoch,
-            samples=batch.epoch * self.feed.ledger.length + self._within(batch),
-            loss=total / float(batch.count if count is None else count.read()),
-            lr=result.lr,
-            seconds=seconds,
-            norm=None if norm is None else float(norm.read()),
-            skipped=result.skipped,
-            flag=flag,
-        )
-        if not (math.isfinite(record.loss) or record.skipped):
+        step, epoch = batch.step, batch.epoch
+        loss = total / float(batch.count if count is None else count.read())
+        samples = epoch * self._length + min((step % self.per_epoch + 1) * self.batch_size, self._length)
+        size = None if norm is None else float(norm.read())
+        # By position, as names take a microsecond.
+        record = Record(step + 1, epoch, samples, loss, result.lr, seconds, size, result.skipped, flag)
+        if not (math.isfinite(loss) or record.skipped):
             self._diverged(record, batch)
         for watcher in self._watchers:
             watcher.stepped(record)
         self._interrupt.reserve(step=seconds)
         if flag > 0 and self._stop is None:
             self._stop = "interrupted"
-
-    def _within(self, batch: Batch) -> int:
-        return min((batch.step % self.per_epoch + 1) * self.batch_size, self.feed.ledger.length)
 
     def _diverged(self, record: Record, batch: Batch) -> None:
         ids = self.feed.ledger.ids(batch.epoch, batch.step % self.per_epoch)
@@ -289,12 +282,3 @@ class Training:
     def _outcome(self) -> Outcome:
         status = self._stop or ("finished" if self._step >= self._whole else "paused")
         return Outcome(status=status, step=self._step, scores=self._scores, timing=self.chronometer.timing())
-
-
-def _on_host(number: Tensor | None) -> OnHost | None:
-    return None if number is None else OnHost(number)
-
-
-def _device_count(result: StepResult) -> Tensor | None:
-    """The count that the loss is divided by, where the device has it: of counted targets."""
-    return result.batch.count if isinstance(result.batch.count, Tensor) else None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grappe.data.draw import draw, mix, partners, sample_keys
+from grappe.data.draw import draw, mix, mix_steps, partners, sample_keys
 from grappe.data.ledger import Ledger, cut
 
 # a busy machine is no reason to fail
@@ -132,3 +132,9 @@ def test_a_gpu_draws_the_same_bits() -> None:
     keys = torch.from_numpy(sample_keys(0, 0, np.arange(100_000)))
     assert torch.equal(draw(keys.cuda(), 5).cpu(), draw(keys, 5))
     assert torch.equal(partners(101, "cuda").cpu(), partners(101))
+
+
+def test_seeds_of_many_steps_are_those_of_each() -> None:
+    for rest in ((), (3,), (0, 7), (-1,)):
+        found = mix_steps(12345678901234567890, 250, 300, *rest)
+        assert found == [mix(12345678901234567890, step, *rest) for step in range(250, 550)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from grappe.data.draw import mix
+from grappe.data.draw import mix_steps
 from grappe.world import World
+
+BLOCK = 256
 
 
 def seed_dropout(seed: int, step: int, world: World, *place: int) -> None:
@@ -14,7 +18,13 @@ def seed_dropout(seed: int, step: int, world: World, *place: int) -> None:
     Args:
         place: what else tells this process from others of the same slice.
     """
-    mine = mix(seed, step, world.data_rank, *place)
+    mine = _block(seed, step // BLOCK, world.data_rank, *place)[step % BLOCK]
     torch.default_generator.manual_seed(mine)
     if world.device.type == "cuda":
         torch.cuda.default_generators[world.device.index].manual_seed(mine)
+
+
+@functools.lru_cache(maxsize=8)
+def _block(seed: int, number: int, *words: int) -> list[int]:
+    """The seeds of BLOCK steps at once: one by one they take 5 microseconds each."""
+    return mix_steps(seed, number * BLOCK, BLOCK, *words)
