@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grappe import phases
+from grappe import memory, phases
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.saver import Saver
 from grappe.chronometer import Chronometer
@@ -288,7 +288,9 @@ class Training:
 
     def _outcome(self) -> Outcome:
         status = self._stop or ("finished" if self._step >= self._whole else "paused")
-        return Outcome(status=status, step=self._step, scores=self._scores, timing=self.chronometer.timing())
+        peaks = self.world.gather({**memory.peak(self.world.device), **self.chronometer.held})
+        timing = self.chronometer.timing()
+        return Outcome(status=status, step=self._step, scores=self._scores, timing=timing, peaks=peaks)
 
 
 def _on_host(number: Tensor | None) -> OnHost | None:
