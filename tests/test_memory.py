@@ -31,3 +31,18 @@ def test_peak_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert memory.peak(torch.device("cpu"), fake) == {"host": 1024 * 1024}
     assert memory.peak(torch.device("cpu"), tmp_path / "none") == {}
     assert memory.peak(torch.device("cpu"))["host"] > 50e6
+
+
+def test_what_all_hold_is_found_whoever_made_it() -> None:
+    before = memory.found_by_kind()
+    net = nn.Linear(1000, 100)
+    adam = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 1000)).sum().backward()
+    adam.step()
+    after = memory.found_by_kind()
+    grown = {kind: after[kind] - before[kind] for kind in after}
+    assert grown == {"parameters": 4 * 100_100, "gradients": 4 * 100_100, "optimizer": 8 * 100_100 + 2 * 4}
+
+
+def test_sizes_are_for_people() -> None:
+    assert [memory.size(number) for number in (0, 101.4e6, 999.4e6, 1.26e9)] == ["0 MB", "101 MB", "999 MB", "1.3 GB"]

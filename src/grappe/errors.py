@@ -7,6 +7,7 @@ GrappeError                 something asked for cannot be done; the message says
 │   └── RunError            a run's folder is missing, damaged, or belongs to something else
 ├── DataError               a data file is missing, truncated or hostile
 ├── DivergedError           the loss is not a number any more
+├── OutOfMemory             a process may not take as much memory as the plan needs
 └── ProcessDied             one of the processes ended without being asked to
 """
 
@@ -53,6 +54,10 @@ class DataError(GrappeError):
 
 class DivergedError(GrappeError):
     """The loss is not a number any more; nothing was saved over."""
+
+
+class OutOfMemory(GrappeError):
+    """A process may not take as much memory as the plan needs."""
 
 
 class ProcessDied(GrappeError):

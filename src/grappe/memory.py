@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,3 +55,52 @@ def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
 
         found["device"] = torch.cuda.max_memory_allocated(device)
     return found
+
+
+def data_size() -> int:
+    """What RLIMIT_DATA counts of this process, in bytes; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def heed_limit() -> None:
+    """Where RLIMIT_DATA says how much memory may be taken, has freed memory given back at once.
+
+    glibc keeps freed blocks of up to 32 MB for itself, in several heaps: a sharded model, whose parts come and go,
+    took 60 % more for that. It costs page faults, so it is not done where memory is not short.
+    """
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+        mallopt(m_mmap_threshold, 256 * 1024)
+        mallopt(m_trim_threshold, 1024 * 1024)
+
+
+def found_by_kind() -> dict[str, int]:
+    """What all the parameters and optimizers that there are hold, whoever made them; as `held` gives it."""
+    import torch
+
+    parameters: dict[int, Any] = {}
+    optimizers = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if issubclass(kind, torch.nn.Parameter):
+            if not one.is_meta:
+                parameters[id(one)] = one
+        elif issubclass(kind, torch.optim.Optimizer):
+            optimizers.append(one)
+    return {
+        "parameters": bytes_of(parameters.values()),
+        "gradients": bytes_of(one.grad for one in parameters.values()),
+        "optimizer": sum(held(one)["optimizer"] for one in optimizers),
+    }
+
+
+def size(number: float) -> str:
+    """A number of bytes for people: 101 MB, 1.3 GB."""
+    return f"{number / 1e9:.1f} GB" if number >= 999.5e6 else f"{number / 1e6:.0f} MB"

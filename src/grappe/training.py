@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grappe import phases
+from grappe import memory, phases
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.saver import Saver
 from grappe.chronometer import Chronometer
@@ -281,4 +281,6 @@ class Training:
 
     def _outcome(self) -> Outcome:
         status = self._stop or ("finished" if self._step >= self._whole else "paused")
-        return Outcome(status=status, step=self._step, scores=self._scores, timing=self.chronometer.timing())
+        peaks = self.world.gather({**memory.peak(self.world.device), **self.chronometer.held})
+        timing = self.chronometer.timing()
+        return Outcome(status=status, step=self._step, scores=self._scores, timing=timing, peaks=peaks)

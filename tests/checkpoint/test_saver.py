@@ -15,6 +15,8 @@ from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import found, latest
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver, leftovers
+from grappe.checkpoint.snapshot import Snapshots
+from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
 from grappe.plan import Plan
 from grappe.world import Place, World, join
@@ -205,3 +207,19 @@ def test_leftovers_are_what_kills_left(tmp_path) -> None:
     assert sorted(entry.name for entry in leftovers(tmp_path)) == [".old-step-000001", ".step-000003.abc"]
     assert leftovers(tmp_path, older_than_seconds=1000) == []
     assert leftovers(tmp_path / "nowhere") == []
+
+
+def test_without_memory_for_a_copy_pieces_are_given_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, pieces = Snapshots(), [Piece(name, torch.ones(2), (2,), (0,)) for name in "ab"]
+    buffers: list[str] = []
+
+    def short(self: Snapshots, piece: Piece) -> torch.Tensor:
+        buffers.append(piece.name)
+        if piece.name == "b":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return torch.empty(2)
+
+    monkeypatch.setattr(Snapshots, "_buffer", short)
+    given, copied = snapshots.take(iter(pieces))
+    assert not copied and buffers == ["a", "b"]
+    assert all(mine.data is theirs.data for mine, theirs in zip(given, pieces, strict=True))

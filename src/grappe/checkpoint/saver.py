@@ -60,13 +60,16 @@ class Saver:
             What went wrong with the save before this one, on any process; None: it is committed.
         """
         before = self.wait()
-        pieces = self._snapshots.take(mine(tensors, own, self._world))
+        pieces, copied = self._snapshots.take(mine(tensors, own, self._world))
         self._written.clear()
         self._abandoned.clear()
         self._beside = self._folder / f".step-{step:06d}.{self._token}"
         arguments = (step, pieces, dict(values))
-        self._thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
+        thread.start()
+        self._thread = thread
+        if not copied:  # for want of memory: the training must not go on before they are written
+            self._written.wait()
         return before
 
     def wait(self) -> str | None:

@@ -17,18 +17,27 @@ class Snapshots:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The same pieces on the host; what `take` gave before is overwritten."""
-        taken = []
-        on_device = False
-        for piece in pieces:
-            buffer = self._buffer(piece)
-            buffer.copy_(piece.data, non_blocking=True)
-            on_device |= piece.data.is_cuda
-            taken.append(piece._replace(data=buffer))
-        if on_device:
+    def take(self, pieces: Iterable[Piece]) -> tuple[list[Piece], bool]:
+        """The same pieces on the host, and whether they are copies; what `take` gave before is overwritten.
+
+        Where there is no memory for copies, pieces that are on the host are given as they are.
+        """
+        given = list(pieces)
+        try:
+            taken = [piece._replace(data=self._copied(piece)) for piece in given]
+        except (RuntimeError, MemoryError):
+            if any(piece.data.is_cuda for piece in given):
+                raise
+            self._buffers.clear()  # all of it: what the process needs to write must have room as well
+            return given, False
+        if any(piece.data.is_cuda for piece in given):
             torch.cuda.synchronize()
-        return taken
+        return taken, True
+
+    def _copied(self, piece: Piece) -> Tensor:
+        buffer = self._buffer(piece)
+        buffer.copy_(piece.data, non_blocking=True)
+        return buffer
 
     def _buffer(self, piece: Piece) -> Tensor:
         kept = self._buffers.get(piece.name)

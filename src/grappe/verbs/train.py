@@ -127,6 +127,7 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
     from grappe.chronometer import Chronometer
     from grappe.interrupt import Interrupt
     from grappe.outlet import outlet
+    from grappe.verbs.out_of_memory import explained
     from grappe.watchers.meter import Meter
 
     terminal = None if asked.quiet else outlet(place)
@@ -141,7 +142,8 @@ def worker(asked: Request, place: Place, meet: Path) -> Result:
         if place.launcher == "grappe":
             redirect(opened.run.folder / "logs" / f"rank-{place.rank}.log", place, early_log(meet, place))
         watchdog = _watchdog(asked, place, meet, here, opened)
-        with blaming(task), Chronometer(here.device, began) as chronometer:
+        memory_told = explained(task, asked.plan, place.rank)
+        with blaming(task), memory_told, Chronometer(here.device, began) as chronometer:
             meter = Meter(here, asked.plan.per_device, began)
             training = _assemble(
                 asked,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grappe.chronometer import Timing
@@ -40,6 +41,8 @@ class Outcome:
     scores: Scores | None
     timing: Timing
     """Where this process's time went."""
+    peaks: Sequence[Mapping[str, int]] = ()
+    """By process: its `memory.peak`, and what it held of parameters, gradients and optimizer state."""
 
 
 class Watcher:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grappe.memory import size
 from grappe.scores import Scores
 from grappe.watchers.base import Outcome, Record, Watcher
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from grappe.training import Training
 
 REFRESH_SECONDS = 0.2
+SHOWN = 8  # processes whose memory is told
 WIDE = 96  # characters that the longest line takes
 
 
@@ -121,9 +124,32 @@ class Console(Watcher):
         total = sum(spent.values())
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows += _memory(outcome)
         rows.append(("run", str(self._training.run.folder)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _memory(outcome: Outcome) -> list[tuple[str, str]]:
+    """The most that each process took, and what for; of many processes the one that took most, and the least."""
+    ranked = sorted(enumerate(outcome.peaks), key=lambda one: -_most(one[1]))
+    if len(ranked) > SHOWN:
+        ranked = [ranked[0], ranked[-1]]
+    if len(ranked) == 1:
+        return [("peak memory", _spent(ranked[0][1]))]
+    return [(f"peak memory, process {rank}", _spent(one)) for rank, one in sorted(ranked, key=lambda one: one[0])]
+
+
+def _most(peak: Mapping[str, int]) -> int:
+    return peak.get("device", peak.get("host", 0))
+
+
+def _spent(peak: Mapping[str, int]) -> str:
+    kinds = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+    held = {word: peak[kind] for kind, word in kinds.items() if kind in peak}
+    rest = max(0, _most(peak) - sum(held.values()))
+    parts = [f"{word} {size(number)}" for word, number in {**held, "rest": rest}.items()]
+    return f"{size(_most(peak))} = {', '.join(parts)}"
 
 
 def _metrics(scores: Scores | None) -> str:

@@ -1,0 +1,79 @@
+"""What each plan for a model that is too big takes and costs: peak memory of the largest process, seconds a step.
+
+    python -m benchmarks.too_big [PLAN ...]
+
+A byte-level GPT of 25 million parameters (102 MB; 408 MB with gradients and Adam's state), 8 samples of 128 bytes
+a step, one thread a process.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import grappe
+from benchmarks.figures import table
+from grappe import Arrays
+from grappe.run import Run
+from grappe.tasks.pysource import PySource
+from grappe.training import Options
+
+PLANS = [
+    "",
+    "microbatches=4",
+    "recompute",
+    "replicate=2",
+    "shard=2,zero=1",
+    "shard=2,zero=2",
+    "shard=2",
+    "shard=2,recompute",
+    "pipeline=2,microbatches=4",
+    "pipeline=2,schedule=gpipe,microbatches=4",
+    "pipeline=2,schedule=zero_bubble,microbatches=4",
+    "pipeline=2,microbatches=4,recompute",
+]
+STEPS = 3
+
+
+class Short(PySource):
+    """The shipped GPT on 24 samples."""
+
+    batch_size: int = 8
+    size: Literal["tiny", "mini", "small", "medium", "large", "xl"] = "mini"
+    megabytes: float = 0.3
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        whole = super().data(split, folder)
+        return Arrays(whole.inputs[: 8 * STEPS], whole.targets[: 8 * STEPS], prepare=torch.Tensor.long)
+
+
+def row(plan: str, folder: Path) -> tuple[str, ...]:
+    """A line of the table; the first step, in which things are made, is left out of the time."""
+    text = f"{plan},device=cpu,threads=1".lstrip(",")
+    run: Run = grappe.train(Short(), text, folder, options=Options(steps=STEPS))
+    most = max(run.description["memory"], key=lambda one: one["peak"])
+    seconds = sorted(one["seconds"] for one in run.records() if one["kind"] == "step")[: STEPS - 1]
+    kinds = ("peak", "parameters", "gradients", "optimizer state", "rest", "before")
+    return (
+        plan or "none",
+        *(f"{most[kind] / 1e6:.0f}" for kind in kinds),
+        f"{sum(seconds) / len(seconds):.2f}",
+    )
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as base:
+        for number, plan in enumerate(sys.argv[1:] or PLANS):
+            rows.append(row(plan, Path(base, str(number))))
+    print(
+        table(("plan", "peak MB", "parameters", "gradients", "optimizer", "rest", "before", "s a step"), rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
