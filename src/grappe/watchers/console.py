@@ -121,6 +121,7 @@ class Console(Watcher):
         total = sum(spent.values())
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows.extend(("engine", words) for words in self._training.engine.remarks())
         rows.append(("run", str(self._training.run.folder)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
