@@ -45,4 +45,9 @@ def test_what_all_hold_is_found_whoever_made_it() -> None:
 
 
 def test_sizes_are_for_people() -> None:
-    assert [memory.size(number) for number in (0, 101.4e6, 999.4e6, 1.26e9)] == ["0 MB", "101 MB", "999 MB", "1.3 GB"]
+    assert [memory.size(number) for number in (0, 101.4e6, 999.4e6, 1.26e9)] == [
+        "0 MB",
+        "101 MB",
+        "999 MB",
+        "1.3 GB",
+    ]

@@ -31,6 +31,8 @@ class Plan:
     recompute: bool = False
     compile: bool = False
     offload: str = "none"
+    config: str = "none"
+    """A file of the engine's own settings; it may not contradict the plan."""
     per_device: int = 1
     exact: int = 0
     """Into how many fixed pieces each batch is cut, so that any number of processes gives the same bits."""

@@ -247,7 +247,7 @@ class Training:
             "evaluation_owed": self._owed,
             "validation_loss": self._scores.loss if self._scores and self._evaluated == step else None,
         }
-        problem = self._saver.save(step, state.tensors, state.own, values)
+        problem = self._saver.save(step, state.tensors, state.own, values, state.stream)
         self._saved = step
         self._heed(problem)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,66 @@ def test_one_that_fails_abandons_the_save_on_both(pool, tmp_path, failing: int) 
     third = latest(tmp_path)
     assert third is not None
     assert [int(third.tensors.read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
+
+
+def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_path) -> None:
+    alive: list[weakref.ref] = []
+
+    def stream():
+        for step in range(8):
+            value = torch.full((2, 3), float(step))
+            assert sum(one() is not None for one in alive) <= 2, "more than the one before is still held"
+            alive.append(weakref.ref(value))
+            yield f"model.{step}", value
+            del value
+
+    shapes = {f"model.{step}": torch.empty(2, 3, device="meta") for step in range(8)}
+    to = saver(tmp_path)
+    assert to.save(7, shapes, {"local.0.n": torch.tensor(3)}, {"x": 1}, stream) is None
+    assert to.wait() is None
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.values == {"step": 7, "x": 1}
+    for step in range(8):
+        assert newest.tensors.read(f"model.{step}").eq(step).all()
+    assert newest.tensors.read("local.0.n") == 3
+
+
+def two_stream(place: Place, meet: Path, folder: Path, failing: int) -> list[str | None]:
+    """As two_save, of values that both must be there for."""
+    world = join(Plan.parse(f"replicate={place.size},threads=1"), place, meet)
+    to = Saver(folder, world, "token", Keep(), lambda: None)
+    names = [f"model.{index}" for index in range(5)]
+
+    def stream():
+        for name in names:
+            together = torch.ones(3)
+            torch.distributed.all_reduce(together)
+            yield name, together
+
+    told = []
+    for step in (1, 2, 3):
+        if step == 2 and place.rank == failing:
+            (folder / f".step-000002.token/rank-{failing}.safetensors").mkdir(parents=True)
+        world.gather(None)
+        own = {f"local.{place.rank}.n": torch.tensor(step)}
+        to.save(step, {name: torch.empty(3, device="meta") for name in names}, own, {}, stream)
+        told.append(to.wait())
+    to.close()
+    world.leave()
+    return told
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_cannot_write_its_part_goes_on_gathering_for_the_other(pool, tmp_path, failing: int) -> None:
+    told = pool.run("tests.checkpoint.test_saver:two_stream", 2, tmp_path, failing)
+    assert told[0] == told[1]
+    assert told[0][0] is told[0][2] is None
+    assert "step 2 could not be saved" in told[0][1]
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+    third = latest(tmp_path)
+    assert third is not None
+    assert all(third.tensors.read(f"model.{index}").eq(2).all() for index in range(5))
 
 
 def test_leftovers_are_what_kills_left(tmp_path) -> None:

@@ -7,11 +7,13 @@ fingerprints and commits. Nothing else is sent between processes, so nothing dis
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from grappe.errors import RunError
 from grappe.world import World
 
 POLL_SECONDS = 0.01
+Stream = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class Saver:
@@ -52,23 +55,36 @@ class Saver:
         self._written.set()
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], values: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        stream: Stream | None = None,
     ) -> str | None:
         """Copies the state and returns; writing goes on in the background.
+
+        With `stream`, which gives the values of `tensors`, they are written while they come, and only the commit
+        is left to the background: they have no room in memory together.
 
         Returns:
             What went wrong with the save before this one, on any process; None: it is committed.
         """
         before = self.wait()
-        pieces, copied = self._snapshots.take(mine(tensors, own, self._world))
+        pieces, streamed, waits = list(mine(tensors, own, self._world)), None, False
         self._written.clear()
         self._abandoned.clear()
-        self._beside = self._folder / f".step-{step:06d}.{self._token}"
-        arguments = (step, pieces, dict(values))
+        self._beside = beside = self._folder / f".step-{step:06d}.{self._token}"
+        if stream is None:
+            pieces, copied = self._snapshots.take(pieces)
+            waits = not copied  # for want of memory: the training must not go on before they are written
+        else:
+            streamed = self._stream(beside, pieces, own, stream)
+        arguments = (step, pieces, dict(values), streamed)
         thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
         thread.start()
         self._thread = thread
-        if not copied:  # for want of memory: the training must not go on before they are written
+        if waits:
             self._written.wait()
         return before
 
@@ -89,11 +105,36 @@ class Saver:
             shutil.rmtree(self._beside, ignore_errors=True)
         return problem
 
-    def _write(self, step: int, pieces: list[Piece], values: dict[str, Any]) -> None:
+    def _stream(
+        self, beside: Path, pieces: list[Piece], own: Mapping[str, Tensor], stream: Stream
+    ) -> Callable[[], None]:
+        """Writes this process's part now; what raises its error again where errors are dealt with."""
+        values = stream()
+        names = {piece.name for piece in pieces}
+        chosen = (value for name, value in values if name in names)
+        try:
+            self._write_mine(beside, pieces, itertools.chain(chosen, own.values()))
+            error = None
+        except Exception as problem:
+            error = problem
+        for _ in values:  # the others wait for us at each tensor, whatever became of our file
+            pass
+        return functools.partial(_again, error)
+
+    def _write(
+        self,
+        step: int,
+        pieces: list[Piece],
+        values: dict[str, Any],
+        streamed: Callable[[], None] | None = None,
+    ) -> None:
         beside = self._folder / f".step-{step:06d}.{self._token}"
         try:
             try:
-                self._write_mine(beside, pieces)
+                if streamed is None:
+                    self._write_mine(beside, pieces)
+                else:
+                    streamed()
             finally:
                 self._written.set()
             if self._world.rank == 0:
@@ -106,10 +147,10 @@ class Saver:
         finally:
             self._written.set()
 
-    def _write_mine(self, beside: Path, pieces: list[Piece]) -> None:
+    def _write_mine(self, beside: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:
         beside.mkdir(exist_ok=True)  # no parents: a run that was removed must not come back in part
         name = f"rank-{self._world.rank}.safetensors"
-        print_of = tensor_file.write(beside / name, pieces)
+        print_of = tensor_file.write(beside / name, pieces, values)
         write_json(beside / f"{name}.done", print_of)
 
     def _commit(self, beside: Path, step: int, values: dict[str, Any]) -> None:
@@ -138,6 +179,11 @@ class Saver:
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
+
+
+def _again(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:

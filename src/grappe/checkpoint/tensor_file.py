@@ -6,10 +6,11 @@ We write it ourselves, since the library copies every tensor while holding the i
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,17 +43,28 @@ class Piece(NamedTuple):
     """Where the part begins in the whole."""
 
 
-def write(file: Path, pieces: Sequence[Piece]) -> Fingerprint:
-    """Writes CPU tensors to a new file and flushes it to disk; its fingerprint."""
+def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None = None) -> Fingerprint:
+    """Writes tensors to a new file and flushes it to disk; its fingerprint.
+
+    Args:
+        values: the pieces' numbers, in their order, where `pieces` has shapes only; asked for one after the other.
+    """
     header = _header(pieces)
     digest = xxhash.xxh3_128()
     size = 0
+    tensors = (piece.data for piece in pieces) if values is None else _fitting(pieces, values)
     with file.open("xb", buffering=0) as stream:
-        for chunk in (header, *(part for piece in pieces for part in _bytes(piece.data))):
+        for chunk in itertools.chain([header], (part for one in tensors for part in _bytes(one))):
             size += _write_all(stream.fileno(), chunk)
             digest.update(chunk)
         os.fsync(stream.fileno())
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def _fitting(pieces: Sequence[Piece], values: Iterable[Tensor]) -> Iterator[Tensor]:
+    for piece, value in zip(pieces, values, strict=True):
+        assert (value.shape, value.dtype) == (piece.data.shape, piece.data.dtype), piece.name
+        yield value.detach().cpu()
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:

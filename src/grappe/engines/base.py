@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from torch import Tensor
@@ -31,6 +31,9 @@ class State:
     """`local.SLICE.NAME`: what this process alone has, buffers say."""
     values: Mapping[str, Any]
     """JSON."""
+    stream: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+    """Where the tensors do not fit into memory together: `tensors` are on the meta device then, and this gives
+    their values, whole, in the same order, each valid until the next. Collective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,10 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back what it holds."""
+
+    def remarks(self) -> Sequence[str]:
+        """What the user should know of how the plan was carried out, for the run's summary."""
+        return ()
 
 
 class Stepper(Engine):

@@ -125,6 +125,7 @@ class Console(Watcher):
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
         rows += _memory(outcome)
+        rows.extend(("engine", words) for words in self._training.engine.remarks())
         rows.append(("run", str(self._training.run.folder)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -137,7 +138,9 @@ def _memory(outcome: Outcome) -> list[tuple[str, str]]:
         ranked = [ranked[0], ranked[-1]]
     if len(ranked) == 1:
         return [("peak memory", _spent(ranked[0][1]))]
-    return [(f"peak memory, process {rank}", _spent(one)) for rank, one in sorted(ranked, key=lambda one: one[0])]
+    return [
+        (f"peak memory, process {rank}", _spent(one)) for rank, one in sorted(ranked, key=lambda one: one[0])
+    ]
 
 
 def _most(peak: Mapping[str, int]) -> int:

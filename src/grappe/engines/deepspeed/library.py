@@ -1,0 +1,142 @@
+"""The DeepSpeed library: what it needs to be here, how it is started quietly, and how it is left as if never used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grappe.errors import PlanError
+from grappe.world import World
+
+INSTALL = "engine=deepspeed needs the package deepspeed: pip install 'grappe[deepspeed]'"
+LIBAIO = (
+    "offload=nvme needs libaio, through which DeepSpeed reads and writes the disk, and a C++ compiler: "
+    "apt-get install libaio-dev g++ (Debian, Ubuntu), dnf install libaio-devel gcc-c++ (Fedora, RHEL); "
+    "on a cluster look for `module avail libaio`, and set CFLAGS and LDFLAGS to its -I and -L"
+)
+
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def installed() -> bool:
+    """Whether the package is there."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def load(world: World) -> Any:
+    """The module, silent, for the device of `world`. Called before anything else here."""
+    # Chosen at its first import, by what it finds; a machine with a GPU may still train on its CPU.
+    os.environ["DS_ACCELERATOR"] = world.device.type
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It would be compiled for a minute when communication starts, and serves inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _know_the_processor_once()
+    return deepspeed
+
+
+def _know_the_processor_once() -> None:
+    """Each of DeepSpeed's operators asks what processor this is, which takes py-cpuinfo seconds to find out."""
+    import cpuinfo
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+class Communication:
+    """DeepSpeed over torch's process groups, which are there but for one process alone, until `leave`."""
+
+    def __init__(self, world: World) -> None:
+        from deepspeed import comm
+
+        self._alone = not dist.is_initialized()
+        if self._alone:
+            backend = "nccl" if world.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # Which device is this process's: DeepSpeed looks there again and again.
+        self._rank_before = os.environ.get("LOCAL_RANK")
+        index = world.device.index if world.device.type == "cuda" else world.place.local_rank
+        os.environ["LOCAL_RANK"] = str(index or 0)
+        _forget()
+        comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+    def leave(self) -> None:
+        """Forgets the process groups of this training: the next one in this process has others."""
+        _forget()
+        if self._rank_before is None:
+            os.environ.pop("LOCAL_RANK", None)
+        else:
+            os.environ["LOCAL_RANK"] = self._rank_before
+        if self._alone:
+            dist.destroy_process_group()
+
+
+def _forget() -> None:
+    """Processes number modules and parameters alike, and compare: whatever one of them has trained before."""
+    from deepspeed.comm import comm as module
+    from deepspeed.runtime.zero import Init
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.utils import groups
+
+    module.cdb = None
+    Init.param_id = 0
+    for counter in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
+        counter[0] = 0
+    groups._WORLD_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def give_memory_back() -> None:
+    """Has the C library return what is freed in blocks of a megabyte or more, instead of keeping it for later.
+
+    By itself glibc comes to keep blocks of up to 32 MiB, more and more of them with what goes to the disk and back.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+@functools.cache
+def builds(builder: str) -> bool:
+    """Whether one of DeepSpeed's operators ("CPUAdamBuilder") is there, or can be compiled, and loads."""
+    from deepspeed.accelerator import get_accelerator
+
+    made = get_accelerator().create_op_builder(builder)
+    try:
+        if made is None or not made.is_compatible(verbose=False):
+            return False
+        made.load(verbose=False)
+    except Exception:  # of a compiler, a linker or torch's loader: whatever it is, it is not there
+        return False
+    return True
+
+
+def built_everywhere(builder: str, world: World) -> bool:
+    """The same on every process, compiled by the first of each machine and not by all at once. Collective."""
+    first = world.place.local_rank == 0
+    mine = builds(builder) if first else True
+    world.barrier()
+    mine = mine if first else builds(builder)
+    return all(world.gather(mine))
+
+
+def check_libaio(world: World) -> None:
+    """Raises PlanError where DeepSpeed cannot read and write a disk. Collective."""
+    if not built_everywhere("AsyncIOBuilder", world):
+        raise PlanError(LIBAIO)
+
+
+def pins_memory(world: World) -> bool:
+    """Whether copies between host and device are quicker from pinned memory."""
+    return world.device.type == "cuda" and torch.cuda.is_available()

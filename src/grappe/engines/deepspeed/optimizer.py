@@ -1,0 +1,157 @@
+"""The optimizer that DeepSpeed steps: the task's own, or DeepSpeed's kernel of the same Adam where that is quicker."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from grappe.engines.base import Saved
+from grappe.engines.deepspeed import library
+from grappe.errors import PlanError
+from grappe.plan import Plan
+from grappe.weights import InMemory, Weights
+from grappe.world import World
+
+ELEMENTWISE = frozenset({
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "ASGD", "Rprop",
+    "DeepSpeedCPUAdam", "FusedAdam", "DeepSpeedCPULion", "FusedLion",
+})  # fmt: skip
+"""Optimizers that treat each number by itself, so that they may be given flattened parameters."""
+
+
+def check_elementwise(optimizer: Optimizer, stage: int) -> None:
+    """Raises PlanError where flattening parameters would change what the optimizer does."""
+    kind = type(optimizer)
+    known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith(("torch.optim", "deepspeed."))
+    if stage and not known:
+        raise PlanError(
+            f"engine=deepspeed with shard or offload hands the optimizer flat pieces of several parameters, and "
+            f"{kind.__name__} may look at whole matrices: use replicate=N, or engine=native, which keeps them whole"
+        )
+
+
+def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, str]:
+    """DeepSpeed's kernel of the task's optimizer, or that optimizer; and how to say so. Collective."""
+    name = type(optimizer).__name__
+    if not _plain_adam(optimizer):
+        return optimizer, f"torch's {name}"
+    if plan.offload != "none":
+        if library.built_everywhere("CPUAdamBuilder", world):
+            return _cpu_adam(optimizer), f"DeepSpeed's CPU Adam for the task's {name}"
+        return optimizer, f"torch's {name} (DeepSpeed's CPU Adam cannot be compiled here)"
+    if world.device.type == "cuda":
+        if library.built_everywhere("FusedAdamBuilder", world):
+            return _fused_adam(optimizer), f"DeepSpeed's fused Adam for the task's {name}"
+        return optimizer, f"torch's {name} (DeepSpeed's fused Adam needs nvcc, of torch's CUDA version)"
+    return optimizer, f"torch's {name}"
+
+
+def counting_as(saved: Saved, optimizer: Optimizer) -> Saved:
+    """`saved`, its step counters as `optimizer` keeps them: DeepSpeed's kernels have numbers, torch has tensors."""
+    numbers = type(optimizer).__module__.startswith("deepspeed.")
+    plain = {name: dict(state) for name, state in saved.values.get("optimizer", {}).items()}
+    tensors: dict[str, Tensor] = {}
+    dropped = set()
+    for full in saved.tensors:
+        name, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if full.startswith("optimizer.") and key == "step" and numbers:
+            plain.setdefault(name, {})["step"] = int(saved.tensors.read(full))
+            dropped.add(full)
+    for name, state in plain.items():
+        if "step" in state and not numbers:
+            tensors[f"optimizer.{name}.step"] = torch.tensor(float(state.pop("step")))
+    values = {**saved.values, "optimizer": plain}
+    return dataclasses.replace(saved, tensors=_Changed(saved.tensors, tensors, dropped), values=values)
+
+
+class _Changed(InMemory):
+    """Weights with some added and some left out."""
+
+    def __init__(self, weights: Weights, added: dict[str, Tensor], dropped: set[str]) -> None:
+        super().__init__(added)
+        self._weights, self._added, self._dropped = weights, added, dropped
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._added or (name in self._weights and name not in self._dropped)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._added
+        yield from (name for name in self._weights if name not in self._dropped)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(name) if name in self._added else self._weights.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return super().read(name) if name in self._added else self._weights.read(name)
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        source = super() if name in self._added else self._weights
+        return source.read_part(name, shape, offset)
+
+
+def _plain_adam(optimizer: Optimizer) -> bool:
+    """Whether it is Adam or AdamW, with no option that DeepSpeed's kernels do not have."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    groups = optimizer.param_groups
+    plain = not any(group.get(name) for group in groups for name in ("amsgrad", "maximize", "capturable"))
+    numbers = all(isinstance(group[name], float | int) for group in groups for name in ("lr", "weight_decay"))
+    return plain and numbers and len({_decoupled(optimizer, group) for group in groups}) == 1
+
+
+def _decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether weight decay is AdamW's, which Adam's own option asks for as well."""
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    kept = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
+    return [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
+
+
+def _cpu_adam(optimizer: Optimizer) -> Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    first = optimizer.param_groups[0]
+    adam = DeepSpeedCPUAdam(
+        _groups(optimizer),
+        lr=first["lr"],
+        betas=first["betas"],
+        eps=first["eps"],
+        weight_decay=first["weight_decay"],
+        adamw_mode=_decoupled(optimizer, first),
+    )
+    adam.register_step_pre_hook(_fresh_powers)
+    return adam
+
+
+def _fresh_powers(optimizer: Any, *_: Any) -> None:
+    """Has the kernel compute beta to the power of the step anew.
+
+    Else it multiplies from step to step, and a training that goes on from a checkpoint, where it cannot, would
+    have other bits than one that never stopped.
+    """
+    first, kernel, number = optimizer.param_groups[0], optimizer.ds_opt_adam, optimizer.opt_id
+    kernel.destroy_adam(number)
+    beta, second = first["betas"]
+    settings = (first["lr"], beta, second, first["eps"], first["weight_decay"], optimizer.adam_w_mode, False)
+    kernel.create_adam(number, *settings)
+
+
+def _fused_adam(optimizer: Optimizer) -> Optimizer:
+    from deepspeed.ops.adam import FusedAdam
+
+    first = optimizer.param_groups[0]
+    return FusedAdam(
+        _groups(optimizer),
+        lr=first["lr"],
+        betas=first["betas"],
+        eps=first["eps"],
+        weight_decay=first["weight_decay"],
+        adam_w_mode=_decoupled(optimizer, first),
+    )

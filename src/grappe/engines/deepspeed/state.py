@@ -1,0 +1,222 @@
+"""What DeepSpeed holds, as named whole tensors one at a time, and back, through its safe_get and safe_set functions.
+
+Its own checkpoints are pickles, and are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grappe.checkpoint.format import MODEL, ModelWeights
+from grappe.weights import Weights
+
+if TYPE_CHECKING:
+    from grappe.engines.base import Saved
+
+OPTIMIZER = "optimizer."
+
+
+class Partitioned:
+    """The parameters and optimizer state of a ZeRO optimizer of stage 1 to 3.
+
+    Args:
+        wrapped: DeepSpeed's ZeRO optimizer, around the one that was given to it.
+    """
+
+    def __init__(self, model: nn.Module, wrapped: Any, stage: int, rank: int) -> None:
+        self._model, self._wrapped, self._stage, self._rank = model, wrapped, stage, rank
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Every tensor of the state by name, on the meta device."""
+        found = {}
+        for name, parameter in self._model.named_parameters():
+            found[f"{MODEL}{name}"] = _meta(parameter)
+        split, counters = self._keys()
+        for name, parameter in self._trained():
+            for key in split:
+                found[f"{OPTIMIZER}{name}.{key}"] = _meta(parameter).float()
+            for key, value in counters.items():
+                if isinstance(value, Tensor):
+                    found[f"{OPTIMIZER}{name}.{key}"] = value.to("meta")
+        return found
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """By parameter: what of its state is no tensor."""
+        counters = {k: v for k, v in self._keys()[1].items() if not isinstance(v, Tensor) and v is not None}
+        return {name: dict(counters) for name, _ in self._trained()} if counters else {}
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that `shapes` names, in its order, whole, one at a time. Collective."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        for name, parameter in self._model.named_parameters():
+            with self.gathered(parameter):
+                yield f"{MODEL}{name}", parameter.detach()
+        split, counters = self._keys()
+        if split:
+            self._link()
+        for name, parameter in self._trained():
+            for key in split:
+                state = safe_get_full_optimizer_state(parameter, key)
+                assert state is not None
+                yield f"{OPTIMIZER}{name}.{key}", state.view(_shape(parameter))
+            for key, value in counters.items():
+                if isinstance(value, Tensor):
+                    yield f"{OPTIMIZER}{name}.{key}", value
+
+    def restore(self, saved: Saved) -> None:
+        """Puts back what `values` and `plain` gave, under this or another number of processes. Collective."""
+        self._restore_parameters(ModelWeights(saved.tensors))
+        split, counters = saved_keys(saved, {name: _shape(p) for name, p in self._trained()})
+        if not split and not counters:
+            return
+        self._make_states(split, counters)
+        for name, parameter in self._trained():
+            for key in split:
+                self._set(parameter, saved.tensors.read(f"{OPTIMIZER}{name}.{key}"), key)
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """Sets the optimizer's state `key` of a parameter, or its own copy of the parameter, from a whole tensor."""
+        from deepspeed import utils
+
+        value = value.to(parameter.device, torch.float32)
+        if self._stage == 3:
+            # Its own safe_set_full_… fail where a parameter's numbers cannot be divided by the processes.
+            value = self._part(parameter, value)
+            if self._swapped(parameter):
+                self._set_swapped(parameter, value, key)
+            elif key is None:
+                utils.safe_set_local_fp32_param(parameter, value)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, value, key)
+        elif key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+
+    def _swapped(self, parameter: nn.Parameter) -> bool:
+        group, *_ = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
+        return self._wrapped._swappable_optimizer_subgroup(group)
+
+    def _set_swapped(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """On the disk; safe_set_local_… compares with a parameter that is not in memory."""
+        part, group = self._wrapped._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=key
+        )
+        part.data.copy_(value)
+        self._wrapped._optimizer_states_and_gradient_swap_out(group)
+
+    def _part(self, parameter: Any, value: Tensor) -> Tensor:
+        """This process's numbers of a whole tensor, filled up with zeros as DeepSpeed does."""
+        size = parameter.partition_numel()
+        part = value.new_zeros(size)
+        mine = value.flatten()[size * self._rank : size * (self._rank + 1)]
+        part[: len(mine)] = mine
+        return part
+
+    def _restore_parameters(self, weights: Weights) -> None:
+        for name, parameter in self._model.named_parameters():
+            value = weights.read(name).to(parameter.device)
+            with self.gathered(parameter, changed=True), torch.no_grad():
+                if self._stage < 3 or self._rank == 0:
+                    parameter.copy_(value)
+            if parameter.requires_grad:
+                self._set(parameter, value, None)
+
+    def _make_states(self, split: list[str], counters: dict[str, Any]) -> None:
+        """Gives the given optimizer the state that it would have made in its first step, of zeros."""
+        optimizer = self._wrapped.optimizer
+        for index, flat in enumerate(self._flat):
+            swapped = self._stage == 3 and self._wrapped._swappable_optimizer_subgroup(index)
+            if swapped:
+                self._wrapped._optimizer_states_and_gradient_swap_in(index)
+            optimizer.state[flat] = {
+                **{
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in counters.items()
+                },
+                **{key: torch.zeros_like(flat, requires_grad=False) for key in split},
+            }
+            if swapped:
+                self._wrapped._optimizer_states_and_gradient_swap_out(index)
+        for group in optimizer.param_groups:
+            if "step" in group and "step" in counters:  # DeepSpeed's fused Adam counts by group
+                group["step"] = counters["step"]
+        if split:
+            self._link()
+
+    def _link(self) -> None:
+        """Tells stages 1 and 2 where each parameter's state lies in the flat ones.
+
+        DeepSpeed does so once, behind the first group's first step, when the other groups have no state yet.
+        """
+        if self._stage < 3:
+            self._wrapped._hp_optimizer_states_linked = False
+            self._wrapped._lazy_init_hp_params_optimizer_state()
+
+    @contextlib.contextmanager
+    def gathered(self, parameter: nn.Parameter, changed: bool = False) -> Iterator[None]:
+        """Inside, the parameter is whole; `changed`: on process 0, and then on all, to another value. Collective."""
+        if self._stage < 3:
+            yield
+            return
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0 if changed else None):
+            yield
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+
+    @property
+    def _flat(self) -> list[Tensor]:
+        """This process's part of the parameters, flattened: what the given optimizer really steps."""
+        if self._stage == 3:
+            return self._wrapped.fp32_partitioned_groups_flat
+        return self._wrapped.single_partition_of_fp32_groups
+
+    def _keys(self) -> tuple[list[str], dict[str, Any]]:
+        """The keys of state that is split as the parameters are, and what is alike for all parameters."""
+        optimizer = self._wrapped.optimizer
+        split: list[str] = []
+        alike: dict[str, Any] = {}
+        for flat in self._flat:
+            for key, value in optimizer.state.get(flat, {}).items():
+                if not (isinstance(value, Tensor) and value.dim()):
+                    alike[key] = value
+                elif key not in split:
+                    split.append(key)
+        if "step" in optimizer.param_groups[0]:
+            alike["step"] = optimizer.param_groups[0]["step"]
+        return split, alike
+
+
+def saved_keys(saved: Saved, shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], dict[str, Any]]:
+    """Of a saved optimizer state: the keys that have their parameter's shape, and what is alike for all parameters."""
+    split: list[str] = []
+    alike: dict[str, Any] = {}
+    for full in saved.tensors:
+        if not full.startswith(OPTIMIZER):
+            continue
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        if saved.tensors.shape(full) == shapes.get(name) and shapes[name]:
+            split += [key] if key not in split else []
+        elif not saved.tensors.shape(full) and key not in split:
+            alike[key] = saved.tensors.read(full)
+    for plain in saved.values.get("optimizer", {}).values():
+        alike |= plain
+    return split, {key: value for key, value in alike.items() if key not in split}
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """The whole parameter's shape, wherever its numbers are."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _meta(parameter: nn.Parameter) -> Tensor:
+    return torch.empty(_shape(parameter), dtype=parameter.dtype, device="meta")

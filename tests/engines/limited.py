@@ -1,0 +1,41 @@
+"""A training in a process that may have only so much more memory than it has: what a process of a pool does."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from pathlib import Path
+
+from grappe.place import Place
+from grappe.task import Task
+from grappe.training import Options
+from tests.faults.resume_cell import part
+
+REFUSED = "out of memory: "
+
+
+def train(place: Place, meet: Path, task: Task, text: str, run: Path, options: Options, room: int) -> str:
+    """What the user is told, or REFUSED and how memory was refused.
+
+    Args:
+        room: bytes of data beside what the process has when it begins.
+    """
+    import deepspeed  # noqa: F401  # what it takes itself is not what is measured
+
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + room, hard))
+    try:
+        return part(place, meet, task, text, run, options, None)
+    except Exception as error:
+        if "memory" not in str(error):
+            raise
+        return f"{REFUSED}{error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = next(line for line in lines if line.startswith("VmData:"))
+    return int(found.split()[1]) * 1024
