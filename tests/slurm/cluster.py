@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import getpass
 import os
 import secrets
@@ -17,28 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests.slurm import configuration
+from tests.slurm.configuration import CPUS, GPUS, Shape
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 FOR_ACCOUNTING = ("slurmdbd", "mariadbd")
 MARK = "GRAPPE_CLUSTER"  # the variable that finds all that belongs to a cluster
 HOME = Path("/tmp/grappe-slurm")  # of the cluster that `make slurm-up` starts
 PATIENCE_SECONDS = 60.0
-GPUS = 4
-CPUS = 8
-MEGABYTES = 20000
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Nodes of another site, in state CLOUD: `sbatch --test-only` judges scripts for them, and nothing can run."""
-
-    name: str
-    nodes: int
-    cpus: int
-    megabytes: int
-    gres: str
-    """`gpu:a100:4`, or nothing."""
-    minutes: int
-    features: str = ""
 
 
 def missing(accounting: bool = False) -> list[str]:
@@ -148,88 +133,13 @@ class Cluster:
         self._wait((self.folder / "munge.socket").exists, "munge socket")
 
     def _configure(self) -> None:
-        (self.folder / "slurm.conf").write_text(self._slurm_conf())
+        text = configuration.slurm_conf(self.folder, self._ports, self._shapes, accounting=self.accounting)
+        (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
-        gpus = [self.folder / f"g{index}" for index in range(GPUS)]
-        for gpu in gpus:
-            gpu.touch()
-        lines = ["AutoDetect=off"]
-        lines += [f"NodeName={node} Name=gpu File={self.folder}/g[0-{GPUS - 1}]" for node in ("n0", "n1")]
-        for shape in self._shapes:
-            if shape.gres:
-                _, *kind, count = shape.gres.split(":")
-                model = f"Type={kind[0]} " if kind else ""
-                lines.append(f"NodeName={_hosts(shape)} Name=gpu {model}Count={count}")
-        (self.folder / "gres.conf").write_text("\n".join(lines) + "\n")
+        for index in range(GPUS):
+            (self.folder / f"g{index}").touch()
+        (self.folder / "gres.conf").write_text(configuration.gres_conf(self.folder, self._shapes))
         (self.folder / "state").mkdir()
-
-    def _slurm_conf(self) -> str:
-        host = socket.gethostname().partition(".")[0]
-        me = getpass.getuser()
-        folder = self.folder
-        if self.accounting:
-            storage = f"""AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort={self._ports["dbd"]}
-AccountingStoragePass={folder}/munge.socket
-AccountingStorageEnforce=associations,limits,qos
-JobAcctGatherType=jobacct_gather/linux"""
-        else:
-            storage = "AccountingStorageType=accounting_storage/none"
-        text = f"""ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={self._ports["ctld"]}
-SlurmUser={me}
-SlurmdUser={me}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-SlurmdParameters=config_overrides
-MpiDefault=none
-GresTypes=gpu
-JobRequeue=1
-EnforcePartLimits=ALL
-KillWait=5
-MinJobAge=60
-SlurmdTimeout=15
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1,bf_interval=1
-{storage}
-JobCompType=jobcomp/none
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdSpoolDir={folder}/spool-%n
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmdLogFile={folder}/slurmd-%n.log
-SuspendProgram=/bin/true
-ResumeProgram=/bin/true
-SuspendTime=600
-SuspendExcNodes=n0,n1
-"""
-        for node in ("n0", "n1"):
-            text += (
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={self._ports[node]} "
-                f"CPUs={CPUS} RealMemory={MEGABYTES} Gres=gpu:{GPUS} State=UNKNOWN\n"
-            )
-        for shape in self._shapes:
-            text += _node_line(shape)
-        common = "Nodes=n0,n1 MaxTime=7-00:00:00 DefaultTime=10 State=UP"
-        text += f"PartitionName=gpu {common} Default=YES PriorityTier=5 PreemptMode=OFF\n"
-        text += f"PartitionName=low {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime=20\n"
-        text += f"PartitionName=high {common} PriorityTier=10 PreemptMode=OFF\n"
-        for shape in self._shapes:
-            text += (
-                f"PartitionName={shape.name} Nodes={_hosts(shape)} MaxTime={shape.minutes} DefaultTime=10 "
-                "State=UP PreemptMode=OFF\n"
-            )
-        return text
 
     def _accounting(self) -> None:
         data, socket_ = self.folder / "sql", self.folder / "sql.socket"
@@ -246,20 +156,7 @@ SuspendExcNodes=n0,n1
         words = "CREATE USER slurm@'127.0.0.1' IDENTIFIED BY 'x'; GRANT ALL ON *.* TO slurm@'127.0.0.1';"
         self.run("mariadb", "--no-defaults", f"--socket={socket_}", "-e", words)
         conf = self.folder / "slurmdbd.conf"
-        conf.write_text(f"""AuthType=auth/munge
-AuthInfo=socket={self.folder}/munge.socket
-DbdHost=localhost
-DbdPort={self._ports["dbd"]}
-SlurmUser={getpass.getuser()}
-LogFile={self.folder}/slurmdbd.log
-PidFile={self.folder}/slurmdbd.pid
-StorageType=accounting_storage/mysql
-StorageHost=127.0.0.1
-StoragePort={self._ports["sql"]}
-StorageUser=slurm
-StoragePass=x
-StorageLoc=slurm
-""")
+        conf.write_text(configuration.slurmdbd_conf(self.folder, self._ports))
         conf.chmod(0o600)
         self._daemon("slurmdbd", "-D")
         self._wait((self.folder / "slurmdbd.pid").exists, "accounting")
@@ -268,19 +165,6 @@ StorageLoc=slurm
         self._wait(lambda: self.run(*manager, "cluster", "test", check=False), "accounting")
         self.run(*manager, "account", "def-test", "Cluster=test", "Description=test", "Organization=test")
         self.run(*manager, "user", getpass.getuser(), "Account=def-test", "Cluster=test")
-
-
-def _hosts(shape: Shape) -> str:
-    return f"{shape.name}-[1-{shape.nodes}]" if shape.nodes > 1 else f"{shape.name}-1"
-
-
-def _node_line(shape: Shape) -> str:
-    line = f"NodeName={_hosts(shape)} CPUs={shape.cpus} RealMemory={shape.megabytes} State=CLOUD"
-    if shape.gres:
-        line += f" Gres={shape.gres}"
-    if shape.features:
-        line += f" Feature={shape.features}"
-    return line + "\n"
 
 
 def _free_ports(count: int) -> list[int]:

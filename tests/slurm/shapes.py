@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grappe import sites
 from grappe.sites.schema import Site
-from tests.slurm.cluster import Shape
+from tests.slurm.configuration import Shape
 
 NODES = 2
 

@@ -11,7 +11,8 @@ import pytest
 
 from grappe.run import Run
 from tests.commands import SLOW
-from tests.slurm.cluster import CPUS, Cluster
+from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import CPUS
 from tests.slurm.jobs import grappe
 
 WHERE = str(Path(__file__).with_name("where.py"))
@@ -108,3 +109,59 @@ def test_the_doctor_ends_a_sick_job_in_its_first_step(
     assert "unset GLOO_SOCKET_IFNAME" in said
     assert not Run.is_run(tmp_path / "run")
     assert not (tmp_path / "run" / "logs" / "killed").exists()  # it was not tried again
+
+
+MINE = """title = "Mine"
+source = "https://example.org"
+date = 2026-11-20
+[node]
+gpus = 4
+gpu = "pretended"
+cores = 8
+[ask]
+gpus = "--gres=gpu:{gpus}"
+[job]
+environment = "virtualenv"
+local = "$NODE_LOCAL"
+variables = { MY_NAME = "it's $HOME" }
+"""
+
+
+def stand_in(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def test_an_environment_and_data_on_the_node(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own site; virtualenv and pip are stand-ins that write down how they are called."""
+    local, said = tmp_path / "local", tmp_path / "said"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("NODE_LOCAL", str(local))
+    stand_in(tmp_path / "grappe" / "sites" / "mine.toml", MINE)
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    pip = f'#!/bin/sh\necho "pip $* MY_NAME=$MY_NAME" >> {said}\n'
+    for name, text in (("python", python), ("pip", pip)):
+        stand_in(tmp_path / "made" / name, text)
+    stand_in(
+        tmp_path / "bin" / "virtualenv",
+        f'#!/bin/sh\necho "virtualenv $*" >> {said}\nmkdir -p "$3/bin" && cp {tmp_path}/made/* "$3/bin"\n',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    (tmp_path / "images").write_text("data")
+    subprocess.run(["tar", "-cf", "data.tar", "images"], cwd=tmp_path, check=True)
+    grappe(
+        "submit", "--site", "mine", "--time", "10m", "--no-doctor", "--stage", "data.tar", "--wheels", "my wheels",
+        "--", "train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
+    )  # fmt: skip
+    grappe("wait", "run", cwd=tmp_path)
+    assert (local / "data" / "images").read_text() == "data"
+    assert Run(tmp_path / "run").description["data"] == str(local / "data")
+    name = "MY_NAME=it's $HOME"
+    assert said.read_text().splitlines() == [
+        f"virtualenv --no-download --clear {local}/env",
+        f"pip install --quiet --no-index --upgrade pip {name}",
+        f"pip install --quiet --no-index --find-links {tmp_path}/my wheels grappe {name}",
+    ]

@@ -64,6 +64,21 @@ def test_logs_of_jobs_and_of_processes(run: Path) -> None:
     assert "".join(logs.lines(run, 3)) == "own\n"
 
 
+def test_a_log_is_followed_until_the_job_ends(run: Path) -> None:
+    jobs.remember(run, "12", "generic", "nothing")
+    log, end = run / "logs" / "job-12.out", run / "logs" / "job-12.end"
+    log.write_text("0: first\n0: sec")
+    seen = []
+    for line in logs.lines(run, follow=True):
+        seen.append(line)
+        if line == "0: first\n":
+            with log.open("a") as stream:
+                stream.write("ond\n0: third")
+        if line == "0: second\n":
+            end.touch()
+    assert seen == ["0: first\n", "0: second\n", "0: third"]
+
+
 def test_squeue_is_read_whatever_jobs_are_called() -> None:
     text = "12|a|b|RUNNING|None|2026-11-21T05:00:00|1:00|2\n13_[2-3%1]|chain|PENDING|JobArrayTaskLimit|N/A|10:00|1\n"
     found = slurm.entries(text)

@@ -99,7 +99,7 @@ if [ "$code" = 75 ] || [ "$code" = 140 ]; then
     again=yes
 elif [ "$code" -gt 128 ]; then
     echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
-    [ "$(wc -l < "$run/logs/killed")" -gt 3 ] || again=yes
+    [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -gt 3 ] || again=yes
 fi
 # A job that is being cancelled, or requeued by Slurm itself, is not running any more.
 if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ] &&

@@ -1,0 +1,139 @@
+"""The test cluster's configuration files: two nodes that run jobs, and nodes of other sites' shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GPUS = 4
+CPUS = 8
+MEGABYTES = 20000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Nodes of another site, in state CLOUD: `sbatch --test-only` judges scripts for them, and nothing can run."""
+
+    name: str
+    nodes: int
+    cpus: int
+    megabytes: int
+    gres: str
+    """`gpu:a100:4`, or nothing."""
+    minutes: int
+    features: str = ""
+
+
+def slurm_conf(folder: Path, ports: Mapping[str, int], shapes: Sequence[Shape], *, accounting: bool) -> str:
+    """slurm.conf."""
+    host = socket.gethostname().partition(".")[0]
+    me = getpass.getuser()
+    if accounting:
+        storage = f"""AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={ports["dbd"]}
+AccountingStoragePass={folder}/munge.socket
+AccountingStorageEnforce=associations,limits,qos
+JobAcctGatherType=jobacct_gather/linux"""
+    else:
+        storage = "AccountingStorageType=accounting_storage/none"
+    text = f"""ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports["ctld"]}
+SlurmUser={me}
+SlurmdUser={me}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdParameters=config_overrides
+MpiDefault=none
+GresTypes=gpu
+JobRequeue=1
+EnforcePartLimits=ALL
+KillWait=5
+MinJobAge=60
+SlurmdTimeout=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1,bf_interval=1
+{storage}
+JobCompType=jobcomp/none
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=600
+SuspendExcNodes=n0,n1
+"""
+    for node in ("n0", "n1"):
+        text += (
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node]} "
+            f"CPUs={CPUS} RealMemory={MEGABYTES} Gres=gpu:{GPUS} State=UNKNOWN\n"
+        )
+    for shape in shapes:
+        text += _node_line(shape)
+    common = "Nodes=n0,n1 MaxTime=7-00:00:00 DefaultTime=10 State=UP"
+    text += f"PartitionName=gpu {common} Default=YES PriorityTier=5 PreemptMode=OFF\n"
+    text += f"PartitionName=low {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime=20\n"
+    text += f"PartitionName=high {common} PriorityTier=10 PreemptMode=OFF\n"
+    for shape in shapes:
+        text += (
+            f"PartitionName={shape.name} Nodes={_hosts(shape)} MaxTime={shape.minutes} DefaultTime=10 "
+            "State=UP PreemptMode=OFF\n"
+        )
+    return text
+
+
+def gres_conf(folder: Path, shapes: Sequence[Shape]) -> str:
+    """gres.conf: the two nodes' GPUs are empty files; the others' are counted only."""
+    lines = ["AutoDetect=off"]
+    lines += [f"NodeName={node} Name=gpu File={folder}/g[0-{GPUS - 1}]" for node in ("n0", "n1")]
+    for shape in shapes:
+        if shape.gres:
+            _, *kind, count = shape.gres.split(":")
+            model = f"Type={kind[0]} " if kind else ""
+            lines.append(f"NodeName={_hosts(shape)} Name=gpu {model}Count={count}")
+    return "\n".join(lines) + "\n"
+
+
+def slurmdbd_conf(folder: Path, ports: Mapping[str, int]) -> str:
+    """slurmdbd.conf."""
+    return f"""AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+DbdHost=localhost
+DbdPort={ports["dbd"]}
+SlurmUser={getpass.getuser()}
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={ports["sql"]}
+StorageUser=slurm
+StoragePass=x
+StorageLoc=slurm
+"""
+
+
+def _hosts(shape: Shape) -> str:
+    return f"{shape.name}-[1-{shape.nodes}]" if shape.nodes > 1 else f"{shape.name}-1"
+
+
+def _node_line(shape: Shape) -> str:
+    line = f"NodeName={_hosts(shape)} CPUs={shape.cpus} RealMemory={shape.megabytes} State=CLOUD"
+    if shape.gres:
+        line += f" Gres={shape.gres}"
+    if shape.features:
+        line += f" Feature={shape.features}"
+    return line + "\n"
