@@ -4,9 +4,9 @@
 
 A forward takes 0.1 seconds, a gradient of inputs as long, a gradient of weights as long: through grappe's own
 engine, with its own messages. The idle share is that of the time from the step's first instruction to its last, over
-all processes. Expected, for p processes, m microbatches, v stages a process: (p-1)/(m+p-1) for gpipe and 1f1b (Huang et al. 2019,
-"GPipe"), (p-1)/(vm+p-1) for interleaved (Narayanan et al. 2021, "Megatron-LM"), (p-1)/(3m+p-1) for zero_bubble
-(Qi et al. 2023, "Zero Bubble Pipeline Parallelism", ZB-H1).
+all processes. Expected, for p processes, m microbatches, v stages a process: (p-1)/(m+p-1) for gpipe and 1f1b
+(Huang et al. 2019, "GPipe"), (p-1)/(vm+p-1) for interleaved (Narayanan et al. 2021, "Megatron-LM"), (p-1)/(3m+p-1)
+for zero_bubble (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", ZB-H1).
 """
 
 from __future__ import annotations
