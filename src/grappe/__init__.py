@@ -10,6 +10,7 @@ from grappe.plan import Plan
 from grappe.task import Task
 
 if TYPE_CHECKING:
+    from grappe.carried import from_lightning
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.draw import draw, partners
 
@@ -21,6 +22,7 @@ __all__ = [
     "Task",
     "draw",
     "evaluate",
+    "from_lightning",
     "load",
     "normalise",
     "partners",
@@ -34,6 +36,7 @@ _LAZY = {
     "normalise": "grappe.data.arrays",
     "draw": "grappe.data.draw",
     "partners": "grappe.data.draw",
+    "from_lightning": "grappe.carried",
     "train": "grappe.verbs.train",
     "evaluate": "grappe.verbs.evaluate",
     "predict": "grappe.verbs.predict",
