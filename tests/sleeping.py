@@ -68,8 +68,12 @@ class SlowSGD(torch.optim.SGD):
     over: Callable[[], None] = staticmethod(lambda: None)
 
     def step(self, closure: Any = None) -> Any:
+        found = None
+        if closure is not None:  # an engine's forward and backward
+            with torch.enable_grad():
+                found = closure()
         time.sleep(self.nap)
-        found = super().step(closure)
+        super().step()
         SlowSGD.over()
         return found
 
@@ -102,6 +106,5 @@ class Sleeping(Task):
         return nn.functional.cross_entropy(output, target, reduction="none")
 
     def optimizer(self, named_parameters: Any) -> SlowSGD:
-        made = SlowSGD(named_parameters, lr=0.1)
-        made.nap = self.update
-        return made
+        SlowSGD.nap = self.update  # of the class, as Horovod makes an optimizer of its own from it
+        return SlowSGD(named_parameters, lr=0.1)

@@ -132,6 +132,12 @@ class Chronometer:
         self._row = [0.0] * len(PHASES)
         self._lap = self._at
 
+    def finish(self) -> None:
+        """The last step is over: what came behind it, an engine's tidying up say, is no step's; it counts as start."""
+        self.switch(START)
+        self._row[START] += sum(self._row[: len(IN_A_STEP)])
+        self._row[: len(IN_A_STEP)] = [0.0] * len(IN_A_STEP)
+
     def lap(self) -> float:
         """A step is over; its seconds, evaluation and saving left out."""
         self.switch(WATCHING)
@@ -184,10 +190,6 @@ class Chronometer:
             means={name: float(rows[:, place].mean()) for place, name in enumerate(IN_A_STEP)},
             totals=dict(zip(PHASES, totals, strict=True)),
         )
-
-    def totals(self) -> dict[str, float]:
-        """Host seconds by phase; their sum is the time since the process began."""
-        return dict(self.timing().totals)
 
     def watch(self, task: Task, plan: Plan, waits: Waits = ()) -> Task:
         """The same task, whose loss, optimizer and model tell where in a step an engine is.

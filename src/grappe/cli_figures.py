@@ -37,6 +37,9 @@ def measure(
         bool, SWITCH, Parameter(help="Batch sizes are for one process and grow with their number.")
     ] = False,
     no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
+    largest_batch: Annotated[
+        bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
+    ] = False,
     out: Annotated[
         Path | None, Parameter(help="Write the figures to this JSON file, for grappe report.")
     ] = None,
@@ -52,6 +55,7 @@ def measure(
     sizes = whole_numbers("--batch-size", batch_size)
     from grappe.verbs import measure as verb
     from grappe.verbs import verdict
+    from grappe.verbs.largest import largest_batches as verb_largest
 
     points = verb.measure(
         task,
@@ -74,6 +78,9 @@ def measure(
     ):
         if part is not None:
             show(part)
+    if largest_batch:
+        for found in verb_largest(task, plan or [""], data, texts):
+            show(str(found))
     if out is not None:
         verb.write(points, task, out, weak=weak)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK

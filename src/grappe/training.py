@@ -140,6 +140,7 @@ class Training:
                 with self._watchdog.doing("evaluation"):
                     self._evaluate(self.start)
             self.engine.train(self._timed(self.feed.batches(self.start, self.total_steps)), self.after)
+            self.chronometer.finish()
             self._settle()
             self._finish_saving()
             outcome = self._outcome()

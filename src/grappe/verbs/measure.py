@@ -131,7 +131,7 @@ class _Bench:
         self._number += 1
         training = dataclasses.replace(
             self._asked,
-            task=_with_batch(self._asked.task, batch, plan.data_parallel if weak else 1),
+            task=with_batch(self._asked.task, batch, plan.data_parallel if weak else 1),
             plan=plan,
             run=self._folder / f"{self._number}",
             base=self._folder,
@@ -151,7 +151,8 @@ class _Bench:
             self._told(f"{title}: {answers[-1].batch / step:,.0f} samples/s")
 
 
-def _with_batch(task: session.TaskReference, batch: int, times: int) -> session.TaskReference:
+def with_batch(task: session.TaskReference, batch: int, times: int) -> session.TaskReference:
+    """The task with `times` its batch size, or `batch` where that is not 0."""
     if not batch and times == 1:
         return task
     made = task.resolve()
