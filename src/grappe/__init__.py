@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from grappe.carried import from_lightning
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.draw import draw, partners
+    from grappe.own_loop import Loop, parallelize
 
 __version__ = "0.1.0"
 __all__ = [
     "Arrays",
     "GrappeError",
+    "Loop",
     "Plan",
     "Task",
     "draw",
@@ -25,6 +27,7 @@ __all__ = [
     "from_lightning",
     "load",
     "normalise",
+    "parallelize",
     "partners",
     "predict",
     "train",
@@ -37,6 +40,8 @@ _LAZY = {
     "draw": "grappe.data.draw",
     "partners": "grappe.data.draw",
     "from_lightning": "grappe.carried",
+    "Loop": "grappe.own_loop",
+    "parallelize": "grappe.own_loop",
     "train": "grappe.verbs.train",
     "evaluate": "grappe.verbs.evaluate",
     "predict": "grappe.verbs.predict",

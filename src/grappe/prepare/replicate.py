@@ -77,21 +77,13 @@ class Replicas:
         missing = missing.to(self._world.device)
         dist.all_reduce(missing, group=self._world.data_group)
         _forget(trained)
-        self._wrapped = self._wrap(bool(missing))
+        self._wrapped = wrap(self.carrier, self._world, find_unused=bool(missing), alike=True)
         if missing:
             return ReduceTally(self._world)
         tally = RiderTally(self.carrier.rider, self._world.data_size)
         rehearse(self._wrapped, tally.roots(tally.zero, 0.0))
         _forget([*trained, self.carrier.rider])
         return tally
-
-    def _wrap(self, find_unused: bool) -> DistributedDataParallel:
-        return DistributedDataParallel(
-            self.carrier,
-            device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
-            process_group=self._world.data_group,
-            **ddp_arguments(find_unused),  # pyrefly: ignore
-        )
 
     def __call__(self, inputs: Any) -> Any:
         assert self._wrapped is not None
@@ -101,6 +93,26 @@ class Replicas:
         """Whether the next backward is to reduce."""
         assert self._wrapped is not None
         self._wrapped.require_backward_grad_sync = last
+
+
+def wrap(
+    model: nn.Module, world: World, *, find_unused: bool = False, alike: bool = False
+) -> DistributedDataParallel:
+    """`model` in DDP over the processes with slices of their own.
+
+    Args:
+        alike: whether every process has the same weights, so that none need be sent.
+    """
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        process_group=world.data_group,
+        init_sync=not alike,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+        # Statistics are each process's own; they are made to agree for evaluation.
+        **{_SYNC_BUFFERS: False},  # pyrefly: ignore
+    )
 
 
 def _forget(parameters: list[nn.Parameter]) -> None:
