@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from grappe.task import Task
 
 BLOCKS = 8  # foldings whose steps are kept for medians
+NOTHING = [0.0] * len(PHASES)
 ORDER_STEPS = 3  # steps that are watched to see which gradient comes last
 
 Waits = Sequence[tuple[Any, str]]
@@ -88,7 +89,7 @@ class Chronometer:
         self._rows = array("d")
         self._blocks: deque[Any] = deque(maxlen=BLOCKS)
         self._totals = [0.0] * len(PHASES)
-        self._steps = 0
+        self._steps = self._attend = 0
         self._window: tuple[int, list[float]] = (0, list(self._totals))
         self._undo: list[Callable[[], None]] = []
         self._last_gradient = LastGradient(self)
@@ -138,22 +139,32 @@ class Chronometer:
         self._row[START] += sum(self._row[: len(IN_A_STEP)])
         self._row[: len(IN_A_STEP)] = [0.0] * len(IN_A_STEP)
 
-    def lap(self) -> float:
+    def lap(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """A step is over; its seconds, evaluation and saving left out."""
-        self.switch(WATCHING)
-        row = self._row
-        self._row = [0.0] * len(PHASES)
-        seconds = self._at - self._lap - row[EVALUATION] - row[CHECKPOINT]
-        self._lap = self._at
+        now, row = clock(), self._row
+        row[self.phase] += now - self._at
+        self.phase = WATCHING
+        seconds = now - self._lap - row[EVALUATION] - row[CHECKPOINT]
+        self._at = self._lap = now
         self._rows.fromlist(row)
+        self._row = NOTHING.copy()
         self._steps += 1
+        if self._steps >= self._attend:
+            self._seldom()
+        return seconds
+
+    def _seldom(self) -> None:
+        """What is not to be done at each step; on a GPU something is."""
+        if self._record is not None:
+            self._record(WATCHING)
         if self._steps <= ORDER_STEPS:
             self._last_gradient.step_is_over(self._steps == ORDER_STEPS)
         if len(self._rows) >= KEPT * len(PHASES):
             self._fold()
         if self.device_clock is not None:
             self._record = self.device_clock.lap(self._steps)
-        return seconds
+        elif self._steps >= ORDER_STEPS:
+            self._attend = self._steps + KEPT - len(self._rows) // len(PHASES)
 
     def forget(self) -> None:
         """The time since the last switch is nobody's: the process was held up from outside."""
