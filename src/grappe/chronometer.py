@@ -95,6 +95,8 @@ class Chronometer:
         self._last_gradient = LastGradient(self)
         self.device_clock = DeviceClock() if device.type == "cuda" else None
         self._record: Callable[[int], None] | None = None
+        self._told = False
+        self._hook: Any = None
         self.held: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer state, as of the second update."""
         self.parameters: list[tuple[str, Any]] = []
@@ -114,6 +116,7 @@ class Chronometer:
     def tell(self, phase: int) -> None:
         """An engine says that inside of its step it is `phase`; what it does for an evaluation is not that."""
         if FORWARD <= self.phase <= UPDATE:
+            self._told = phase == UPDATE
             self.switch(phase)
 
     @contextlib.contextmanager
@@ -159,6 +162,8 @@ class Chronometer:
             self._record(WATCHING)
         if self._steps <= ORDER_STEPS:
             self._last_gradient.step_is_over(self._steps == ORDER_STEPS)
+        if self._steps == ORDER_STEPS and self._told and self.at_update is None:
+            self._hook.remove()  # the engine says itself when its update begins, and nobody else wants to know
         if len(self._rows) >= KEPT * len(PHASES):
             self._fold()
         if self.device_clock is not None:
@@ -218,7 +223,8 @@ class Chronometer:
             parts["model"] = self._model(task.model)
         alike = plan.data_parallel > 1 and plan.data_parallel == plan.processes
         parts["optimizer"] = self._optimizer(task.optimizer, alike)
-        self._undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._undo.append(self._hook.remove)
         if plan.processes > 1:
             self._watch_waits(waits)
         return watched
