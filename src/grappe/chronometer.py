@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from grappe.task import Task
 
 BLOCKS = 8  # foldings whose steps are kept for medians
+NOTHING = [0.0] * len(PHASES)
 ORDER_STEPS = 3  # steps that are watched to see which gradient comes last
 
 Waits = Sequence[tuple[Any, str]]
@@ -88,12 +89,14 @@ class Chronometer:
         self._rows = array("d")
         self._blocks: deque[Any] = deque(maxlen=BLOCKS)
         self._totals = [0.0] * len(PHASES)
-        self._steps = 0
+        self._steps = self._attend = 0
         self._window: tuple[int, list[float]] = (0, list(self._totals))
         self._undo: list[Callable[[], None]] = []
         self._last_gradient = LastGradient(self)
         self.device_clock = DeviceClock() if device.type == "cuda" else None
         self._record: Callable[[int], None] | None = None
+        self._told = False
+        self._hook: Any = None
         self.held: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer state, as of the second update."""
         self.parameters: list[tuple[str, Any]] = []
@@ -113,6 +116,7 @@ class Chronometer:
     def tell(self, phase: int) -> None:
         """An engine says that inside of its step it is `phase`; what it does for an evaluation is not that."""
         if FORWARD <= self.phase <= UPDATE:
+            self._told = phase == UPDATE
             self.switch(phase)
 
     @contextlib.contextmanager
@@ -138,22 +142,34 @@ class Chronometer:
         self._row[START] += sum(self._row[: len(IN_A_STEP)])
         self._row[: len(IN_A_STEP)] = [0.0] * len(IN_A_STEP)
 
-    def lap(self) -> float:
+    def lap(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """A step is over; its seconds, evaluation and saving left out."""
-        self.switch(WATCHING)
-        row = self._row
-        self._row = [0.0] * len(PHASES)
-        seconds = self._at - self._lap - row[EVALUATION] - row[CHECKPOINT]
-        self._lap = self._at
+        now, row = clock(), self._row
+        row[self.phase] += now - self._at
+        self.phase = WATCHING
+        seconds = now - self._lap - row[EVALUATION] - row[CHECKPOINT]
+        self._at = self._lap = now
         self._rows.fromlist(row)
+        self._row = NOTHING.copy()
         self._steps += 1
+        if self._steps >= self._attend:
+            self._seldom()
+        return seconds
+
+    def _seldom(self) -> None:
+        """What is not to be done at each step; on a GPU something is."""
+        if self._record is not None:
+            self._record(WATCHING)
         if self._steps <= ORDER_STEPS:
             self._last_gradient.step_is_over(self._steps == ORDER_STEPS)
+        if self._steps == ORDER_STEPS and self._told and self.at_update is None:
+            self._hook.remove()  # the engine says itself when its update begins, and nobody else wants to know
         if len(self._rows) >= KEPT * len(PHASES):
             self._fold()
         if self.device_clock is not None:
             self._record = self.device_clock.lap(self._steps)
-        return seconds
+        elif self._steps >= ORDER_STEPS:
+            self._attend = self._steps + KEPT - len(self._rows) // len(PHASES)
 
     def forget(self) -> None:
         """The time since the last switch is nobody's: the process was held up from outside."""
@@ -207,7 +223,8 @@ class Chronometer:
             parts["model"] = self._model(task.model)
         alike = plan.data_parallel > 1 and plan.data_parallel == plan.processes
         parts["optimizer"] = self._optimizer(task.optimizer, alike)
-        self._undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._undo.append(self._hook.remove)
         if plan.processes > 1:
             self._watch_waits(waits)
         return watched

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from grappe.entry import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.parameters import SWITCH, DataFolder, FieldText, RunFolder, TaskName, whole_numbers
+
+if TYPE_CHECKING:
+    from grappe.verbs.measure_jobs import Wanted
 
 
 def register(app: App) -> None:
@@ -37,6 +40,19 @@ def measure(
         bool, SWITCH, Parameter(help="Batch sizes are for one process and grow with their number.")
     ] = False,
     no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
+    site: Annotated[
+        str | None, Parameter(help="Submit each training as a Slurm job of this cluster (see: grappe sites).")
+    ] = None,
+    account: Annotated[str | None, Parameter(help="What such jobs are billed to.")] = None,
+    time: Annotated[str | None, Parameter(help="How long such a job may take: 30m. Default: 1 h.")] = None,
+    show_: Annotated[
+        bool,
+        Parameter(name="--show", negative="", show_default=False, help="Print the jobs; submit nothing."),
+    ] = False,
+    gather: Annotated[
+        list[Path] | None,
+        Parameter(consume_multiple=True, help="Train nothing: take these runs, of such jobs say."),
+    ] = None,
     largest_batch: Annotated[
         bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
     ] = False,
@@ -50,24 +66,49 @@ def measure(
     from grappe.verbs import session
 
     texts = split(fields)
-    for text in plan or [""]:
-        session.prepare(text, task)
     sizes = whole_numbers("--batch-size", batch_size)
+    if site is not None:
+        from grappe.verbs.measure_jobs import Wanted
+
+        return _send(
+            Wanted(
+                task=task,
+                fields=fields,
+                plans=tuple(plan or [""]),
+                steps=steps,
+                repeats=repeats,
+                batch_sizes=tuple(sizes),
+                weak=weak,
+                site=site,
+                account=account,
+                time=time,
+                data=str(data) if data else None,
+            ),
+            show_,
+        )
+    if not gather:
+        for text in plan or [""]:
+            session.prepare(text, task)
     from grappe.verbs import measure as verb
     from grappe.verbs import verdict
     from grappe.verbs.largest import largest_batches as verb_largest
+    from grappe.verbs.measure_jobs import gather as gathered
 
-    points = verb.measure(
-        task,
-        plan or [""],
-        steps=steps,
-        repeats=repeats,
-        batch_sizes=sizes,
-        weak=weak,
-        advise=not no_advice,
-        data=data,
-        fields=texts,
-        told=lambda line: print(line, file=sys.stderr, flush=True),
+    points = (
+        gathered(gather)
+        if gather
+        else verb.measure(
+            task,
+            plan or [""],
+            steps=steps,
+            repeats=repeats,
+            batch_sizes=sizes,
+            weak=weak,
+            advise=not no_advice,
+            data=data,
+            fields=texts,
+            told=lambda line: print(line, file=sys.stderr, flush=True),
+        )
     )
     for part in (
         verb.table(points),
@@ -84,6 +125,22 @@ def measure(
     if out is not None:
         verb.write(points, task, out, weak=weak)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
+
+
+def _send(wanted: Wanted, only_show: bool) -> int:
+    """Submits trainings as jobs, and says how to gather them."""
+    from grappe.verbs.measure_jobs import send
+
+    runs = []
+    for one in send(wanted, show=only_show):
+        if only_show:
+            sys.stdout.write(one.text)
+        else:
+            show(f"job {one.job}: {one.cost}; run {one.run}")
+        runs.append(str(one.run))
+    if not only_show:
+        show(f"once they have ended: grappe measure {wanted.task} --gather {' '.join(runs)}")
+    return EXIT_OK
 
 
 def report(

@@ -123,7 +123,7 @@ class _Bench:
                     failures[place] = str(error)
                 self._tell(grid[place], turn, repeats, answers[place], failures[place])
         return [
-            _point(plan, batch, answers[place], failures[place], origin)
+            point(plan, batch, answers[place], failures[place], origin)
             for place, (plan, batch) in enumerate(grid)
         ]
 
@@ -191,17 +191,18 @@ def _counted(answer: Answer, asked: Asked, task: Task, place: Place) -> Answer:
         return dataclasses.replace(answer, why=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _point(plan: Plan, batch: int, answers: Sequence[Answer], failure: str, origin: str) -> Point:
-    point = Point(
+def point(plan: Plan, batch: int, answers: Sequence[Answer], failure: str, origin: str) -> Point:
+    """The point that `answers` are trials of, or the reason why there are none."""
+    empty = Point(
         plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, origin=origin
     )
     if failure or not answers:
-        return dataclasses.replace(point, failure=failure or "it was not measured")
+        return dataclasses.replace(empty, failure=failure or "it was not measured")
     one = answers[0]
     head = one.usages[0]
     why = {name: reason for usage in one.usages for name, reason in usage["why"].items()}
     return dataclasses.replace(
-        point,
+        empty,
         batch=one.batch,
         device=head["device"],
         cores=sum(usage["cores"] for usage in one.usages),

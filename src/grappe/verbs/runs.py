@@ -68,9 +68,28 @@ def describe(folder: Path) -> Table:
     if evaluation := _last(run, "evaluation"):
         where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
         table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
+    if isinstance(known.get("used"), dict):
+        table.add_row("used", _used(known["used"]))
     for checkpoint in found(run.checkpoints):
         table.add_row("checkpoint", f"{checkpoint.folder.name}: {verify(checkpoint.folder) or 'verified'}")
     return table
+
+
+def _used(used: dict[str, Any]) -> str:
+    """Hours and energy over all starts."""
+    told = [
+        f"{used[name]:.3g} {word}"
+        for name, word in (("core_hours", "core-hours"), ("gpu_hours", "GPU-hours"))
+        if isinstance(used.get(name), int | float) and used[name]
+    ]
+    joules = used.get("joules")
+    for name, value in joules.items() if isinstance(joules, dict) else ():
+        told.append(
+            f"{value:,.0f} J ({name})"
+            if isinstance(value, int | float)
+            else f"energy of {name} not measurable here"
+        )
+    return ", ".join(told)
 
 
 def _pairs(named: Any, between: str) -> str:

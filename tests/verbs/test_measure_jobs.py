@@ -1,0 +1,69 @@
+"""Points as jobs: one script for each, checked before any is sent; and gathered from the runs that they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import RunError, UsageError
+from grappe.run import Run
+from grappe.verbs import measure_jobs as jobs
+from tests.test_training import train
+
+WANTED = jobs.Wanted(
+    task="digits",
+    fields=("lr=0.2", "batch_size=16"),
+    plans=("replicate=4", "replicate=8"),
+    steps=20,
+    repeats=2,
+    batch_sizes=(),
+    weak=False,
+    site="narval",
+    account="def-someone",
+    time="20m",
+    data=None,
+)
+
+
+def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = list(jobs.send(WANTED, show=True))
+    assert len({one.run for one in found}) == 4
+    assert all(not one.job for one in found)
+    assert "--nodes=1" in found[0].text
+    assert "--nodes=2" in found[1].text
+    for one in found:
+        assert "lr=0.2 batch_size=16 --steps 25" in one.text
+        assert "#SBATCH --time=00:20:00" in one.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weak_scaling_gives_each_process_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    monkeypatch.chdir(tmp_path)
+    own = dataclasses.replace(WANTED, weak=True, repeats=1)
+    texts = [one.text for one in jobs.send(own, show=True)]
+    assert ["batch_size=64" in texts[0], "batch_size=128" in texts[1]] == [True, True]
+    several = dataclasses.replace(own, batch_sizes=(8, 32), plans=("replicate=2",))
+    texts = [one.text for one in jobs.send(several, show=True)]
+    assert ["batch_size=16 " in texts[0], "batch_size=64 " in texts[1]] == [True, True]
+
+
+def test_runs_become_points_and_one_that_has_not_ended_a_row(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(tmp_path / name)
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    Run(tmp_path / "c").describe(costs=None, plan="threads=1,replicate=2", status="running")
+    places = [tmp_path / name for name in ("c", "a", "b")]
+    alone, pair = jobs.gather(places)
+    assert len(alone.trials) == 2
+    assert alone.batch == 12
+    assert alone.rate > 0
+    assert "has not ended (running)" in pair.failure
+    with pytest.raises(UsageError, match="nothing to gather yet"):
+        jobs.gather(places[:1])
+    with pytest.raises(RunError, match="is no run"):
+        jobs.gather([tmp_path / "none"])
