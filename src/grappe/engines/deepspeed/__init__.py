@@ -17,6 +17,7 @@ from grappe.engines.deepspeed import disk, library, optimizer, settings
 from grappe.engines.deepspeed.partition import partitioned
 from grappe.engines.deepspeed.reached import Reached
 from grappe.engines.deepspeed.state import Partitioned
+from grappe.errors import DivergedError
 from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.phases import FORWARD, UPDATE
@@ -167,6 +168,12 @@ class DeepSpeed(Stepper):
         """ZeRO's own clipping and its own judgement of infinities, which all its processes share."""
         self._engine.step()
         applied = self._engine.was_step_applied()
+        if not applied and self._plan.precision != "fp16":
+            # It skips the step in any precision, and would stand still without a word.
+            raise DivergedError(
+                "the gradient is not finite, though the loss may be. Nothing was saved over: the last checkpoint is "
+                "from before. Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
+            )
         if not self._needs_norm:
             return None, False
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
