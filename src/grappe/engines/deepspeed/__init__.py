@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -228,6 +229,9 @@ class DeepSpeed(Stepper):
 
     def close(self) -> None:
         self._engine.destroy()
+        # What it is made of refers to itself: its memory, and what its destructors do, must not wait for later.
+        del self._engine, self._carrier, self._model, self._split, self._parameters
+        gc.collect()
         self._communication.leave()
         self._scratch.close()
 
