@@ -92,3 +92,23 @@ def test_fp16_skips_an_infinity_everywhere(pool: Pool, plan: str) -> None:
     assert lr[LOUD_STEP] == lr[LOUD_STEP + 1], "the schedule advanced on a step that was skipped"
     gap, name = difference(reference.train(task, STEPS, skip=LOUD_STEP)["weights"], found[0]["weights"])
     assert gap < 1e-2, name
+
+
+class Steep(Images):
+    """Its loss is finite, and its gradient is not."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().loss(output, target) + (output[:, 0] * 0).sqrt()
+
+
+@pytest.mark.parametrize("plan", ["shard=2,zero=1", "shard=2"])
+def test_an_infinite_gradient_is_said_and_not_stood_still_at(pool: Pool, plan: str) -> None:
+    for told in pool.run("tests.engines.told:told", 2, Steep(), f"engine=deepspeed,{plan}", 2):
+        assert told.startswith("DivergedError: the gradient is not finite")
+
+
+def test_a_parameter_that_nothing_reaches_is_named(pool: Pool) -> None:
+    for told in pool.run("tests.engines.told:told", 2, Images(unused=True), "engine=deepspeed,shard=2", 2):
+        assert told.startswith(
+            "TaskError: the loss does not depend on spare: DeepSpeed would let weight decay"
+        )

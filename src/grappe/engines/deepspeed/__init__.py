@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from grappe.engines.deepspeed import disk, library, optimizer, settings
 from grappe.engines.deepspeed.partition import partitioned
 from grappe.engines.deepspeed.reached import Reached
 from grappe.engines.deepspeed.state import Partitioned
+from grappe.errors import DivergedError
 from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.phases import FORWARD, UPDATE
@@ -167,6 +169,12 @@ class DeepSpeed(Stepper):
         """ZeRO's own clipping and its own judgement of infinities, which all its processes share."""
         self._engine.step()
         applied = self._engine.was_step_applied()
+        if not applied and self._plan.precision != "fp16":
+            # It skips the step in any precision, and would stand still without a word.
+            raise DivergedError(
+                "the gradient is not finite, though the loss may be. Nothing was saved over: the last checkpoint is "
+                "from before. Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
+            )
         if not self._needs_norm:
             return None, False
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
@@ -221,6 +229,9 @@ class DeepSpeed(Stepper):
 
     def close(self) -> None:
         self._engine.destroy()
+        # What it is made of refers to itself: its memory, and what its destructors do, must not wait for later.
+        del self._engine, self._carrier, self._model, self._split, self._parameters
+        gc.collect()
         self._communication.leave()
         self._scratch.close()
 

@@ -1,0 +1,23 @@
+"""What the user is told of a training that cannot be: what each process of a pool does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grappe.errors import GrappeError
+from grappe.place import Place
+from grappe.task import Task
+from tests.parity.cell import train
+
+
+def told(place: Place, meet: Path, task: Task, text: str, steps: int) -> str:
+    """The error's class and words; empty without one."""
+    try:
+        train(place, meet, task, text, steps)
+    except GrappeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return ""
