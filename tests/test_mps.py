@@ -55,6 +55,7 @@ def test_started_and_ended_in_private_folders(record: Path, tmp_path: Path) -> N
         for folder in (pipe, log):
             assert Path(folder).stat().st_mode & 0o777 == 0o700
             assert Path(folder).is_relative_to(tmp_path / f"grappe-mps-{os.getuid()}")
+    assert environment == {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "2,3"}  # a notebook goes on
     folders = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
     first, last = told(record)
     assert first == [["-d"], "", {**folders, "CUDA_VISIBLE_DEVICES": "2,3"}]
@@ -77,8 +78,10 @@ def test_the_first_process_of_a_node_starts_it_for_the_others(record: Path) -> N
     first, second = {**os.environ}, {**os.environ}
     with mps.shared_gpus(SHARED, places[0], first), mps.shared_gpus(SHARED, places[1], second):
         assert first["CUDA_MPS_PIPE_DIRECTORY"] == second["CUDA_MPS_PIPE_DIRECTORY"]
-        assert first["CUDA_MPS_PIPE_DIRECTORY"].endswith("7-0-0/pipe")
+        assert first["CUDA_MPS_PIPE_DIRECTORY"].endswith("7-0-0-1/pipe")
     assert [words for _, words, _ in told(record)] == ["", "quit\n"]
+    with mps.shared_gpus(SHARED, places[0], first):  # they train once more
+        assert first["CUDA_MPS_PIPE_DIRECTORY"].endswith("7-0-0-2/pipe")
 
 
 def test_a_killed_owners_daemon_is_ended_by_the_next(record: Path, tmp_path: Path) -> None:

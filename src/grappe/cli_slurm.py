@@ -65,7 +65,17 @@ def register(app: App) -> None:
             ),
         ] = False,
     ) -> int:
-        """Submit a training as a Slurm job: grappe submit --time 3h -- train TASK …"""
+        """Submit a training as a Slurm job: grappe submit --time 3h -- train TASK …
+
+        Nodes, processes, cores and memory follow from the plan and the cluster. The job
+        saves before its time is over or when it is preempted, and goes back into the
+        queue until the run is finished.
+
+            grappe submit --show -- train digits          its script, and no job
+            grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
+            grappe submit --site narval --account def-me --time 3h \\
+                -- train digits --plan shard=8            two nodes of four GPUs
+        """
         from grappe.verbs import submit as verb
 
         train = read_training(app, words)

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
@@ -20,6 +21,8 @@ CLIENTS = 48  # of one GPU; 60 from CUDA 13.1
 READY = "ready"
 PATIENCE_SECONDS = 30.0
 OWNER = "owner"
+_starts: Counter[tuple[str, int]] = Counter()
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @contextlib.contextmanager
@@ -41,20 +44,33 @@ def shared_gpus(
     if plan.per_device > CLIENTS:
         raise PlanError(f"per_device={plan.per_device}: MPS takes {CLIENTS} processes a GPU: use fewer")
     folder = _folder(place)
-    if place is not None and place.local_rank:
+    first = place is None or place.local_rank == 0
+    if first:
+        _end_orphans(folder.parent)
+        start(folder, environment)
+    else:
         _wait_for(folder)
-        environment.update(variables(folder))
-        environment.pop("CUDA_VISIBLE_DEVICES", None)
-        yield
-        return
-    _end_orphans(folder.parent)
-    start(folder, environment)
+    try:
+        with _led_to(folder, environment):
+            yield
+    finally:
+        if first:
+            stop(folder)
+
+
+@contextlib.contextmanager
+def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[None]:
+    """The variables of clients, and afterwards those that were there before: a notebook goes on."""
+    before = {name: environment.get(name) for name in (*variables(folder), DEVICES)}
     environment.update(variables(folder))
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # the daemon has numbered the devices that it names from 0
+    environment.pop(DEVICES, None)  # the daemon has numbered the devices that it names from 0
     try:
         yield
     finally:
-        stop(folder)
+        for name, value in before.items():
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = value
 
 
 def wanted(plan: Plan) -> bool:
@@ -102,7 +118,11 @@ def _folder(place: Place | None) -> Path:
     base.mkdir(exist_ok=True, mode=0o700)
     if base.lstat().st_uid != os.getuid() or base.is_symlink():
         raise UsageError(f"{base} belongs to another user: set TMPDIR to a folder of your own")
-    return base / (place.job if place is not None and place.job else str(os.getpid()))
+    if place is None or not place.job:
+        return base / str(os.getpid())
+    # The same processes may train twice, and must not find the service that is just ending.
+    _starts[place.job, place.rank] += 1
+    return base / f"{place.job}-{_starts[place.job, place.rank]}"
 
 
 def _wait_for(folder: Path) -> None:

@@ -25,11 +25,12 @@ GRACE_SECONDS = 3.0
 SERVING_SECONDS = 1.0
 
 
-def start(place: Place, backend: str, device: torch.device, meet: Path) -> None:
+def start(place: Place, backend: str, device: torch.device, meet: Path, timeout: timedelta = TIMEOUT) -> None:
     """Makes torch's default process group. Collective.
 
     Args:
         meet: a folder that every process sees, where process 0 publishes its address.
+        timeout: of every wait for another process, now and in the collectives that follow.
 
     Raises:
         UsageError: process 0 did not publish it in time.
@@ -43,7 +44,9 @@ def start(place: Place, backend: str, device: torch.device, meet: Path) -> None:
     if place.size == 1:
         store: dist.Store = dist.HashStore()  # FSDP2 offloads through a group, of one process too
     else:
-        store = _env_store(place) if place.launcher == "torchrun" else _published_store(place, address)
+        store = (
+            _env_store(place) if place.launcher == "torchrun" else _published_store(place, address, timeout)
+        )
     # FSDP's offload and our own objects need CPU collectives beside NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
     dist.init_process_group(
@@ -51,7 +54,7 @@ def start(place: Place, backend: str, device: torch.device, meet: Path) -> None:
         store=store,
         rank=place.rank,
         world_size=place.size,
-        timeout=TIMEOUT,
+        timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
     if place.rank == 0:
@@ -102,21 +105,21 @@ def _env_store(place: Place) -> Store:
     return dist.PrefixStore(f"grappe/{starts}", store)
 
 
-def _published_store(place: Place, address: Path) -> Store:
+def _published_store(place: Place, address: Path, timeout: timedelta) -> Store:
     """A TCP store on a port of the system's choice, its address published by process 0."""
     import torch.distributed as dist
 
     if place.rank == 0:
         alone = place.size == place.local_size
         host = "127.0.0.1" if alone else socket.gethostname()
-        store = dist.TCPStore(host, 0, place.size, True, TIMEOUT, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, place.size, True, timeout, wait_for_workers=False)
         address.parent.mkdir(parents=True, exist_ok=True)
         beside = address.with_suffix(f".{os.getpid()}")
         beside.write_text(f"{host} {store.port}")
         beside.replace(address)
         return store
     host, port = _wait_for(lambda: address.read_text().split(), f"process 0's address in {address.parent}")
-    return dist.TCPStore(host, int(port), place.size, False, TIMEOUT, wait_for_workers=False)
+    return dist.TCPStore(host, int(port), place.size, False, timeout, wait_for_workers=False)
 
 
 def _wait_for(read: Callable[[], list[str]], what: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -147,11 +148,12 @@ def gather_into(whole: torch.Tensor, mine: torch.Tensor, group: ProcessGroup) ->
     gather(whole, mine, group=group)
 
 
-def join(plan: Plan, place: Place, meet: Path) -> World:
+def join(plan: Plan, place: Place, meet: Path, timeout: timedelta = rendezvous.TIMEOUT) -> World:
     """Joins the other processes and says where this one stands. Collective.
 
     Args:
         meet: a folder that every process sees, where process 0 publishes its address.
+        timeout: of every wait for another process.
 
     Raises:
         PlanError: the plan's product is not the number of processes, or it asks for what is not here.
@@ -166,7 +168,7 @@ def join(plan: Plan, place: Place, meet: Path) -> World:
     if place.size == 1 and plan.offload == "none":
         return World(place=place, device=device, threads=threads)
     backend = choose_backend(plan, device)
-    rendezvous.start(place, backend, device, meet)
+    rendezvous.start(place, backend, device, meet, timeout)
     return _with_mesh(plan, place, device, threads, backend)
 
 

@@ -92,7 +92,7 @@ class Cluster:
 
     def pids(self) -> list[int]:
         """The living processes that belong to it: daemons, slurmstepd, jobs."""
-        return [pid for pid in _pids() if _belongs(pid, str(self.folder))]
+        return [pid for pid in _pids() if pid != os.getpid() and _belongs(pid, str(self.folder))]
 
     def _states(self) -> list[str]:
         return self.run("sinfo", "-h", "-n", "n0,n1", "-p", "gpu", "-o", "%T", check=False).split()
@@ -206,7 +206,7 @@ def main() -> None:
         sys.exit(f"there is one in {HOME}: make slurm-down ends it")
     cluster.up()
     print(f"two nodes, {CPUS} cores and {GPUS} pretended GPUs each; to use it in this shell:")
-    print("\n".join(f"  export {name}={value}" for name, value in cluster.environment.items()))
+    print(f"  export SLURM_CONF={cluster.environment['SLURM_CONF']}")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_a_notebook_sweeps_over_numbers_of_gpus(
     assert notebook.queue(jobs, until_empty=True, every=0.5) == []
     assert "finished, 8 steps" in jobs[1].log(0)
     assert [file.name for file in notebook.logs(jobs[0])] == [f"job-{jobs[0].job}.out", "rank-0.log"]
-    assert notebook.logs(jobs[1].job) == [jobs[1].run / "logs" / f"job-{jobs[1].job}.out"]
+    assert notebook.logs(f"job-{jobs[1].job}.") == [jobs[1].run / "logs" / f"job-{jobs[1].job}.out"]
 
 
 def test_a_finished_run_is_not_submitted_again(

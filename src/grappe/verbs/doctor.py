@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
 CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
 SLOW_SECONDS = 0.5
 NUMBERS = 1 << 18
+PATIENCE_SECONDS = 60.0  # for all to meet: the training that follows would wait half an hour
 
 
 class Unfit(GrappeError):
@@ -72,14 +74,25 @@ def worker(asked: Request, place: Place, meet: Path) -> list[Finding]:
         raise Unfit(f"{host} is not fit for this training\n{text(_ordered([mine], [host]))}")
     from grappe import world
 
-    here = world.join(asked.plan, place, meet)
-    mine += _collective(here)
+    try:
+        here = world.join(asked.plan, place, meet, timedelta(seconds=PATIENCE_SECONDS))
+        mine += _collective(here)
+    except RuntimeError as mistake:
+        raise Unfit(
+            f"the {place.size} processes did not all meet in {PATIENCE_SECONDS:.0f} s: {_first_line(mistake)}. Is one "
+            "missing, does each node reach the others by name, do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the "
+            "right network?"
+        ) from mistake
     told = here.gather((host, mine, time.time()))
     here.leave()
     clocks = [at for _, _, at in told]
     if max(clocks) - min(clocks) > CLOCK_SECONDS:
         told.append(("", [_clock(max(clocks) - min(clocks))], 0.0))
     return _ordered([found for _, found, _ in told], [name for name, _, _ in told])
+
+
+def _first_line(mistake: Exception) -> str:
+    return str(mistake).partition("\n")[0]
 
 
 def _collective(here: Any) -> list[Finding]:
