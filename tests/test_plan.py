@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_says_how_it_would(text: str, processes: int, w
     ("text", "words"),
     [
         ("engine=nativ", "did you mean native"),
-        ("engine=textbook,shard=2", "textbook has no shard: engines that have: deepspeed, native"),
+        ("engine=textbook,shard=2", "textbook has no shard: engines that have: deepspeed, lightning, native"),
         ("pipeline=2", "native has no pipeline: no engine has yet"),
         ("offload=nvme:/tmp", "use offload=cpu"),
         ("exact=8,microbatches=2", "leave microbatches out"),
