@@ -119,3 +119,18 @@ def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) ->
     told = run(pool, task, "", tmp_path / "run", steps=5)
     assert "from engine lightning to native: only the weights go over" in told
     assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("plan", [f"{L},shard=2,offload=cpu", f"{L},shard=2,offload=cpu,microbatches=2"])
+@pytest.mark.parametrize("name", ["sgd", "tokens", "tiny"])
+def test_offloaded_by_deepspeeds_stage_3_learns_the_same(pool: Pool, name: str, plan: str) -> None:
+    check(pool, TASKS[name], plan, expected(name))
+
+
+def test_offloaded_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path) -> None:
+    task, plan = Images(dropout=0.3, clip=0.5), f"{L},shard=2,offload=cpu"
+    run(pool, task, plan, tmp_path / "whole", save_every=2)
+    run(pool, task, plan, tmp_path / "parts", 5, save_every=2)
+    assert "going on from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
+    assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
+    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,9 +43,9 @@ class Lightning(Engine):
 
     axes = COMMON | {
         "replicate", "shard", "zero", "tensor", "microbatches", "precision", "batchnorm",
-        "channels_last", "recompute", "compile",
+        "channels_last", "recompute", "compile", "offload",
     }  # fmt: skip
-    about = "lightning.Trainer and its strategies: DDP, and FSDP2 with tensor parallelism"
+    about = "lightning.Trainer and its strategies: DDP, FSDP2 with tensor parallelism, DeepSpeed for offload"
 
     @classmethod
     def refuse(cls, plan: Plan) -> str | None:
@@ -56,19 +56,33 @@ class Lightning(Engine):
                 "engine=lightning has no fp16: its Trainer moves the schedule on in a step that it skips. "
                 "Use precision=bf16, or fp16 with engine=native"
             )
+        if plan.offload != "none":
+            from grappe.engines.lightning.offload import Offloaded
+
+            return Offloaded.refuse(plan)
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
         return None
+
+    @classmethod
+    def fitting(cls, plan: Plan) -> type[Engine]:
+        if plan.offload == "none":
+            return cls
+        from grappe.engines.lightning.offload import Offloaded
+
+        return Offloaded
 
     def __init__(self, setting: Setting) -> None:
         self.task, self.plan, self.world = setting.task, setting.plan, setting.world
         self.total_steps = setting.total_steps
         self._flag, self._phase = setting.flag, setting.phase
         set_tf32(self.plan.precision)
-        self.prepared = prepare(self.task, self.plan, self.world, setting.weights)
-        self.model = self.prepared.model
+        prepared = prepare(self.task, self.plan, self.world, setting.weights)
+        self.model = self._forward = prepared.model
+        self._rows, self._tally = prepared.rows, prepared.tally
+        self._synchronise = prepared.synchronise if uses_shard(self.plan) else None
+        self._evaluated_in = prepared.autocast or contextlib.nullcontext()
         self._losses = Losses(self.task)
-        self._tally = self.prepared.tally
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self.optimizer = self.task.optimizer(named)
@@ -76,11 +90,16 @@ class Lightning(Engine):
         # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is told to sum.
         summed = uses_shard(self.plan) or self.world.data_group is None
         self._ways = float(self.plan.microbatches * (1 if summed else self.world.data_size))
+        self._begin()
+        self.model.train()
+
+    def _begin(self) -> None:
+        """Nothing has happened yet."""
         self._around = contextlib.ExitStack()
+        self._loss_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._total: Tensor | None = None
         self._norm: Tensor | None = None
         self._lr = 0.0
-        self.model.train()
 
     def train(self, batches: Iterator[Batch], after: After) -> None:
         first = next(batches, None)
@@ -97,18 +116,19 @@ class Lightning(Engine):
         if item.micro is item.batch.microbatches[0]:
             seed_dropout(self.task.seed, item.batch.step, self.world)
             self._total = None
-        if self.prepared.synchronise is not None and uses_shard(self.plan):
-            self.prepared.synchronise(item.last)
+        if self._synchronise is not None:
+            self._synchronise(item.last)
         if not item.micro.rows:  # until its backward is over, where recomputation runs the forward again
-            self._around.enter_context(unnoticed(self.model, self.prepared.rows))
+            self._around.enter_context(unnoticed(self.model, self._rows))
 
     def loss(self, item: Item) -> Tensor:
         """The item's share of the step's loss, times what Lightning and DDP will divide by; a scalar."""
         self._phase(FORWARD)  # its optimizer calls this, which looks like an update from outside
         batch, micro, last = item
-        output = self.model(micro.inputs)
+        output = self._forward(micro.inputs)
         rows = micro.rows or rows_of(micro.targets)
-        values = self._losses.values(output, micro, rows)
+        with self._loss_in:
+            values = self._losses.values(output, micro, rows)
         seed = self._losses.seed(values, micro, batch, rows, self._ways)
         total = self._losses.total(values, micro, rows)
         self._total = total if self._total is None else self._total + total
@@ -149,8 +169,7 @@ class Lightning(Engine):
     # ---- what does not depend on who runs the loop -----------------------------------------------------------
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        precision = self.prepared.autocast or contextlib.nullcontext()
-        scores = evaluation.evaluate(self.model, self.task, self.world, batches, samples, precision)
+        scores = evaluation.evaluate(self.model, self.task, self.world, batches, samples, self._evaluated_in)
         reshard(self.model)
         return scores
 

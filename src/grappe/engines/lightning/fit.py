@@ -59,7 +59,7 @@ def make_trainer(engine: Lightning, callbacks: list[Callback], first: Item) -> T
         num_nodes=-(-world.size // world.place.local_size),
         strategy=choose_strategy(engine, first),
         plugins=[Here(world)],
-        precision=PRECISIONS[plan.precision],  # pyrefly: ignore
+        precision=PRECISIONS[plan.precision] if plan.offload == "none" else None,  # pyrefly: ignore
         accumulate_grad_batches=plan.microbatches,
         max_epochs=1,  # one of its epochs holds all steps; ours are the ledger's
         callbacks=callbacks,
@@ -78,10 +78,15 @@ def make_trainer(engine: Lightning, callbacks: list[Callback], first: Item) -> T
 def choose_strategy(engine: Lightning, first: Item) -> Strategy:
     """Lightning's strategy for the engine's plan. Collective."""
     plan, world = engine.plan, engine.world
-    if world.size == 1:
+    if world.size == 1 and plan.offload == "none":
         return Single(world.device)
-    if uses_shard(plan) or plan.tensor > 1:
-        strategy: Any = Split(data_parallel_size=plan.data_parallel, tensor_parallel_size=plan.tensor)
+    strategy: Any
+    if plan.offload != "none":
+        from grappe.engines.lightning.stage3 import Stage3
+
+        strategy = Stage3(engine)
+    elif uses_shard(plan) or plan.tensor > 1:
+        strategy = Split(data_parallel_size=plan.data_parallel, tensor_parallel_size=plan.tensor)
     else:
         reached = engine.rehearse(first, engine.loss)
         strategy = Replicated(**ddp_arguments(find_unused=not reached))  # pyrefly: ignore

@@ -1,0 +1,48 @@
+"""Lightning's DeepSpeed strategy over an engine of DeepSpeed's that is there already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch import Tensor
+
+    from grappe.engines.lightning import Lightning
+
+
+class AsItIs(DeepSpeedPrecision):
+    """DeepSpeed's backward and step as Lightning calls them; batches stay as they are, with the counts in them."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+class Stage3(DeepSpeedStrategy):
+    """On CPUs too; DeepSpeed was initialized by the engine, with settings that are checked against the plan."""
+
+    def __init__(self, engine: Lightning) -> None:
+        super().__init__(config={"zero_optimization": {"stage": 3}}, precision_plugin=AsItIs("32-true"))
+        self._engine = engine
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        self.model = self._engine._forward
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        assert self.lightning_module is not None
+        return self.lightning_module.training_step(*arguments, **options)  # pyrefly: ignore
+
+    def teardown(self) -> None:
+        """Leaves everything as it is."""
