@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,14 @@ def pool() -> Iterator[Pool]:
     made = Pool(4)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def operators() -> None:
+    """DeepSpeed's operators, compiled before a pool is asked for what needs them: its calls may take two minutes."""
+    pytest.importorskip("deepspeed")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from grappe.engines.deepspeed import library
+
+    for name in ("CPUAdamBuilder", "AsyncIOBuilder"):
+        library.builds(name)

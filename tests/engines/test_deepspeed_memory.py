@@ -15,7 +15,10 @@ from tests.parity.wide import Wide
 from tests.processes import Pool
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+pytestmark = [
+    pytest.mark.usefixtures("operators"),
+    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only"),
+]
 
 TASK = Wide(width=1024, depth=40, samples=4, batch_size=4, epochs=8)
 NUMBERS = 40 * (1024 * 1024 + 1024)

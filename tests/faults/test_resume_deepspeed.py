@@ -20,6 +20,7 @@ from tests.parity.wide import Wide
 from tests.processes import Pool
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.usefixtures("operators")
 
 PART = "tests.faults.resume_cell:part"
 DROPPING = Images(rule="adam", dropout=0.3, clip=0.5)

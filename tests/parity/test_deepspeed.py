@@ -17,6 +17,7 @@ from tests.parity.wide import Wide
 from tests.processes import Pool
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.usefixtures("operators")
 
 TOGETHER = Tokens(batch_size=9)
 """Clipping, a schedule, ignored tokens, a short last batch of 8, and microbatches that do not divide, all at once."""
