@@ -170,7 +170,10 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
     family = {
         point.processes: point
         for point in good
-        if point.batch == first.batch and point.device == first.device and point.origin == "asked"
+        if point.batch == first.batch
+        and point.device == first.device
+        and point.origin == "asked"
+        and _alike(point) == _alike(first)
     }
     if len(family) < 2:
         return
@@ -183,7 +186,8 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
     if shared <= 0:
         yield f"more processes than {alone} do not help at this batch size"
         return
-    bring = many_step / (max(0.0, fixed) + shared / (many + 1))
+    # Where nothing seems fixed (noise, caches that fit better) one more brings no more than its share.
+    bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
     speed = last.rate / family[alone].rate
     share = efficiency(last, family[alone])
     told = f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}"
@@ -197,6 +201,11 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
     worst = max(parts, key=lambda part: parts[part])
     where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 else ""
     yield f"{told}{where}); one more would bring about {bring - 1:+.0%}"
+
+
+def _alike(point: Point) -> Plan:
+    """The plan but for how many processes it has: only those that agree in it can tell what processes bring."""
+    return dataclasses.replace(Plan.parse(point.plan), replicate=1, shard=1, zero=3, pipeline=1, tensor=1)
 
 
 def next_points(points: Sequence[Point]) -> list[tuple[Plan, int]]:
