@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe import cli_figures, cli_slurm, entry
+from grappe import cli_figures, cli_slurm, cli_verify, entry
 from grappe.entry import plain_table, show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.parameters import (
@@ -298,6 +298,7 @@ def engines() -> int:
 
 
 cli_figures.register(app)
+cli_verify.register(app)
 cli_slurm.register(app)
 
 

@@ -15,6 +15,7 @@ from grappe.training import Options
 from tests.faults.resume_cell import Loaded, curves, hashes
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference
+from tests.parity.planted import Centred
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -157,3 +158,8 @@ def _state(found: dict[str, str]) -> dict[str, str]:
     copies = {(name.split(".", 2)[2], one) for name, one in found.items() if name.startswith("local.")}
     assert len(copies) == len(buffers), "the processes' buffers differ"
     return {**first, **buffers}
+
+
+def test_a_buffer_that_nobody_can_combine_is_refused(pool: Pool) -> None:
+    with pytest.raises(AssertionError, match=r"the buffer '2.3.seen' changes"):
+        trained(pool, Centred(samples=40), "exact=4", 2)

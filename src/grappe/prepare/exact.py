@@ -167,8 +167,10 @@ class Statistics:
             one for one in model.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None
         ]
         mine = {id(buffer) for module in self._all for buffer in module.buffers(recurse=False)}
-        others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in mine}
-        self._others = {name: (buffer, buffer.clone()) for name, buffer in others.items()}
+        self._model = model
+        self._others = {
+            name: buffer.clone() for name, buffer in model.named_buffers() if id(buffer) not in mine
+        }
         self._modules: list[_BatchNorm] = []
         self._before: list[Tensor] = []
         self._rows: dict[int, Tensor] = {}
@@ -248,8 +250,9 @@ class Statistics:
 
     def _check_others(self) -> None:
         """Once, behind the first step."""
-        for name, (buffer, before) in self._others.items():
-            if not torch.equal(buffer, before):
+        now = dict(self._model.named_buffers()) if self._others else {}
+        for name, before in self._others.items():
+            if not torch.equal(now[name], before):
                 raise TaskError(
                     f"exact={self._pieces}: the buffer '{name}' changes while the model trains, and only batch "
                     "normalisation's statistics can be combined in order: leave exact out, or the buffer"

@@ -97,10 +97,15 @@ def request(
         plan=as_plan(plan),
         run=Path(folder) if folder else None,
         base=Path(base),
-        data=Path(data or os.environ.get(DATA_FOLDER, "data")),
+        data=data_folder(data),
         weights=Path(weights) if weights else None,
         options=options or Options(),
     )
+
+
+def data_folder(data: Path | str | None) -> Path:
+    """Where datasets are: `data`, the environment's GRAPPE_DATA, or ./data."""
+    return Path(data or os.environ.get(DATA_FOLDER, "data"))
 
 
 def run_training(asked: Request) -> Result:

@@ -1,0 +1,226 @@
+"""Changes: the user's task, watched, and with one thing switched off that may be why two plans differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import Dataset
+
+from grappe.data.arrays import Arrays, in_memory
+from grappe.parity.mixing import Kept, kept_buffers, put_back
+from grappe.task import Task, overrides
+
+NO_CLIP = 1e30  # engines tell the gradient's norm where there is a bound; this one is never reached
+EPOCH_STEPS = 3  # whole batches in an epoch of a trial; a short odd one follows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What is switched off, under the plan and in the plain process alike; nothing by default."""
+
+    draws: bool = False
+    """Random draws in the model give their mean."""
+    mixing: tuple[str, ...] = ()
+    """These modules, which mix a batch's samples while training, work as in evaluation."""
+    paired: tuple[str, ...] = ()
+    """These mix them in evaluation too: they see two rows at a time, 2j and 2j+1, which no plan separates."""
+    loss: bool = False
+    """The loss is computed row by row, so that no row can enter another's."""
+    augment: bool = False
+    """No augmentation."""
+    buffers: bool = False
+    """Every forward finds the buffers as they were in the beginning."""
+    precision: bool = False
+    """The forward runs in float32, whatever surrounds it."""
+    clip: bool = False
+    """The gradient is not clipped."""
+    even: int = 0
+    """Every batch has a multiple of so many samples, and nothing is weighted: no slice is larger than another."""
+    samples: tuple[Any, ...] = ()
+    """Samples that were loaded before, in place of the dataset."""
+
+
+NOTHING = Changes()
+
+
+class Seen:
+    """Which samples reached the loss in this process: the ids that travelled with the targets."""
+
+    def __init__(self) -> None:
+        self._calls: list[Tensor] = []
+
+    def note(self, ids: Tensor) -> None:
+        """A call of the loss."""
+        self._calls.append(ids.detach())
+
+    def take(self, rows: Sequence[int]) -> list[int]:
+        """The ids of a step that is over, whose microbatches have so many `rows`; filled-in ones have none."""
+        calls, self._calls = self._calls, []
+        # An engine may rehearse before its first step, and may leave out what has no row.
+        wanted = list(rows) if len(calls) >= len(rows) else [one for one in rows if one]
+        calls = calls[len(calls) - len(wanted) :]
+        return [i for ids, real in zip(calls, wanted, strict=False) if real for i in ids.tolist()]
+
+
+def watched(task: Task, changes: Changes, seen: Seen) -> Task:
+    """A task of a class derived from the user's: the same to every engine, but for `changes`.
+
+    Its data is a part of the user's: three batches and a short one an epoch, evenly spread, each sample's id
+    travelling with its target.
+    """
+    kind = type(task)
+    methods: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__annotations__": {},
+    }
+    for name in ("data", "loss", "model"):
+        methods[name] = globals()[f"_{name}"](task, changes, seen)
+    for name in ("counts", "augment", "collate"):
+        if overrides(task, name):
+            methods[name] = globals()[f"_{name}"](task, changes, seen)
+    disguised = object.__new__(type(kind.__name__, (kind,), methods))
+    disguised.__dict__.update(task.__dict__)
+    if changes.clip or task.clip is None:
+        disguised.__dict__["clip"] = NO_CLIP
+    if changes.even:
+        disguised.__dict__["batch_size"] = -(-task.batch_size // changes.even) * changes.even
+    return disguised
+
+
+def length_of(task: Task, changes: Changes, available: int) -> int:
+    """How many samples an epoch of a trial has: its last batch is short, and odd so that slices are uneven."""
+    batch = -(-task.batch_size // changes.even) * changes.even if changes.even else task.batch_size
+    if changes.even:
+        return max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
+    short = (batch // 2) | 1 if batch > 1 else 0
+    return min(available, EPOCH_STEPS * batch + short)
+
+
+class Part(Dataset):
+    """A few of a dataset's samples, each with its place as its id: (input, (target, id))."""
+
+    def __init__(self, dataset: Any, index: np.ndarray, given: Sequence[Any]) -> None:
+        self._dataset, self._index, self._given = dataset, index, given
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> tuple[Any, tuple[Any, int]]:
+        inputs, target = self._given[index] if self._given else self._dataset[int(self._index[index])]
+        return inputs, (target, index)
+
+
+def _data(task: Task, changes: Changes, seen: Seen) -> Any:
+    def data(self: Task, split: str, folder: Path) -> Dataset:
+        dataset: Any = task.data(split, folder)
+        length = length_of(task, changes, len(dataset))
+        index = np.arange(length) * len(dataset) // length
+        arrays = in_memory(dataset)
+        if arrays is None or changes.samples:
+            return Part(dataset, index, changes.samples)
+        places = torch.from_numpy(index)
+        inputs, targets = tree_map(lambda leaf: leaf[places.to(leaf.device)], (arrays.inputs, arrays.targets))
+        return Arrays(inputs, (targets, torch.arange(length)), prepare=arrays.prepare)
+
+    return data
+
+
+def _loss(task: Task, changes: Changes, seen: Seen) -> Any:
+    def loss(self: Task, output: Any, target: Any) -> Tensor:
+        target, ids = target
+        seen.note(ids)
+        if not changes.loss:
+            return task.loss(output, target)
+        rows = range(len(ids))
+        return torch.cat(
+            [task.loss(*tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target))) for i in rows]
+        )
+
+    return loss
+
+
+def _counts(task: Task, changes: Changes, seen: Seen) -> Any:
+    def counts(self: Task, target: Any) -> Tensor | None:
+        return None if changes.even else task.counts(target[0])
+
+    return counts
+
+
+def _augment(task: Task, changes: Changes, seen: Seen) -> Any:
+    def augment(self: Task, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
+        if changes.augment:
+            return inputs, targets
+        inputs, target = task.augment(inputs, targets[0], keys)
+        return inputs, (target, targets[1])
+
+    return augment
+
+
+def _collate(task: Task, changes: Changes, seen: Seen) -> Any:
+    def collate(self: Task, samples: Sequence[Any]) -> Any:
+        inputs, targets = task.collate([(inputs, target) for inputs, (target, _) in samples])
+        return inputs, (targets, torch.tensor([place for _, (_, place) in samples]))
+
+    return collate
+
+
+def _model(task: Task, changes: Changes, seen: Seen) -> Any:
+    def model(self: Task) -> nn.Module:
+        made = task.model()
+        for name, module in made.named_modules():
+            if name in changes.mixing:
+                module.register_forward_pre_hook(lambda one, _: _evaluating(one))
+            if name in changes.paired:
+                module.forward = _in_pairs(module.forward)  # type: ignore[method-assign]
+        if changes.buffers:
+            made.register_forward_pre_hook(_Restored())
+        if changes.precision:
+            made.forward = _in_float32(made.forward)  # type: ignore[method-assign]
+        return made
+
+    return model
+
+
+def _evaluating(module: nn.Module) -> None:
+    module.eval()
+
+
+def _in_pairs(forward: Any) -> Any:
+    def paired(x: Tensor) -> Tensor:
+        return torch.cat([forward(pair) for pair in x.split(2)])
+
+    return paired
+
+
+class _Restored:
+    """Puts the buffers back before each forward; not behind it, since backward may still want to read them."""
+
+    def __init__(self) -> None:
+        self._kept: Kept = []
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        self._kept = self._kept or kept_buffers(module)
+        put_back(self._kept)
+
+
+def _in_float32(forward: Any) -> Any:
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        with torch.autocast(kind, enabled=False):
+            return forward(*args, **kwargs)
+
+    return plain
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

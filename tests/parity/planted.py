@@ -1,0 +1,219 @@
+"""Faults, planted into engines, the feed and tasks, for verify to find; and the processes that they are planted in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.draw import mix
+from grappe.data.feed import Feed
+from grappe.data.ledger import Ledger
+from grappe.engines import native
+from grappe.losses import Losses
+from grappe.place import Place
+from grappe.plan import Plan
+from grappe.world import World
+from tests.parity.tasks import Images, Tokens
+from tests.processes import Pool
+
+Planted = Callable[[], contextlib.AbstractContextManager]
+
+
+def runner(pool: Pool, fault: str = "") -> Callable[[str, Any, Plan], Any]:
+    """What starts processes for verify: a pool's, with a fault planted."""
+
+    def run(function: str, asked: Any, plan: Plan) -> Any:
+        return pool.run(f"{__name__}:planted", plan.processes, function, asked, fault)[0]
+
+    return run
+
+
+def planted(place: Place, meet: Path, function: str, asked: Any, fault: str) -> Any:
+    """One process."""
+    import importlib
+
+    module, _, name = function.partition(":")
+    work = getattr(importlib.import_module(module), name)
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        return work(asked, place, meet)
+
+
+# ---- In engines and the feed; one plain process shares none of these -------------------------------------
+
+
+def no_synchronised_batchnorm() -> Any:
+    return mock.patch("grappe.prepare.synchronise_batchnorm", lambda *_: None)
+
+
+def alike_dropout() -> Any:
+    """Every process draws the same masks."""
+
+    def seed(seed: int, step: int, world: World) -> None:
+        torch.manual_seed(mix(seed, step, 0))
+
+    return mock.patch.object(native, "seed_dropout", seed)
+
+
+def still_dropout() -> Any:
+    """Every step draws the same masks."""
+
+    def seed(seed: int, step: int, world: World) -> None:
+        torch.manual_seed(mix(seed, world.data_rank))
+
+    return mock.patch.object(native, "seed_dropout", seed)
+
+
+def fresh_dropout() -> Any:
+    """Every start draws other masks."""
+    return mock.patch.object(native, "seed_dropout", lambda *_: torch.seed())
+
+
+def means_of_means() -> Any:
+    """Each process divides by its own slice's size, as a loss that averages under DDP does."""
+    seed = Losses.seed
+
+    def local(self: Losses, values: Any, micro: Microbatch, batch: Batch, rows: int, scale: float) -> Any:
+        mine = batch._replace(count=float(2 * len(batch.ids)))
+        return seed(self, values, micro, mine, rows, scale)
+
+    return mock.patch.object(Losses, "seed", local)
+
+
+def silent_bf16() -> Any:
+    return mock.patch("grappe.prepare.autocast", lambda *_: torch.autocast("cpu", torch.bfloat16))
+
+
+def no_division_by_microbatches() -> Any:
+    seed = Losses.seed
+
+    def summed(self: Losses, values: Any, micro: Microbatch, batch: Batch, rows: int, scale: float) -> Any:
+        return seed(self, values, micro, batch, rows, scale * len(batch.microbatches))
+
+    return mock.patch.object(Losses, "seed", summed)
+
+
+def off_by_one() -> Any:
+    ids = Ledger.ids
+
+    def shifted(self: Ledger, epoch: int, step: int) -> np.ndarray:
+        whole = self.order(epoch, 0, self.length)
+        start = step * self.batch_size + 1
+        return whole[start : start + len(ids(self, epoch, step))]
+
+    return mock.patch.object(Ledger, "ids", shifted)
+
+
+def doubled_sample() -> Any:
+    """The second slice's first sample is the first slice's last."""
+    slices = Feed.slices
+
+    def doubled(self: Feed, start: int, stop: int) -> Iterator:
+        for part in slices(self, start, stop):
+            if self._world.data_rank == 1:
+                ids = part.ids.copy()
+                everyone = self.ledger.ids(part.epoch, part.step % self.ledger.steps_per_epoch)
+                ids[0] = everyone[len(everyone) - len(ids) - 1]
+                yield part._replace(ids=ids, pieces=(ids,))
+            else:
+                yield part
+
+    return mock.patch.object(Feed, "slices", doubled)
+
+
+def dropped_last_batch() -> Any:
+    return mock.patch.object(
+        Ledger, "steps_per_epoch", property(lambda self: max(1, self.length // self.batch_size))
+    )
+
+
+FAULTS: dict[str, Planted] = {
+    name: globals()[name]
+    for name in (
+        "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
+        "silent_bf16", "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
+    )
+}  # fmt: skip
+
+
+# ---- In the user's task ------------------------------------------------------------------------------------
+
+
+class Averaging(Tokens):
+    """A loss that divides by how many tokens count in the rows it is given, and says nothing of counts."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        values = super().loss(output, target)
+        return values * (values.numel() / (target >= 0).sum())
+
+    def counts(self, target: torch.Tensor) -> None:
+        return None
+
+
+class Moody(Dataset):
+    """Noise from a generator of the dataset's own, which goes on from sample to sample."""
+
+    def __init__(self, arrays: Any) -> None:
+        self._arrays, self._noise = arrays, np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, index: int) -> tuple:
+        inputs, target = self._arrays[index]
+        return inputs + float(self._noise.normal()) / 4, target
+
+
+class Noisy(Images):
+    def data(self, split: str, folder: Path) -> Dataset:
+        return Moody(super().data(split, folder))
+
+
+class Jittery(Images):
+    """Augmentation from torch's global generator, not from the samples' keys."""
+
+    def augment(self, inputs: Any, targets: Any, keys: Any) -> Any:
+        return inputs + torch.randn(len(inputs), 1, 1, 1) / 4, targets
+
+
+class Centre(nn.Module):
+    """Subtracts what it has seen on average so far, in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x - self.seen
+        with torch.no_grad():
+            self.seen = self.seen.lerp(x.mean(0), 0.5)
+        return out
+
+
+class Centred(Images):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2].append(Centre())
+        return model
+
+
+class Whitening(nn.Module):
+    """Batch normalisation by another name, the same in training and evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1e-3)
+
+
+class Whitened(Images):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2].insert(2, Whitening())
+        return model
