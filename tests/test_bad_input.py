@@ -102,7 +102,10 @@ def changed(old: str, new: str) -> str:
             "precision=fp8 is not one of fp32, tf32, bf16, fp16",
         ),
         (["train", "digits", "--plan", "engine=natve"], "there is no engine 'natve': did you mean native?"),
-        (["train", "digits", "--plan", "engine=textbook,shard=2"], "has no shard: engines that have: native"),
+        (
+            ["train", "digits", "--plan", "engine=textbook,shard=2"],
+            "has no shard: engines that have: deepspeed, lightning, native",
+        ),
         (["train", "digits", "--plan", "engine=textbook,pipeline=2"], "engine=textbook has no pipeline: "),
         (["train", "digits", "--plan", "backend=mpi,replicate=2"], "backend=mpi is not in this torch"),
         (

@@ -19,7 +19,8 @@ from grappe.place import Place
 from grappe.plan import Plan
 from grappe.training import Options
 from grappe.verbs.session import TaskReference
-from grappe.verbs.train import Request, worker
+from grappe.verbs.train import Request
+from grappe.verbs.worker import worker
 from grappe.watchers.base import Outcome, Record, Watcher
 from tests.processes import Pool
 from tests.sleeping import Sleeping, SlowSGD

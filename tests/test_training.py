@@ -17,7 +17,8 @@ from grappe.run import Run
 from grappe.training import Options
 from grappe.verbs.load import load
 from grappe.verbs.session import TaskReference
-from grappe.verbs.train import Request, Result, worker
+from grappe.verbs.train import Request, Result
+from grappe.verbs.worker import worker
 from tests.parity.tasks import Images
 
 

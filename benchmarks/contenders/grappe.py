@@ -17,7 +17,8 @@ from benchmarks.pacer import Pacer, Seat
 from grappe import Arrays, Task
 from grappe.loop import StepResult
 from grappe.training import Options, Training
-from grappe.verbs.train import request, worker
+from grappe.verbs.train import request
+from grappe.verbs.worker import worker
 from grappe.world import Place
 
 NEVER = 10**9

@@ -5,4 +5,4 @@ from __future__ import annotations
 import torchmetrics  # noqa: F401
 
 import grappe.engines.native
-import grappe.verbs.train  # noqa: F401
+import grappe.verbs.worker  # noqa: F401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,13 @@ def test_an_optimizer_that_may_need_whole_matrices_is_refused_where_they_are_fla
 def test_deepspeeds_adam_stands_in_for_a_plain_one_only(options: dict, plain: bool) -> None:
     adam = torch.optim.AdamW([nn.Parameter(torch.ones(2))], **options)
     assert optimizer._plain_adam(adam) is plain
+
+
+def test_a_compilation_that_was_killed_holds_nobody_up(tmp_path: Path) -> None:
+    for name, age in (("killed", 10_000.0), ("going_on", 0.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        then = time.time() - age
+        os.utime(tmp_path / name / "lock", (then, then))
+    library.forget_killed_builds(tmp_path)
+    assert [file.parent.name for file in tmp_path.glob("*/lock")] == ["going_on"]

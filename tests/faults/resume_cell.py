@@ -25,7 +25,7 @@ from grappe.plan import Plan
 from grappe.run import Run
 from grappe.task import Task
 from grappe.training import Options, Training
-from grappe.verbs import train as verb
+from grappe.verbs import worker as verb
 from grappe.verbs.session import TaskReference
 from tests.parity.tasks import Images
 

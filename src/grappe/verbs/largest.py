@@ -16,7 +16,7 @@ from grappe.training import Options
 from grappe.verbs import session
 from grappe.verbs.measure import NEVER, with_batch
 from grappe.verbs.train import Request, request
-from grappe.verbs.train import worker as train_worker
+from grappe.verbs.worker import worker as train_worker
 
 STEPS = 3  # the optimizer's state comes with the first, the second has it and the gradients
 EIGHTHS = 8  # how close the answer is: no more than an eighth below what just fits

@@ -20,7 +20,7 @@ from grappe.training import Options
 from grappe.verbs import session, verdict
 from grappe.verbs.points import Point, Process, Trial, as_json, efficiency, lost
 from grappe.verbs.train import Request, request
-from grappe.verbs.train import worker as train_worker
+from grappe.verbs.worker import worker as train_worker
 
 NEVER = 10**12
 STEPS, REPEATS = 30, 3

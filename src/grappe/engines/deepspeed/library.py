@@ -7,6 +7,9 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ LIBAIO = (
     "on a cluster look for `module avail libaio`, and set CFLAGS and LDFLAGS to its -I and -L"
 )
 
+STALE_SECONDS = 300.0  # a compilation writes a file more often
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
@@ -107,11 +111,28 @@ def give_memory_back() -> None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
+def _extensions() -> Path:
+    """Where operators are compiled: in this environment, as two of one user would compile each other's anew."""
+    inside = Path(sys.prefix) / "torch_extensions"
+    if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(inside)
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+
+
+def forget_killed_builds(folder: Path) -> None:
+    """Removes the locks of compilations that were killed: torch would wait for them for ever."""
+    for lock in folder.glob("**/lock"):
+        newest = max(file.stat().st_mtime for file in lock.parent.iterdir())
+        if time.time() - newest > STALE_SECONDS:
+            lock.unlink(missing_ok=True)
+
+
 @functools.cache
 def builds(builder: str) -> bool:
     """Whether one of DeepSpeed's operators ("CPUAdamBuilder") is there, or can be compiled, and loads."""
     from deepspeed.accelerator import get_accelerator
 
+    forget_killed_builds(_extensions())
     made = get_accelerator().create_op_builder(builder)
     try:
         if made is None or not made.is_compatible(verbose=False):
