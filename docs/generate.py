@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+import parity
+
 from grappe.verbs.catalogue import plan_markdown
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +37,11 @@ def files() -> str:
 
 def filled(text: str) -> str:
     """`text` with each part between `<!-- NAME -->` and `<!-- end -->` made anew."""
-    for name, content in {"plan table": plan_markdown(), "files": files()}.items():
+    for name, content in {
+        "plan table": plan_markdown(),
+        "parity": parity.markdown(),
+        "files": files(),
+    }.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         assert pattern.search(text), f"README.md has no part '{name}'"
         text = pattern.sub(lambda match, new=content: f"{match[1]}{new}\n{match[2]}", text)
