@@ -21,6 +21,10 @@ def large(argument: int, place: Place, meet: Path) -> bytes:
     return bytes(argument)
 
 
+def tensors(argument: int, place: Place, meet: Path) -> list[torch.Tensor]:
+    return [torch.arange(argument), torch.ones(argument)]
+
+
 def variable(argument: str, place: Place, meet: Path) -> str | None:
     return os.environ.get(argument)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from grappe import launch
 from grappe.errors import DataError, ProcessDied
@@ -59,6 +60,12 @@ def test_process_0s_value_comes_back(temp: Path) -> None:
 
 def test_a_value_larger_than_a_pipe_comes_back() -> None:
     assert launch.local("tests.launched:large", 3_000_000, 2) == bytes(3_000_000)
+
+
+def test_tensors_come_back_from_a_process_that_has_ended() -> None:
+    numbers, ones = launch.local("tests.launched:tensors", 100_000, 2)
+    assert torch.equal(numbers, torch.arange(100_000))
+    assert torch.equal(ones, torch.ones(100_000))
 
 
 def test_todays_environment_reaches_processes_of_a_server_that_was_started_before(

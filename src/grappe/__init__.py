@@ -31,6 +31,7 @@ __all__ = [
     "partners",
     "predict",
     "train",
+    "verify",
 ]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
@@ -46,6 +47,7 @@ _LAZY = {
     "evaluate": "grappe.verbs.evaluate",
     "predict": "grappe.verbs.predict",
     "load": "grappe.verbs.load",
+    "verify": "grappe.verbs.verify",
 }
 
 

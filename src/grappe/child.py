@@ -69,7 +69,9 @@ def run(payload: bytes, place: Place, meet: Path, pipe: Connection, terminal: Te
             os.environ[TERMINAL] = str(terminal.descriptor)
         module, _, attribute = name.partition(":")
         value = getattr(importlib.import_module(module), attribute)(argument, place, meet)
-        pipe.send(Report(kind="returned", value=value if place.rank == 0 else None))
+        report = Report(kind="returned", value=value if place.rank == 0 else None)
+        # By value: pipe.send would leave tensors in this process's shared memory, to be fetched when it has ended.
+        pipe.send_bytes(cloudpickle.dumps(report))
         code = EXIT_OK
     except GrappeError as error:
         pipe.send(
