@@ -184,7 +184,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_goes_on(
     tmp_path, monkeypatch, at: int
 ) -> None:
     whole = train(tmp_path / "whole")
-    monkeypatch.setattr("grappe.interrupt.Interrupt", Stopped)
+    monkeypatch.setattr("grappe.verbs.worker.Interrupt", Stopped)
     # The flag is read a step late: raised in the step before, it stops the one at which an evaluation is due.
     Stopped.calls, Stopped.at = 0, at - 1
     assert train(tmp_path / "run").status == "interrupted"
