@@ -37,6 +37,7 @@ class Seen(Watcher):
         self.steps: list[float] = []
         self.ends: list[float] = []
         self.outcome: Outcome | None = None
+        self.over = 0.0
         SlowSGD.over = staticmethod(lambda: self.ends.append(time.perf_counter()))
 
     def stepped(self, record: Record) -> None:
@@ -44,10 +45,11 @@ class Seen(Watcher):
 
     def ended(self, outcome: Outcome | None) -> None:
         self.outcome = outcome
+        self.over = time.perf_counter()
 
 
 def timed(place: Place, meet: Path, plan: str, task: Sleeping = TASK) -> tuple[Seen, float]:
-    """A training of STEPS steps, and the seconds that all of it took; run on several processes or one."""
+    """A training of STEPS steps, and the seconds from its start to its end; run on several processes or one."""
     os.environ["SLEEPING_LATE"] = str(place.rank)
     seen = Seen()
     asked = Request(
@@ -65,7 +67,8 @@ def timed(place: Place, meet: Path, plan: str, task: Sleeping = TASK) -> tuple[S
     worker(asked, dataclasses.replace(place, launcher="test"), meet)
     assert SlowSGD.over is not None
     SlowSGD.over = staticmethod(lambda: None)
-    return seen, time.perf_counter() - began
+    # Not what follows: an engine's tidying up takes seconds where DeepSpeed is slow to be collected.
+    return seen, seen.over - began
 
 
 def plans(processes: int) -> list[str]:
@@ -88,7 +91,7 @@ def check(seen: Seen, whole: float, planted: dict[str, float]) -> None:
     assert seen.outcome is not None
     timing = seen.outcome.timing
     totals = timing.totals
-    assert 0.8 * whole <= sum(totals.values()) <= whole  # what follows the training's end is not its own
+    assert 0.9 * whole <= sum(totals.values()) <= whole
     assert len(seen.steps) == STEPS
     # The wall time between the ends of two updates, but for the end of an epoch, when there is an evaluation.
     walls = [b - a for a, b in zip(seen.ends, seen.ends[1:], strict=False)]

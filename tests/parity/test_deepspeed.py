@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from grappe.place import Place
 from grappe.plan import Plan
 from tests.parity import reference
-from tests.parity.cell import TOLERANCE, difference
+from tests.parity.cell import TOLERANCE, difference, train
 from tests.parity.fp16 import LOUD_STEP, Loud
 from tests.parity.tasks import Images, Tokens
 from tests.parity.test_native import STEPS, TASKS, check, expected
@@ -113,3 +115,19 @@ def test_a_parameter_that_nothing_reaches_is_named(pool: Pool) -> None:
         assert told.startswith(
             "TaskError: the loss does not depend on spare: DeepSpeed would let weight decay"
         )
+
+
+def bits_around(place: Place, meet: Path, task: Tokens, text: str) -> float:
+    """How far a plain training moves, in the same process, by another that was there before it."""
+    before, _, after = (
+        train(dataclasses.replace(place, job=f"{place.job}-{turn}"), meet, task, plan, STEPS)["weights"]
+        for turn, plan in enumerate(("", text, ""))
+    )
+    return difference(before, after)[0]
+
+
+@pytest.mark.parametrize("plan", ["offload=cpu", ""])
+def test_a_process_computes_the_same_bits_after_it(pool: Pool, plan: str) -> None:
+    # ZeRO 3 replaces torch.nn.functional.linear, and says that this persists.
+    text = f"engine=deepspeed,{plan}".rstrip(",")
+    assert pool.run(f"{__name__}:bits_around", 1, TASKS["tokens-sgd"], text) == [0.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,6 @@ from tests.processes import Pool
 
 SIZES = (1, 2, 4, 8)
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Processes of its own, as a training's are: where DeepSpeed's CPU offload ran before, bits are others (log.md)."""
-    made = Pool(4)
-    yield made
-    made.close()
 
 
 class Everything(Images):

@@ -69,10 +69,11 @@ class DeepSpeed(Stepper):
             library.give_memory_back()
         self._scratch = disk.Scratch(self._plan, self._world)
         self._autocast = self._precision()
-        self._model, said = self._make_model(setting)
-        # A context of its own: evaluation is inside the other already, and neither may be entered twice.
-        self._carrier = _Carrier(self._model, self._precision())
-        self._initialize(said, setting.total_steps)
+        with library.linear(zero3=False):
+            self._model, said = self._make_model(setting)
+            # A context of its own: evaluation is inside the other already, and neither may be entered twice.
+            self._carrier = _Carrier(self._model, self._precision())
+            self._initialize(said, setting.total_steps)
         self._losses = Losses(self._task)
         self._scale = LossScale(self._plan.precision)
         self._tally = ReduceTally(self._world) if self._world.size > 1 else Tally(self._world.device)
@@ -129,11 +130,12 @@ class DeepSpeed(Stepper):
             self._engine.optimizer.override_loss_scale(self._scale.value)
         total: Tensor | None = None
         last = batch.microbatches[-1]
-        for micro in batch.microbatches:
-            if micro is not batch.microbatches[0]:
-                self._phase(FORWARD)
-            self._engine.set_gradient_accumulation_boundary(micro is last)
-            total = self._accumulate(batch, micro, total, micro is last)
+        with library.linear(zero3=self._stage == 3):
+            for micro in batch.microbatches:
+                if micro is not batch.microbatches[0]:
+                    self._phase(FORWARD)
+                self._engine.set_gradient_accumulation_boundary(micro is last)
+                total = self._accumulate(batch, micro, total, micro is last)
         self._reached.check()
         sums = self._tally.sums()
         lr = self._group["lr"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -9,11 +10,13 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from grappe.errors import PlanError
 from grappe.world import World
@@ -99,6 +102,23 @@ def _forget() -> None:
     groups._WORLD_GROUP = None
     groups._DATA_PARALLEL_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+@contextlib.contextmanager
+def linear(zero3: bool) -> Iterator[None]:
+    """Torch's linear, or the one of ZeRO 3, which keeps no gathered weight, and afterwards torch's again.
+
+    DeepSpeed replaces it for all models of the process, and for ever, by one that sums in another order.
+    """
+    before = functional.linear
+    if zero3:
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+        functional.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        functional.linear = before
 
 
 def give_memory_back() -> None:

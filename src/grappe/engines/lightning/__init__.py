@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from grappe import evaluation, model_state
-from grappe.chronometer import FORWARD, UPDATE
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.feed import rows_of
 from grappe.engines.base import COMMON, Engine, Saved, Setting, State
 from grappe.loop import After, StepResult
 from grappe.losses import Losses
+from grappe.phases import FORWARD, UPDATE
 from grappe.plan import Plan
 from grappe.prepare import prepare
 from grappe.prepare.batchnorm import statistics_frozen, unnoticed

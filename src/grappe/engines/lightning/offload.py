@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from grappe.chronometer import UPDATE
 from grappe.data.batch import Batch
 from grappe.engines.base import Saved, Setting, State
-from grappe.engines.deepspeed import DeepSpeed
+from grappe.engines.deepspeed import DeepSpeed, library
 from grappe.engines.lightning import Item, Lightning
-from grappe.loop import StepResult
+from grappe.loop import After, StepResult
+from grappe.phases import UPDATE
 from grappe.plan import Plan
 from grappe.scores import Scores
 
@@ -45,6 +45,10 @@ class Offloaded(Lightning):
         self._ways = held._ways * self.plan.microbatches**2
         self._begin()
         self._loss_in = held._autocast
+
+    def train(self, batches: Iterator[Batch], after: After) -> None:
+        with library.linear(zero3=True):
+            super().train(batches, after)
 
     def clip(self) -> None:
         self._phase(UPDATE)
