@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.commit import flush, read_json, write_json
+from grappe.checkpoint.commit import flush, json_hash, read_json, write_json
 from grappe.errors import RunError
 
 DESCRIPTION = "run.json"
@@ -43,7 +41,7 @@ class Run:
             RunError: it is damaged.
         """
         found = read_json(self.folder / DESCRIPTION)
-        if found.pop(HASH, None) not in {None, _hash(found)}:
+        if found.pop(HASH, None) not in {None, json_hash(found)}:
             raise RunError(
                 f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
                 f"from their weights with --from {self.folder}"
@@ -137,11 +135,7 @@ class Run:
 
 
 def _write_description(folder: Path, description: dict[str, Any]) -> None:
-    write_json(folder / DESCRIPTION, {**description, HASH: _hash(description)})
-
-
-def _hash(description: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(description, sort_keys=True).encode())
+    write_json(folder / DESCRIPTION, {**description, HASH: json_hash(description)})
 
 
 def new_folder(base: Path, task: str) -> Path:

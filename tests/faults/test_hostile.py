@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from grappe.checkpoint.commit import MANIFEST, _digest, fingerprint
+from grappe.checkpoint.commit import MANIFEST, fingerprint, json_hash
 from grappe.checkpoint.format import STATE
 from grappe.checkpoint.initial import build
 from grappe.errors import GrappeError
@@ -175,7 +175,7 @@ def look(folder: Path) -> list[str]:
 def seal(checkpoint: Path) -> None:
     """Makes a manifest that is right for the files there, as whoever sends them can."""
     files = {one.name: fingerprint(one) for one in checkpoint.iterdir() if one.name != MANIFEST}
-    (checkpoint / MANIFEST).write_text(json.dumps({"files": files, "xxh3_128": _digest(files)}))
+    (checkpoint / MANIFEST).write_text(json.dumps({"files": files, "xxh3_128": json_hash(files)}))
 
 
 def newest(folder: Path) -> Path:

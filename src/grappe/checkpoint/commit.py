@@ -22,7 +22,7 @@ Fingerprint = dict[str, Any]
 
 def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None:
     """Makes `beside`, whose `files` are on disk already, the folder `folder`: wholly, or not at all."""
-    manifest = {"files": files, "xxh3_128": _digest(files)}
+    manifest = {"files": files, "xxh3_128": json_hash(files)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush(beside)
     if folder.exists():
@@ -54,15 +54,16 @@ def verify(folder: Path) -> str | None:
                 return f"its manifest names {name!r}, which is no file in it"
             if fingerprint(file, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
-        if manifest["xxh3_128"] != _digest(files):  # one name turned into another would hide a file
+        if manifest["xxh3_128"] != json_hash(files):  # one name turned into another would hide a file
             return f"{MANIFEST} is not what was saved"
     except Exception as error:  # whatever a manifest that lies may lead to
         return f"its manifest or a file cannot be read: {error}"
     return None
 
 
-def _digest(files: Mapping[str, Fingerprint]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+def json_hash(content: Mapping[str, Any]) -> str:
+    """The XXH3 hash of what is written as JSON, whatever the order of its keys."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:

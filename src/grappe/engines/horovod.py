@@ -30,7 +30,7 @@ from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.plan import Plan
 from grappe.prepare.batchnorm import statistics_frozen
-from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import set_tf32
 from grappe.prepare.tally import RIDER_SIZE, Sums
@@ -126,7 +126,7 @@ class Horovod(Stepper):
         if self._task.clip is None:
             return None
         norm = gradient_norm(self._parameters)
-        scale(self._parameters, torch.clamp(self._task.clip / (norm + 1e-6), max=1.0))
+        scale(self._parameters, bounding(norm, self._task.clip))
         return norm
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:

@@ -23,7 +23,7 @@ from grappe.plan import Plan
 from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
 from grappe.prepare.batchnorm import statistics_frozen, unnoticed
-from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.precision import LossScale, set_tf32
@@ -166,7 +166,7 @@ class Native(Stepper):
         if self._plan.precision == "fp16" and not torch.isfinite(norm):
             return norm, True
         if self._task.clip is not None:
-            scale(self._parameters, torch.clamp(self._task.clip / (norm + 1e-6), max=1.0) * factor)
+            scale(self._parameters, bounding(norm, self._task.clip) * factor)
         elif factor != 1:
             scale(self._parameters, factor)
         return norm, False

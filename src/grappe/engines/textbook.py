@@ -26,7 +26,7 @@ from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.plan import Plan
 from grappe.prepare.batchnorm import statistics_frozen
-from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import set_tf32
@@ -207,7 +207,7 @@ class Textbook(Stepper):
         if self._task.clip is None:
             return sums, None
         norm = gradient_norm(self._parameters)
-        scale(self._parameters, torch.clamp(self._task.clip / (norm + 1e-6), max=1.0))
+        scale(self._parameters, bounding(norm, self._task.clip))
         return sums, norm
 
     def _gradients(self, batch: Batch, micro: Microbatch) -> Tensor:

@@ -68,6 +68,11 @@ def _sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
     ]
 
 
+def bounding(norm: Tensor, bound: float) -> Tensor:
+    """What a gradient of this norm is multiplied by to have at most `bound`, as in torch's clip_grad_norm_."""
+    return torch.clamp(bound / (norm + 1e-6), max=1.0)
+
+
 def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:
     """Multiplies every gradient by `factor`, in place."""
     gradients = [

@@ -24,7 +24,7 @@ from grappe.losses import Losses
 from grappe.phases import FORWARD, UPDATE
 from grappe.plan import Plan
 from grappe.prepare.batchnorm import Rows, synchronise_batchnorm, unnoticed
-from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import LossScale, autocast, set_tf32
@@ -192,7 +192,7 @@ class DeepSpeed(Stepper):
                 return norm, True
             factor: Tensor | float = 1 / self._scale.value
             if self._task.clip is not None:
-                factor = torch.clamp(self._task.clip / (norm + 1e-6), max=1.0) * factor
+                factor = bounding(norm, self._task.clip) * factor
             scale(self._parameters, factor)
         self._engine.step()
         return norm, False

@@ -20,7 +20,7 @@ from grappe.phases import FORWARD, UPDATE
 from grappe.plan import Plan
 from grappe.prepare import prepare
 from grappe.prepare.batchnorm import statistics_frozen, unnoticed
-from grappe.prepare.clip import gradient_norm, scale
+from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.precision import set_tf32
 from grappe.prepare.shard import reshard, uses_shard
@@ -144,7 +144,7 @@ class Lightning(Engine):
         if self.task.clip is None:
             return
         self._norm = gradient_norm(self._parameters)
-        scale(self._parameters, (self.task.clip / (self._norm + 1e-6)).clamp(max=1.0))
+        scale(self._parameters, bounding(self._norm, self.task.clip))
 
     def end(self, item: Item) -> StepResult | None:
         """Behind an item; what its step did, where it was the last."""
