@@ -34,7 +34,7 @@ GRAPPE = {
     "feed": ("grappe.training:Training._timed.__next__", "grappe.data.feed:Feed._microbatch"),
     "ledger": ("grappe.data.ledger:Ledger.ids",),
     "gather": ("grappe.data.arrays:Arrays.gather",),
-    "seed dropout": ("grappe.engines.native:Native._seed_dropout",),
+    "seed dropout": ("grappe.engines.native:seed_dropout",),
     "engine's own": ("grappe.engines.native:Native.step", "grappe.engines.native:Native._accumulate"),
     "losses: check": ("grappe.losses:Losses.values",),
     "losses: seed": ("grappe.losses:Losses.seed",),
