@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from grappe import cli, engines
+from grappe.plan import Plan
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,3 +49,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_plans_that_are_shown_can_be_asked_for(page: Path) -> None:
+    for text in set(re.findall(r"--plan ([a-z][a-z0-9_=,:$/A-Z-]*)", page.read_text())):
+        if re.search(r"=[A-Z]+\b", text):  # replicate=N
+            continue
+        plan = Plan.parse(text)
+        assert plan.asked() - {"engine"} <= engines.find(plan.engine).axes, text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_are_shown_exist(page: Path) -> None:
+    code = "\n".join(re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL))
+    inline = re.findall(r"`grappe ([a-z]+)", page.read_text())
+    for verb in {*re.findall(r"^grappe ([a-z]+)", code, re.MULTILINE), *inline}:
+        assert verb in cli.app, verb

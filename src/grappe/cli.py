@@ -59,7 +59,7 @@ def train(
     data: DataFolder = None,
     from_: Annotated[
         Path | None,
-        Parameter(name="--from", help="A run, or a .safetensors file, to take the first weights from."),
+        Parameter(name="--from", help="First weights: a run, or a .safetensors, .ckpt or .pt file (as weights only)."),
     ] = None,
     evaluate_every: Annotated[
         int | None, Parameter(help="Steps between evaluations. Default: each epoch.")
