@@ -59,7 +59,10 @@ def train(
     data: DataFolder = None,
     from_: Annotated[
         Path | None,
-        Parameter(name="--from", help="First weights: a run, or a .safetensors, .ckpt or .pt file (as weights only)."),
+        Parameter(
+            name="--from",
+            help="First weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
+        ),
     ] = None,
     evaluate_every: Annotated[
         int | None, Parameter(help="Steps between evaluations. Default: each epoch.")

@@ -86,3 +86,11 @@ class _Few(CoAtNet):
 def test_an_image_that_is_too_small_is_refused() -> None:
     with pytest.raises(TaskError, match="side=8"):
         CoAtNet(side=8)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_a_pipeline_can_cut_each_of_its_batches_evenly(microbatches: int) -> None:
+    task = CoAtNet(side=16)
+    samples = len(task.data("train", Path()))
+    assert samples % task.batch_size == 0
+    assert task.batch_size % (2 * microbatches) == 0  # rows that are mixed with each other stay together
