@@ -156,7 +156,7 @@ class Head(nn.Module):
 
 
 WHOLE = 22 * 64
-"""Training samples of 1,437: a pipeline can cut no odd batch evenly, and fills none where there is batch normalisation."""
+"""Training samples of 1,437: a pipeline cuts no odd batch evenly, and fills none where there is batch normalisation."""
 
 
 class CoAtNet(Task):
