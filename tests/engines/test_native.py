@@ -99,8 +99,10 @@ def gradient_bytes(model: nn.Module) -> int:
     total = 0
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for one in group.fsdp_params:
+            state = module._get_fsdp_state()
+            # torch 2.11 has one group for each module, or none.
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for one in group.fsdp_params if group is not None else ():
                     unsharded = getattr(one, "_unsharded_param", None)
                     grads = [one.sharded_param.grad, one.unsharded_accumulated_grad]
                     grads.append(unsharded.grad if unsharded is not None else None)
