@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from grappe.run import Run
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
+ATTEMPTS, ABORTED = 4, "terminate called without an active exception"
 
 
 def output(command: Sequence[str], folder: Path = ROOT, **environment: str) -> str:
@@ -58,6 +61,22 @@ def together(command: Sequence[str], folder: Path, environments: Sequence[Mappin
         if code:
             raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{words}")
     return said
+
+
+def again(begin: Callable[[], T]) -> T:
+    """What `begin` gives, tried again where a script has trained and torch ended it with SIGABRT as it left.
+
+    torch's gloo threads may outlive the interpreter (PyTorch's pull request 179291): about one start in ten of two
+    processes. It says nothing of what was measured, and is told.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return begin()
+        except RuntimeError as error:
+            if ABORTED not in str(error):
+                raise
+            print("a script was aborted by torch as it left: once more", file=sys.stderr, flush=True)
+    return begin()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -164,7 +165,10 @@ def measured(page: Page, folder: Path, data: Path, options: argparse.Namespace) 
     ):  # the first compiles DeepSpeed's operators, and reads from the disk
         names = list(turns)
         first = number % len(names)
-        one = {name: turns[name](str(number)) for name in names[first:] + names[:first]}
+        one = {
+            name: commands.again(functools.partial(turns[name], str(number)))
+            for name in names[first:] + names[:first]
+        }
         print(f"{page.script}, round {number + 1}: {one}", file=sys.stderr, flush=True)
         rounds.append(one)
     return rounds[1:]
