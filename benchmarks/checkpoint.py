@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from benchmarks.commands import ROOT, output
 from benchmarks.figures import machine, spread, table
 from benchmarks.saving import CONTENDERS, EVERY, network
 from grappe.checkpoint import tensor_file
@@ -28,7 +29,6 @@ from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
 from grappe.world import Place, World
 
-ROOT = Path(__file__).parent.parent
 BLOCKING, COST, HASHING = 1.2, 0.01, 0.03  # aims: copies of the state; share of the steps; share of the write
 NAMES = {
     "torch_save": "torch.save", "dcp": "torch.distributed.checkpoint, async_save",
@@ -129,11 +129,9 @@ def costs(folder: Path, rounds: int, steps: int) -> list[dict[str, list[tuple[fl
 
 def _training(folder: Path, name: str, steps: int) -> list[tuple[float, float]]:
     command = [sys.executable, "-m", "benchmarks.saving", name, "--steps", str(steps)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return [(one, other) for one, other in json.loads(done.stdout.splitlines()[-1])]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    said = output(command, folder, PYTHONPATH=path)
+    return [(one, other) for one, other in json.loads(said.splitlines()[-1])]
 
 
 def after_a_kill(run: Path) -> dict[str, float]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import cifar_files
+from benchmarks import cifar_files, commands
 from benchmarks.figures import machine, spread, table
+from benchmarks.pages import TORCHVISION, command_of
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
 BATCH = 512
 FASTER, SHARE = 2.4, 0.97  # aims: images/s over the script's, and of what compute alone allows
 HEAD = ("grappe's plan", "images/s", "over the script", "compute alone, images/s", "share of compute alone")
@@ -57,9 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-file", type=int, default=10_000, help="images in each of the five files")
     parser.add_argument("--json", type=Path, help="write every round's figures here")
-    parser.add_argument(
-        "--torchvision", type=Path, default=ROOT / ".bench/torchvision", help="the folder it is installed in"
-    )
+    parser.add_argument("--torchvision", type=Path, default=TORCHVISION, help="the folder it is installed in")
     options = parser.parse_args()
     before = machine()
     with tempfile.TemporaryDirectory(prefix="grappe-bench-") as temporary:
@@ -113,43 +107,22 @@ def rows(rounds: Sequence[Round]) -> list[list[str]]:
 
 def the_script(folder: Path, torchvision: Path) -> float:
     """Images/s of the page's script over its epoch, by its own clock: from before the first batch is read."""
-    path = os.pathsep.join([str(torchvision), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "torchvision_on_cpu.py"), str(HERE / "scripts/cifar10_cpu.py")]
-    return _rate(_output(command, folder, PYTHONPATH=path, SLURM_CPUS_PER_TASK="2"))
+    command, environment = command_of("cifar10_cpu.py", torchvision)
+    return _rate(commands.output(command, folder, **environment, SLURM_CPUS_PER_TASK="2"))
 
 
 def compute_alone(contest: Contest, steps: int) -> float:
     """Images/s of the same network and batch with nothing around it."""
     command = [sys.executable, "-m", "benchmarks.compute_alone", "--batch", str(BATCH), "--steps", str(steps)]
-    return _rate(_output([*command, *contest.alone], ROOT))
+    return _rate(commands.output([*command, *contest.alone]))
 
 
 def grappe(folder: Path, plan: str, run: Path, per_file: int) -> float:
-    """Images/s of `grappe train` over its epoch, from before the first batch is gathered to behind the last step.
-
-    Read from the run's curves, and held against the wall. All images are trained on (holdout=0), as the script does.
-    """
+    """Images/s of `grappe train` over its epoch. All images are trained on (holdout=0), as the script does."""
     fields = ["network=small", f"batch_size={BATCH}", "epochs=1", "holdout=0"]
-    places = ["--plan", f"{plan},device=cpu", "--data", str(folder / "data"), "--run", str(run)]
-    began = time.monotonic()
-    _output([sys.executable, "-m", "grappe", "train", "cifar10", *fields, *places], folder)
-    wall = time.monotonic() - began
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["kind"] == "step"]
-    images = per_file * len(cifar_files.TRAINING)
-    assert len(steps) == -(-images // BATCH) and steps[-1]["samples"] == images, "not one whole epoch"
-    seconds = sum(record["seconds"] for record in steps)
-    assert seconds < wall, "an epoch cannot take less time than it says"
-    return images / seconds
-
-
-def _output(command: Sequence[str], folder: Path, **environment: str) -> str:
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    places = ["--plan", f"{plan},device=cpu", "--data", str(folder / "data")]
+    done = commands.grappe(folder, run, "cifar10", *fields, *places)
+    return done.rate(per_file * len(cifar_files.TRAINING), BATCH)
 
 
 def _rate(output: str) -> float:

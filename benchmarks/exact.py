@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
+from benchmarks import commands
 from benchmarks.figures import machine, spread, table
 
 AIM = 1.15
@@ -51,16 +50,11 @@ def main() -> None:
 
 def seconds(run: Path, plan: str, steps: int, batch_size: int) -> float:
     """The median step of a training."""
-    command = [
-        sys.executable, "-m", "grappe", "train", "digits", f"batch_size={batch_size}", "epochs=1000",
-        "--plan", f"{plan},device=cpu,threads=1", "--steps", str(steps), "--run", str(run),
-        "--evaluate-every", str(10**6), "--save-every", str(10**6),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return median(one["seconds"] for one in records[WARMUP:] if one["kind"] == "step")
+    words = (
+        f"batch_size={batch_size}", "epochs=1000", "--plan", f"{plan},device=cpu,threads=1",
+        "--steps", str(steps), "--evaluate-every", str(10**6), "--save-every", str(10**6),
+    )  # fmt: skip
+    return median(commands.grappe(commands.ROOT, run, "digits", *words).seconds[WARMUP:])
 
 
 if __name__ == "__main__":

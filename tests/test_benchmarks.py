@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import pickle
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from benchmarks import cifar_files, cifar_script, compute_alone
+from benchmarks import cifar_files, cifar_script, commands, compute_alone, pages
 from benchmarks.contenders.grappe import witness
 from benchmarks.figures import spread, table
 from benchmarks.overhead import rows
@@ -132,3 +135,48 @@ def test_compute_alone_gives_a_rate(processes):
 
 def test_images_per_second_are_read_from_the_end_of_an_output():
     assert cifar_script._rate("warning\nimages/s 4308.5\n") == 4308.5
+
+
+def test_a_command_that_fails_says_what_it_said(tmp_path):
+    assert commands.output([sys.executable, "-c", "print(1)"], tmp_path) == "1\n"
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3:.*why"):
+        commands.output([sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path)
+
+
+def test_processes_together_have_environments_of_their_own(tmp_path):
+    command = [sys.executable, "-c", "import os; print(os.environ['WHO'])"]
+    assert commands.together(command, tmp_path, [{"WHO": "a"}, {"WHO": "b"}]) == ["a\n", "b\n"]
+
+
+def test_one_that_fails_ends_the_others(tmp_path):
+    code = "import os, time; time.sleep(600) if os.environ['WHO'] == 'a' else exit('gone')"
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 1:.*gone"):
+        commands.together([sys.executable, "-c", code], tmp_path, [{"WHO": "a"}, {"WHO": "b"}])
+
+
+def test_a_page_is_compared_within_a_round():
+    def turn(script: float, ours: float) -> dict[str, pages.Figure]:
+        return {
+            pages.SCRIPT: pages.Figure(rate=script, command=20.0),
+            "replicate=2": pages.Figure(rate=ours, command=10.0),
+        }
+
+    found = pages.rows(pages.PAGES["ddp"], [turn(100, 200), turn(50, 150), turn(100, 400)])
+    assert found[0][:2] == ["the script", "100 (75 to 100)"]
+    assert [found[1][2], found[1][4]] == ["3.00 (2.50 to 3.50)", "2.00 (2.00 to 2.00)"]
+
+
+@pytest.mark.parametrize("page", pages.PAGES.values(), ids=pages.PAGES)
+def test_a_page_has_its_script_which_says_where_it_is_from(page):
+    tree = ast.parse((Path(pages.__file__).parent / "scripts" / page.script).read_text())
+    assert "of the Digital Research Alliance of Canada's PyTorch page" in str(ast.get_docstring(tree))
+
+
+def test_the_pages_data_parallel_script_is_replaced(tmp_path):
+    if not pages.TORCHVISION.is_dir():
+        pytest.skip("the rivals have an environment of their own: benchmarks/run")
+    cifar_files.write(tmp_path / "data", per_file=256)
+    page = pages.PAGES["ddp"]
+    theirs = pages.script(page, tmp_path, tmp_path / "data", 1280, pages.TORCHVISION)
+    ours = pages.training(page, page.plans[0], tmp_path / "run", tmp_path / "data", 1280)
+    assert theirs.rate > 0 and ours.rate > 0

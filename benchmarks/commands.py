@@ -1,0 +1,107 @@
+"""Commands: what a benchmark starts, alone or several at once, and a training of grappe's read from its curves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from grappe.run import Run
+
+T = TypeVar("T")
+ROOT = Path(__file__).parent.parent
+ATTEMPTS, ABORTED = 4, "terminate called without an active exception"
+
+
+def output(command: Sequence[str], folder: Path = ROOT, **environment: str) -> str:
+    """The standard output of a command.
+
+    Raises:
+        RuntimeError: it failed; with what it said.
+    """
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def together(command: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]]) -> list[str]:
+    """What each of several processes of one command said, one for each environment.
+
+    Raises:
+        RuntimeError: one of them failed; the others are ended.
+    """
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in environments]
+        processes = [
+            subprocess.Popen(command, cwd=folder, env={**os.environ, **own}, stdout=log, stderr=log)
+            for own, log in zip(environments, logs, strict=True)
+        ]
+        try:
+            while None in (codes := [one.poll() for one in processes]) and not any(codes):
+                time.sleep(0.01)
+        finally:
+            for one in processes:
+                if one.poll() is None:
+                    one.kill()
+                one.wait()
+        for log in logs:
+            log.seek(0)
+        said = [log.read() for log in logs]
+    for code, words in zip(codes, said, strict=True):
+        if code:
+            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{words}")
+    return said
+
+
+def again(begin: Callable[[], T]) -> T:
+    """What `begin` gives, tried again where a script has trained and torch ended it with SIGABRT as it left.
+
+    torch's gloo threads may outlive the interpreter (PyTorch's pull request 179291): about one start in ten of two
+    processes. It says nothing of what was measured, and is told.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return begin()
+        except RuntimeError as error:
+            if ABORTED not in str(error):
+                raise
+            print("a script was aborted by torch as it left: once more", file=sys.stderr, flush=True)
+    return begin()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training of grappe's that has ended."""
+
+    run: Run
+    command: float
+    """Seconds of the whole command."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step, what lies between it and the step before included; evaluation and saving are not."""
+        return [record["seconds"] for record in self.run.records("step")]
+
+    def rate(self, images: int, batch: int) -> float:
+        """Images/s of its one epoch, from before the first batch is gathered to behind the last step."""
+        steps = list(self.run.records("step"))
+        assert len(steps) == -(-images // batch) and steps[-1]["samples"] == images, "not one whole epoch"
+        assert sum(self.seconds) < self.command, "an epoch cannot take less time than it says"
+        return images / sum(self.seconds)
+
+
+def grappe(folder: Path, run: Path, task: str, *words: str) -> Trained:
+    """`grappe train TASK --run RUN WORDS`, in a folder."""
+    began = time.monotonic()
+    output([sys.executable, "-m", "grappe", "train", task, *words, "--run", str(run)], folder)
+    return Trained(run=Run(run), command=time.monotonic() - began)
