@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from grappe import memory
@@ -28,6 +27,7 @@ from grappe.phases import (
     WARMUP,
     WATCHING,
 )
+from grappe.timing import Timing, timing
 
 if TYPE_CHECKING:
     import torch
@@ -41,33 +41,6 @@ ORDER_STEPS = 3  # steps that are watched to see which gradient comes last
 
 Waits = Sequence[tuple[Any, str]]
 """Functions, as an object and an attribute's name, in which a process waits for the others."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Seconds a step: half of the steps lie between `low` and `high`."""
-
-    median: float
-    low: float
-    high: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One process's time."""
-
-    clock: str
-    """"host"; "device" where a GPU's events say what a step was made of."""
-    steps: int
-    """Steps that the medians are over; warm-up is left out."""
-    step: Spread
-    """Of whole steps, evaluation and saving left out."""
-    phases: Mapping[str, Spread]
-    """By phase of a step."""
-    means: Mapping[str, float]
-    """By phase of a step: mean seconds over the same steps; they add up to the mean step."""
-    totals: Mapping[str, float]
-    """By phase: host seconds of the whole training, warm-up too. On a GPU the host runs ahead of the device."""
 
 
 class Chronometer:
@@ -197,15 +170,7 @@ class Chronometer:
             rows, clock = np.array(device), "device"
         elif self._steps <= KEPT * BLOCKS:
             rows = rows[min(WARMUP, max(0, self._steps - 1)) :]
-        rows = rows if len(rows) else np.zeros((1, len(IN_A_STEP)))
-        return Timing(
-            clock=clock,
-            steps=len(rows) if self._steps else 0,
-            step=_spread(rows.sum(1)),
-            phases={name: _spread(rows[:, place]) for place, name in enumerate(IN_A_STEP)},
-            means={name: float(rows[:, place].mean()) for place, name in enumerate(IN_A_STEP)},
-            totals=dict(zip(PHASES, totals, strict=True)),
-        )
+        return timing(clock, rows if self._steps else rows[:0], totals)
 
     def watch(self, task: Task, plan: Plan, waits: Waits = ()) -> Task:
         """The same task, whose loss, optimizer and model tell where in a step an engine is.
@@ -312,10 +277,3 @@ class Chronometer:
             self._blocks[-1] = np.concatenate([self._blocks[-1], late])
         self._totals = [a + float(b) for a, b in zip(self._totals, block.sum(0), strict=True)]
         self._rows = array("d")
-
-
-def _spread(values: Any) -> Spread:
-    import numpy as np
-
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return Spread(median=float(median), low=float(low), high=float(high))

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grappe.chronometer import Timing
 from grappe.scores import Scores
+from grappe.timing import Timing
 
 if TYPE_CHECKING:
     from grappe.training import Training

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from grappe import memory, power
-from grappe.chronometer import Timing
 from grappe.scores import Scores
+from grappe.timing import Timing
 from grappe.watchers.base import Outcome, Record, Watcher
 from grappe.world import World, cores
 
