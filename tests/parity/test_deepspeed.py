@@ -15,6 +15,7 @@ from tests.parity.cell import TOLERANCE, difference, train
 from tests.parity.fp16 import LOUD_STEP, Loud
 from tests.parity.tasks import Images, Tokens
 from tests.parity.test_native import STEPS, TASKS, check, expected
+from tests.parity.ways import Forked
 from tests.parity.wide import Wide
 from tests.processes import Pool
 
@@ -131,3 +132,30 @@ def test_a_process_computes_the_same_bits_after_it(pool: Pool, plan: str) -> Non
     # ZeRO 3 replaces torch.nn.functional.linear, and says that this persists.
     text = f"engine=deepspeed,{plan}".rstrip(",")
     assert pool.run(f"{__name__}:bits_around", 1, TASKS["tokens-sgd"], text) == [0.0]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2,zero=1"])
+def test_layers_in_another_order_on_another_process_are_summed_by_name(pool: Pool, plan: str) -> None:
+    found = pool.run("tests.parity.cell:train", 2, Forked(), f"engine=deepspeed,{plan}", STEPS)
+    gap, name = difference(reference.train(Forked(), STEPS, ways=2)["weights"], found[0]["weights"])
+    assert gap <= TOLERANCE, name  # it evaluates by slices, too, which the reference does not
+
+
+@pytest.mark.parametrize(
+    ("both", "plan", "words"),
+    [
+        (True, "shard=2,zero=2", "reach b.bias before and after a.bias"),
+        (True, "shard=2", "before and after"),
+        (False, "replicate=2", "reach a.weight, a.bias, b.weight, …, but not both"),
+        (False, "shard=2,zero=1", "but not both"),
+        (False, "shard=2,zero=2", "but not both"),
+    ],
+)
+def test_what_would_be_summed_with_something_else_is_refused(
+    pool: Pool, both: bool, plan: str, words: str
+) -> None:
+    task, text = Forked(both=both), f"engine=deepspeed,{plan}"
+    for told in pool.run("tests.engines.told:told", Plan.parse(text).processes, task, text, STEPS):
+        assert told.startswith("TaskError: the model takes different ways for different samples")
+        assert words in told
+        assert "use engine=native" in told

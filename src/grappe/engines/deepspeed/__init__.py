@@ -16,7 +16,7 @@ from grappe.data.feed import rows_of
 from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
 from grappe.engines.deepspeed import disk, library, optimizer, settings
 from grappe.engines.deepspeed.partition import partitioned
-from grappe.engines.deepspeed.reached import Reached
+from grappe.engines.deepspeed.reached import Reached, said_plainly
 from grappe.engines.deepspeed.state import Partitioned
 from grappe.errors import DivergedError
 from grappe.loop import StepResult
@@ -130,7 +130,7 @@ class DeepSpeed(Stepper):
             self._engine.optimizer.override_loss_scale(self._scale.value)
         total: Tensor | None = None
         last = batch.microbatches[-1]
-        with library.linear(zero3=self._stage == 3):
+        with library.linear(zero3=self._stage == 3), said_plainly():
             for micro in batch.microbatches:
                 if micro is not batch.microbatches[0]:
                     self._phase(FORWARD)

@@ -1,40 +1,91 @@
-"""Whether every parameter gets a gradient: ZeRO has zeros for one that gets none, and weight decay would move it."""
+"""Whether every step's backward reaches the same parameters in the same order on all processes: ZeRO takes it to."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from grappe.errors import TaskError
 from grappe.world import World
 
+INSTEAD = "use engine=native with replicate=N, which goes by names"
+
 
 class Reached:
-    """Watches the first step's backward."""
+    """Watches in what order parameters get their gradients.
+
+    DeepSpeed gathers gradients in buckets as they come and sums the buckets over processes by position: where one
+    process's backward took another way, gradients of different parameters were added up, without a word. And it has
+    zeros for a parameter that gets none, which weight decay and momentum would move all the same.
+    """
 
     def __init__(self, model: nn.Module, stage: int, world: World) -> None:
         self._world = world
-        self._missing = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._handles = [
-            parameter.register_hook(lambda gradient, name=name: self._missing.discard(name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        # Alone, and below stage 2, gradients are taken in the order of parameters, not in that of backward.
+        self._ordered = stage > 1 and world.size > 1
+        self._fired: list[int] = []
+        self._first: list[int] | None = None
+        for index, (_, parameter) in enumerate(named):
+            parameter.register_hook(lambda gradient, index=index: self._fired.append(index))
 
     def check(self) -> None:
-        """Behind the first step's backward. Collective.
+        """Behind a step's last backward, before anything is updated. Collective in the first step.
 
         Raises:
-            TaskError: no process's samples reached some parameter.
+            TaskError: no process's samples reached some parameter, or processes or steps differ.
         """
-        if not self._handles:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        missing = sorted(set.intersection(*self._world.gather(self._missing)))
+        found = list(self._fired) if self._ordered else sorted(set(self._fired))
+        self._fired.clear()
+        if self._first is None:
+            self._compare_processes(self._world.gather(found))
+            self._first = found
+        elif found != self._first:
+            self._refuse("this step's samples", "the first step's", found, self._first)
+
+    def _compare_processes(self, everyone: Sequence[list[int]]) -> None:
+        missing = sorted(set(range(len(self._names))).difference(*everyone))
         if missing:
             raise TaskError(
-                f"the loss does not depend on {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
-                "DeepSpeed would let weight decay move it all the same. Leave it out of the model, freeze it with "
-                "requires_grad_(False), or use engine=native"
+                f"the loss does not depend on {self._told(missing)}: DeepSpeed would let weight decay move it all "
+                "the same. Leave it out of the model, freeze it with requires_grad_(False), or use engine=native"
             )
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                self._refuse("process 0's samples", f"process {rank}'s", everyone[0], theirs)
+
+    def _refuse(self, some: str, others: str, mine: list[int], theirs: list[int]) -> None:
+        only = sorted(set(mine) ^ set(theirs))
+        if only:
+            what = f"{self._told(only)}, but not both"
+        else:
+            at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b)
+            what = f"{self._told([mine[at]])} before and after {self._told([theirs[at]])}"
+        raise TaskError(
+            f"the model takes different ways for different samples: {some} and {others} reach {what}. DeepSpeed sums "
+            f"gradients by the order they come in, and would add up different parameters' gradients: {INSTEAD}"
+        )
+
+    def _told(self, indices: Sequence[int]) -> str:
+        return ", ".join(self._names[i] for i in indices[:3]) + (", …" if len(indices) > 3 else "")
+
+
+@contextlib.contextmanager
+def said_plainly() -> Iterator[None]:
+    """What stage 3 itself finds out by comparing processes, in words.
+
+    Raises:
+        TaskError: the model used parameters in another order on another process.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "disagreement on list contents" not in str(error):
+            raise
+        raise TaskError(
+            "the model takes different ways for different samples, on different processes. DeepSpeed's stage 3 "
+            f"gathers parameters in one order everywhere: {INSTEAD}"
+        ) from error
