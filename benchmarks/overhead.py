@@ -14,15 +14,17 @@ from benchmarks.pacer import Block
 from benchmarks.rotation import Pace, installed, rotate
 
 # The hand-written loop runs twice: what separates it from itself is what a difference of nothing looks like.
-CONTENDERS = ("handwritten", "grappe", "handwritten", "fabric", "accelerate", "trainer")
+CONTENDERS = ("handwritten", "grappe", "untimed", "handwritten", "fabric", "accelerate", "trainer")
 NAMES = {
     "handwritten": "hand-written",
     "grappe": "grappe, console and curves on",
+    "untimed": "grappe without its chronometer",
     "fabric": "Lightning Fabric",
     "accelerate": "Accelerate",
     "trainer": "Lightning Trainer, barebones",
 }
 AIM = 25.0  # microseconds over the hand-written loop
+CLOCK_AIM = 5.0  # microseconds that the chronometer may take of them
 HEAD = ("loop", "µs a step", "µs over hand-written", "ratio", "CPU µs over")
 
 
@@ -53,6 +55,8 @@ def measure(wanted: Sequence[str], size: int, pace: Pace) -> dict[str, list[list
     print("Medians over the rounds, ± their 95 % interval, and between which values half of the rounds lie.")
     print(f"From {before}\nto {machine()}.\n")
     print(table(HEAD, rows(modules, blocks)))
+    if {"grappe", "untimed"} <= set(modules):
+        print(f"\n{_clock(blocks[modules.index('grappe')], blocks[modules.index('untimed')])}")
     for name in sorted(set(wanted) - set(modules)):
         print(f"\n{NAMES[name]} is not installed here: use benchmarks/run.")
     return {
@@ -66,7 +70,7 @@ def _check(modules: Sequence[str], folder: Path, pace: Pace) -> None:
     from benchmarks.contenders.grappe import witness
 
     for place, module in enumerate(modules):
-        if module == "grappe":
+        if module in {"grappe", "untimed"}:
             witness(folder / str(place), pace.rounds * (pace.warmup + pace.block))
 
 
@@ -89,6 +93,14 @@ def rows(modules: Sequence[str], blocks: dict[int, list[list[Block]]]) -> list[l
         row += [_with_error(over) + aim, spread(ratio).text("{:.3f}"), _with_error(busy)]
         found.append(row)
     return found
+
+
+def _clock(timed: list[list[Block]], untimed: list[list[Block]]) -> str:
+    costs = [
+        _with_error([_micro(a, what) - _micro(b, what) for a, b in zip(timed, untimed, strict=True)])
+        for what in ("wall", "cpu")
+    ]
+    return f"The chronometer takes {costs[0]} µs of a step, {costs[1]} of CPU time (aim: at most {CLOCK_AIM:.0f})."
 
 
 def _with_error(values: Sequence[float]) -> str:
