@@ -95,6 +95,11 @@ def train(
         str, Parameter(show_default=False, help="Profile a few steps of these processes: 0, or 0,3.")
     ] = "",
     profile_steps: Annotated[int, Parameter(help="How many steps to profile.")] = 5,
+    bare: Annotated[
+        bool,
+        SWITCH,
+        Parameter(help="To measure steps: no evaluation and no checkpoint at the end of --steps."),
+    ] = False,
     smoke: Annotated[
         bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
     ] = False,
@@ -136,6 +141,7 @@ def train(
         log=tuple(name for name in log.split(",") if name),
         profile=tuple(whole_numbers("--profile", profile, least=0)),
         profile_steps=profile_steps,
+        bare=bare,
     )
     asked = verb.request(task, plan, run, data, texts, from_, options)
     if smoke:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,6 +71,9 @@ def measure(
     if site is not None:
         from grappe.verbs.measure_jobs import Wanted
 
+        if largest_batch:
+            raise UsageError("--largest-batch looks on this machine: leave it out with --site")
+        later = ("--weak",) * weak + (("--out", str(out)) if out else ())
         return _send(
             Wanted(
                 task=task,
@@ -85,12 +89,13 @@ def measure(
                 data=str(data) if data else None,
             ),
             show_,
+            later,
         )
     if not gather:
         for text in plan or [""]:
             session.prepare(text, task)
     from grappe.verbs import measure as verb
-    from grappe.verbs import verdict
+    from grappe.verbs import measured, verdict
     from grappe.verbs.largest import largest_batches as verb_largest
     from grappe.verbs.measure_jobs import gather as gathered
 
@@ -111,10 +116,10 @@ def measure(
         )
     )
     for part in (
-        verb.table(points),
+        measured.table(points),
         "",
-        verb.losses(points),
-        *verb.notes(points),
+        measured.losses(points),
+        *measured.notes(points),
         *verdict.sentences(points),
     ):
         if part is not None:
@@ -123,11 +128,11 @@ def measure(
         for found in verb_largest(task, plan or [""], data, texts):
             show(str(found))
     if out is not None:
-        verb.write(points, task, out, weak=weak)
+        measured.write(points, task, out, weak=weak)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
 
 
-def _send(wanted: Wanted, only_show: bool) -> int:
+def _send(wanted: Wanted, only_show: bool, later: Sequence[str]) -> int:
     """Submits trainings as jobs, and says how to gather them."""
     from grappe.verbs.measure_jobs import send
 
@@ -139,7 +144,7 @@ def _send(wanted: Wanted, only_show: bool) -> int:
             show(f"job {one.job}: {one.cost}; run {one.run}")
         runs.append(str(one.run))
     if not only_show:
-        show(f"once they have ended: grappe measure {wanted.task} --gather {' '.join(runs)}")
+        show(f"once they have ended: grappe measure {wanted.task} --gather {' '.join([*runs, *later])}")
     return EXIT_OK
 
 

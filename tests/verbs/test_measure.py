@@ -10,6 +10,7 @@ import pytest
 from grappe.errors import UsageError
 from grappe.verbs import measure as verb
 from grappe.verbs import verdict
+from grappe.verbs.measured import table, write
 from tests.sleeping import Sleeping
 
 PLAN = "device=cpu,threads=1"
@@ -55,13 +56,13 @@ def test_a_small_batch_is_named_and_a_plan_that_fails_is_a_row(tmp_path: Path) -
     assert points[0].trials[0].processes[0].held["parameters"] == 4 * (12 + 8)
     assert len(lines) == 4
     file = tmp_path / "m.json"
-    verb.write(points, "sleeping", file)
+    write(points, "sleeping", file)
     known = json.loads(file.read_text())
     assert known["points"][2]["speed_up"] > 4
     assert "batchnorm=sync" in known["points"][1]["failure"]
-    assert verb.table(points).row_count == 4
+    assert table(points).row_count == 4
     with pytest.raises(UsageError, match="cannot be written"):
-        verb.write(points, "sleeping", tmp_path)
+        write(points, "sleeping", tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"repeats": 0}, {"batch_sizes": (4, 0)}])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from grappe.errors import RunError, UsageError
+from grappe.errors import PlanError, RunError, UsageError
 from grappe.run import Run
 from grappe.verbs import measure_jobs as jobs
+from grappe.verbs import measured
+from grappe.verbs.jobs import remember
 from tests.test_training import train
 
 WANTED = jobs.Wanted(
@@ -36,7 +38,7 @@ def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.
     assert "--nodes=1" in found[0].text
     assert "--nodes=2" in found[1].text
     for one in found:
-        assert "lr=0.2 batch_size=16 --steps 25" in one.text
+        assert "lr=0.2 batch_size=16 --bare --steps 25" in one.text
         assert "#SBATCH --time=00:20:00" in one.text
     assert list(tmp_path.iterdir()) == []
 
@@ -67,3 +69,28 @@ def test_runs_become_points_and_one_that_has_not_ended_a_row(tmp_path: Path) -> 
         jobs.gather(places[:1])
     with pytest.raises(RunError, match="is no run"):
         jobs.gather([tmp_path / "none"])
+
+
+def test_a_job_that_waits_and_a_run_too_short_are_rows(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "short")
+    costs = [{**one, "timing": None} for one in Run(tmp_path / "short").description["costs"]]
+    Run(tmp_path / "short").describe(costs=costs, plan="threads=1,replicate=2")
+    (tmp_path / "waits" / "logs").mkdir(parents=True)
+    remember(tmp_path / "waits", "7", "generic", "1 core")
+    alone, short, waits = jobs.gather([tmp_path / name for name in ("waits", "short", "a")])
+    assert not alone.failure
+    assert "too short" in short.failure
+    assert (waits.plan, "job 7 waits" in waits.failure) == ("waits", True)
+    assert "failed: its job 7 waits" in "".join(measured.table([alone, waits]).columns[2]._cells)
+
+
+def test_nothing_is_sent_when_one_of_them_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    sent: list[str] = []
+    monkeypatch.setattr("grappe.verbs.submit._send", lambda script, text: sent.append(text))
+    with pytest.raises(PlanError):
+        list(jobs.send(dataclasses.replace(WANTED, plans=("replicate=4", "replicat=8"))))
+    with pytest.raises(UsageError, match="--steps=0"):
+        list(jobs.send(dataclasses.replace(WANTED, steps=0)))
+    assert not sent

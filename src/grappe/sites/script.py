@@ -95,7 +95,8 @@ def cost(layout: Layout) -> str:
         what = f"{count} GPU{'s' if count > 1 else ''}"
         return f"{what} for at most {clock(layout.seconds)}: {layout.gpu_hours:.3g} GPU-hours"
     cores = layout.nodes * layout.processes * layout.cores
-    return f"{cores} cores for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
+    what = f"{cores} core{'s' if cores > 1 else ''}"
+    return f"{what} for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
 
 
 def _check(script: Script) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grappe import tasks
 from grappe.errors import RunError, UsageError
@@ -13,9 +14,10 @@ from grappe.fields import split
 from grappe.phases import WARMUP
 from grappe.plan import Plan
 from grappe.run import Run
+from grappe.verbs.jobs import newest_job, submitted
 from grappe.verbs.measure import NEVER, Answer, point
 from grappe.verbs.points import Point
-from grappe.verbs.submit import Submission, Submitted, submit
+from grappe.verbs.submit import Submission, Submitted, submit_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +44,21 @@ def send(wanted: Wanted, *, show: bool = False) -> Iterator[Submitted]:
     Raises:
         GrappeError: something is wrong with what was asked, or sbatch refuses.
     """
+    for name, value in (("steps", wanted.steps), ("repeats", wanted.repeats)):
+        if value < 1:
+            raise UsageError(f"--{name}={value}: it must be at least 1")
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    number = 0
-    for _ in range(wanted.repeats):
-        for batch in wanted.batch_sizes or (0,):
-            for text in wanted.plans:
-                number += 1
-                run = wanted.base / f"measure-{stamp}-{number}"
-                yield from submit(_submission(wanted, text, batch, run), show=show)
+    points = [
+        (text, batch)
+        for _ in range(wanted.repeats)
+        for batch in wanted.batch_sizes or (0,)
+        for text in wanted.plans
+    ]
+    asked = [
+        _submission(wanted, text, batch, wanted.base / f"measure-{stamp}-{number}")
+        for number, (text, batch) in enumerate(points, 1)
+    ]
+    yield from submit_all(asked, show=show)
 
 
 def _submission(wanted: Wanted, plan: str, batch: int, run: Path) -> Submission:
@@ -58,14 +67,8 @@ def _submission(wanted: Wanted, plan: str, batch: int, run: Path) -> Submission:
         own = batch or _batch_of(wanted)
         whole = own * (Plan.parse(plan).data_parallel if wanted.weak else 1)
         fields = (*(one for one in fields if not one.startswith("batch_size=")), f"batch_size={whole}")
-    options = (
-        "--steps",
-        str(wanted.steps + WARMUP),
-        "--evaluate-every",
-        str(NEVER),
-        "--save-every",
-        str(NEVER),
-    )
+    never = ("--evaluate-every", str(NEVER), "--save-every", str(NEVER))
+    options = ("--bare", "--steps", str(wanted.steps + WARMUP), *never)
     return Submission(
         task=wanted.task,
         arguments=(wanted.task, *fields, *options),
@@ -96,7 +99,11 @@ def gather(places: Sequence[Path]) -> list[Point]:
     """
     answers: dict[tuple[str, int], list[Answer]] = {}
     failures: dict[tuple[str, int], str] = {}
+    unborn: list[Point] = []
     for place in places:
+        if not Run.is_run(place) and submitted(place):
+            unborn.append(_unborn(place))
+            continue
         run = Run(place)
         known = run.description
         fields = known.get("fields")
@@ -104,16 +111,40 @@ def gather(places: Sequence[Path]) -> list[Point]:
         if not isinstance(batch, int):
             raise RunError(f"{run.folder}: its run.json says no batch_size")
         key = (str(known.get("plan") or ""), batch)
-        costs = known.get("costs")
-        if isinstance(costs, list) and costs and all(one.get("timing") for one in costs):
-            answers.setdefault(key, []).append(Answer(usages=costs, batch=batch))
+        found = answers.setdefault(key, [])
+        try:
+            usages = _usages(run, known)
+        except UsageError as why:
+            failures[key] = str(why)
         else:
-            failures[key] = f"{run.folder} has not ended ({known.get('status')})"
-            answers.setdefault(key, [])
+            found.append(Answer(usages=usages, batch=batch, why="jobs do not count them"))
     points = [
         point(Plan.parse(text), batch, found, "" if found else failures[text, batch], "asked")
         for (text, batch), found in answers.items()
     ]
+    points = [*sorted(points, key=lambda one: one.processes), *unborn]
     if all(one.failure for one in points):
         raise UsageError(f"nothing to gather yet: {points[0].failure if points else 'no run was given'}")
-    return sorted(points, key=lambda one: one.processes)
+    return points
+
+
+def _usages(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a run's processes used.
+
+    Raises:
+        UsageError: it is no trial of a point, and why.
+    """
+    usages = known.get("costs")
+    if not isinstance(usages, list) or not usages:
+        raise UsageError(f"{run.folder} has not ended ({known.get('status')})")
+    if not all(one.get("timing") for one in usages):
+        raise UsageError(f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted")
+    return usages
+
+
+def _unborn(place: Path) -> Point:
+    """A row for a job that has left nothing yet, and of which only the run's name is known."""
+    failure = (
+        f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
+    )
+    return Point(plan=place.name, batch=0, processes=0, slices=0, failure=failure)

@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from grappe import engines, sites, tasks
@@ -73,8 +73,13 @@ def submit(asked: Submission, *, show: bool = False) -> Iterator[Submitted]:
     Raises:
         GrappeError: something is wrong with what was asked, or sbatch refuses; nothing waits in the queue then.
     """
-    scripts = [_script(asked, wish) for wish in _wishes(asked)]
-    texts = [render(one) for one in scripts]  # all are checked before the first is submitted
+    yield from submit_all([asked], show=show)
+
+
+def submit_all(asked: Iterable[Submission], *, show: bool = False) -> Iterator[Submitted]:
+    """The same for several, all of them checked before the first is submitted."""
+    scripts = [_script(one, wish) for one in asked for wish in _wishes(one)]
+    texts = [render(one) for one in scripts]
     for number, (script, text) in enumerate(zip(scripts, texts, strict=True)):
         if number and not show:
             time.sleep(BETWEEN_SECONDS)
