@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -216,4 +216,54 @@ class Whitened(Images):
     def model(self) -> nn.Module:
         model = super().model()
         model[2].insert(2, Whitening())
+        return model
+
+
+# ---- Models without a fault --------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Self-attention with dropout; the bias of its keys has a gradient of nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.stack([x, x.roll(1, -1), x * x], 1)
+        return x + self.attention(tokens, tokens, tokens)[0].mean(1)
+
+
+class Gumbel(nn.Module):
+    """Draws from an exponential distribution."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 4 * torch.nn.functional.gumbel_softmax(x)
+
+
+class Shared(nn.Module):
+    """One batch normalisation, called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.narrow = nn.BatchNorm1d(16), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.narrow(self.norm(x)))
+
+
+class With(Images):
+    """Images with one module more."""
+
+    kind: Literal["attending", "gumbel", "shared", "spectral"] = "shared"
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        more = {
+            "attending": Attending,
+            "gumbel": Gumbel,
+            "shared": Shared,
+            "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
+        }
+        model[2].insert(2, more[self.kind]())
         return model

@@ -15,7 +15,7 @@ from grappe.training import Options
 from tests.faults.resume_cell import Loaded, curves, hashes
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference
-from tests.parity.planted import Centred
+from tests.parity.planted import Centred, With
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -67,6 +67,7 @@ TASKS = {
     "tokens": Tokens(samples=40, batch_size=18),
     "unused": Images(unused=True, rule="adam", samples=40),
     "loaded": FromDisk(rule="adam"),
+    "shared": With(kind="shared", samples=40, batch_size=24),
 }
 
 
@@ -83,6 +84,7 @@ TASKS = {
         ("loaded", "exact=8,workers=0"),
         ("sgd", "exact=8,engine=textbook"),
         ("tokens", "exact=8,engine=textbook"),
+        ("shared", "exact=8"),
     ],
 )
 def test_one_hash_on_1_2_4_and_8_processes(pool: Pool, name: str, plan: str) -> None:

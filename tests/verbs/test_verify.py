@@ -69,6 +69,8 @@ def test_a_planted_fault_is_found_and_named(
         (DROPPING, "microbatches=3"),  # one stream, drawn from in the same order
         (NORMED, "exact=8,replicate=2"),
         (BOTH, "exact=4,replicate=4"),
+        (planted.With(samples=64, kind="shared"), "exact=4,replicate=2"),
+        (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
     ],
 )
 def test_what_has_no_fault_is_the_same(pool: Pool, task: Task, plan: str) -> None:
@@ -87,6 +89,13 @@ def test_what_has_no_fault_is_the_same(pool: Pool, task: Task, plan: str) -> Non
         (BOTH, "replicate=2", ["batch normalisation (0.1)", "dropout's random streams (bernoulli_)"]),
         (BOTH, "shard=2,precision=bf16", ["precision (bf16)", "batch normalisation (0.1)", "dropout's"]),
         (IMAGES, "replicate=2,precision=fp16", ["precision (fp16)"]),
+        (planted.With(samples=64, kind="gumbel"), "replicate=2", ["dropout's random streams (exponential_)"]),
+        (
+            planted.With(samples=64, kind="attending", rule="adam"),
+            "shard=2,microbatches=2",
+            ["dropout's random streams"],
+        ),
+        (planted.Whitened(samples=64), "replicate=2", ["statistics of the batch in 2.2 (Whitening)"]),
     ],
 )
 def test_what_was_asked_for_is_the_same_but_for_that(

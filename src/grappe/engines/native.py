@@ -22,7 +22,7 @@ from grappe.pipeline import rules
 from grappe.plan import Plan
 from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
-from grappe.prepare.batchnorm import statistics_frozen, unnoticed
+from grappe.prepare.batchnorm import buffers_kept, statistics_frozen, unnoticed
 from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.exact import Exact, refusal
@@ -140,7 +140,7 @@ class Native(Stepper):
 
     def _rehearse(self, micro: Microbatch, forward: Callable[[Any], Any], roots: Roots) -> None:
         """A forward and backward that leaves nothing behind but gradients."""
-        with statistics_frozen(self._model):
+        with statistics_frozen(self._model), buffers_kept(self._model):
             with self._autocast:
                 values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
             torch.autograd.backward((values.sum(), *roots[0]), (None, *roots[1]))

@@ -9,7 +9,8 @@ from typing import Any
 
 from grappe.parity import plain, trial
 from grappe.parity.changes import Changes
-from grappe.parity.plain import Given, Reference
+from grappe.parity.plain import Reference
+from grappe.parity.plain_batches import Given
 from grappe.parity.trial import Step
 from grappe.plan import Plan
 
@@ -96,4 +97,4 @@ class Bench:
 
 def _words(changes: Changes) -> str:
     off = [field.name for field in dataclasses.fields(changes) if getattr(changes, field.name)]
-    return f", without its own {', '.join(off)}" if off else ""
+    return f", with {' and '.join(off)} switched off" if off else ""

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import Arrays, in_memory
-from grappe.parity.mixing import Kept, kept_buffers, put_back
+from grappe.parity.mixing import Company
+from grappe.prepare.batchnorm import Kept, kept_buffers, put_back
 from grappe.task import Task, overrides
 
 NO_CLIP = 1e30  # engines tell the gradient's norm where there is a bound; this one is never reached
@@ -29,8 +30,8 @@ class Changes:
     """Random draws in the model give their mean."""
     mixing: tuple[str, ...] = ()
     """These modules, which mix a batch's samples while training, work as in evaluation."""
-    paired: tuple[str, ...] = ()
-    """These mix them in evaluation too: they see two rows at a time, 2j and 2j+1, which no plan separates."""
+    company: tuple[Company, ...] = ()
+    """For those that mix them in evaluation too: each row meets the same others, and nobody else."""
     loss: bool = False
     """The loss is computed row by row, so that no row can enter another's."""
     augment: bool = False
@@ -96,11 +97,16 @@ def watched(task: Task, changes: Changes, seen: Seen) -> Task:
 
 
 def length_of(task: Task, changes: Changes, available: int) -> int:
-    """How many samples an epoch of a trial has: its last batch is short, and odd so that slices are uneven."""
+    """How many samples an epoch of a trial has: its last batch is short, so that slices are uneven.
+
+    It is odd where the dataset is: a row that is alone in its piece, which a plan with many pieces then has, is more
+    than some models bear.
+    """
     batch = -(-task.batch_size // changes.even) * changes.even if changes.even else task.batch_size
     if changes.even:
         return max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
-    short = (batch // 2) | 1 if batch > 1 else 0
+    pairs = batch // 4 | 1
+    short = min(2 * pairs - available % 2, batch - 1)
     return min(available, EPOCH_STEPS * batch + short)
 
 
@@ -175,11 +181,12 @@ def _collate(task: Task, changes: Changes, seen: Seen) -> Any:
 def _model(task: Task, changes: Changes, seen: Seen) -> Any:
     def model(self: Task) -> nn.Module:
         made = task.model()
+        for company in changes.company:
+            module = made.get_submodule(company.name)
+            module.forward = company.keep(module.forward)  # type: ignore[method-assign]
         for name, module in made.named_modules():
             if name in changes.mixing:
                 module.register_forward_pre_hook(lambda one, _: _evaluating(one))
-            if name in changes.paired:
-                module.forward = _in_pairs(module.forward)  # type: ignore[method-assign]
         if changes.buffers:
             made.register_forward_pre_hook(_Restored())
         if changes.precision:
@@ -191,13 +198,6 @@ def _model(task: Task, changes: Changes, seen: Seen) -> Any:
 
 def _evaluating(module: nn.Module) -> None:
     module.eval()
-
-
-def _in_pairs(forward: Any) -> Any:
-    def paired(x: Tensor) -> Tensor:
-        return torch.cat([forward(pair) for pair in x.split(2)])
-
-    return paired
 
 
 class _Restored:

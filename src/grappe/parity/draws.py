@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,8 +78,9 @@ def _named(func: Op, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _draws(given: dict[str, Any]) -> bool:
-    """Attention and recurrent operators carry the tag whether they drop something or not."""
-    return all(given.get(name) != 0.0 for name in ("dropout_p", "dropout"))
+    """Some operators carry the tag whether they draw something or not."""
+    off = (given.get(name) is False for name in ("train", "training"))
+    return all(given.get(name) != 0.0 for name in ("dropout_p", "dropout")) and not any(off)
 
 
 def _expected(func: Op, name: str, given: dict[str, Any]) -> Any:
@@ -116,6 +118,30 @@ def _made(value: float) -> Callable[[dict[str, Any]], Tensor]:
     return make
 
 
+def _whole(given: dict[str, Any]) -> int:
+    return (given.get("low", 0) + given["high"] - 1) // 2
+
+
+def _normal(given: dict[str, Any]) -> Tensor:
+    mean, std = given["mean"], given.get("std", 1.0)
+    if isinstance(mean, Tensor) or isinstance(std, Tensor):
+        return mean + torch.zeros_like(std if isinstance(std, Tensor) else mean)
+    return _made(mean)(given)
+
+
+def _likeliest(given: dict[str, Any]) -> Tensor:
+    order = given["self"].argsort(dim=-1, descending=True)
+    places = torch.arange(given["num_samples"], device=order.device) % order.shape[-1]
+    return order[..., places]
+
+
+def _leaky(given: dict[str, Any]) -> Tensor:
+    slope = (given["lower"] + given["upper"]) / 2
+    # backward multiplies by what forward has written there
+    given["noise"].copy_(torch.where(given["self"] <= 0, slope, 1.0))
+    return given["self"] * given["noise"]
+
+
 _MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "bernoulli_": _bernoulli,
     "bernoulli": lambda given: given["self"].clone(),
@@ -125,6 +151,19 @@ _MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "uniform_": _fill(lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2),
     "normal_": _fill(lambda given: given.get("mean", 0.0)),
+    "normal": _normal,
+    "log_normal_": _fill(lambda given: math.exp(given.get("mean", 1.0) + given.get("std", 2.0) ** 2 / 2)),
+    "exponential_": _fill(lambda given: 1 / given.get("lambd", 1.0)),
+    "geometric_": _fill(lambda given: round(1 / given["p"])),
+    "cauchy_": _fill(lambda given: given.get("median", 0.0)),  # it has no mean
+    "poisson": lambda given: given["self"].clone(),
+    "_standard_gamma": lambda given: given["self"].clone(),
+    "binomial": lambda given: given["count"] * given["prob"],
+    "multinomial": _likeliest,
+    "rrelu_with_noise": _leaky,
+    "rrelu_with_noise_": lambda given: given["self"].copy_(_leaky(given)),
+    "randint": lambda given: _made(_whole(given))(given),
+    "randint_like": lambda given: _made(_whole(given))(given),
     "random_": _fill(lambda given: given.get("from", 0)),
     "rand": _made(0.5),
     "rand_like": _made(0.5),

@@ -107,8 +107,7 @@ class _Case:
             return self._told("same", notes=[note])
         pieces = self._pieces(Changes(), precision=True)
         steps = self._bench.trial(self._plan, Changes(), pieces)
-        tolerance = self._base
-        if compare(pieces, steps, tolerance=tolerance).agrees:
+        if compare(pieces, steps).agrees:
             return self._told("same", notes=[note, self._per_piece()])
         return self._of_difference([note])
 
@@ -146,11 +145,10 @@ class _Case:
     def _without(self, off: Sequence[str]) -> tuple[Plan, Changes]:
         plan = dataclasses.replace(self._plan, precision="fp32") if PRECISION in off else self._plan
         found = self._base.mixing if STATISTICS in off else ()
-        always = self._base.always
+        company = self._base.always if STATISTICS in off else ()
+        kept = {one.name for one in company}
         return plan, Changes(
-            draws=DROPOUT in off,
-            mixing=tuple(name for name in found if name not in always),
-            paired=tuple(name for name in found if name in always),
+            draws=DROPOUT in off, mixing=tuple(name for name in found if name not in kept), company=company
         )
 
     def _agrees(self, off: Sequence[str]) -> bool:
@@ -174,11 +172,7 @@ class _Case:
         elif STATISTICS in explained:
             plan, changes = self._without([one for one in self._asked_for() if one != STATISTICS])
             pieces = self._pieces(changes)
-            gap = compare(
-                pieces,
-                self._bench.trial(plan, changes, pieces),
-                tolerance=self._bench.reference(plan, changes),
-            )
+            gap = compare(pieces, self._bench.trial(plan, changes, pieces))
             if not gap.agrees:
                 faults.append(
                     f"{' and '.join(self._names_of_mixing())}: neither that of the whole batch nor that of each "
@@ -203,8 +197,7 @@ class _Case:
         if PRECISION in explained and self._plan.precision == "fp16":
             return []
         pieces = self._pieces(Changes(), precision=True)
-        gap = compare(pieces, self._bench.trial(self._plan, Changes(), pieces), tolerance=self._base)
-        if gap.agrees:
+        if compare(pieces, self._bench.trial(self._plan, Changes(), pieces)).agrees:
             return ["one process that takes the plan's pieces one after the other learns the same"]
         return []
 

@@ -3,110 +3,224 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from grappe.parity.draws import Draws
+from grappe.prepare.batchnorm import buffers_kept
 
 RELATIVE = 1e-4
 """Rounding makes 1e-7 of a difference, batch statistics of half a batch a tenth."""
+COMPANIONS = 7  # with the row itself an even number, for models that put rows together in pairs
+FEWEST_ROWS = 4
+
+Call = tuple[Any, Any]
+"""What a module was given: (args, kwargs)."""
+Dims = list[int | None]
+"""By leaf: which of its dimensions is the batch; None: none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Company:
+    """Samples that each row meets alone, in a module that mixes samples always: no plan changes who meets whom.
+
+    Two rows of a batch by themselves would do as well, if their statistics were not a step function of them: the
+    smallest rounding then grows to anything within three steps.
+    """
+
+    name: str
+    """The module's."""
+    rows: int
+    inputs: Call
+    """What the module was given for them in the beginning."""
+    dims: Dims
+    outputs: Dims
+    """Of what it gives back."""
+
+    def keep(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's `forward`, called for one row at a time, the others behind it."""
+
+        def one_by_one(*args: Any, **kwargs: Any) -> Any:
+            leaves, form = tree_flatten((args, kwargs))
+            outputs = []
+            for row in range(self._length(leaves)):
+                one_args, one_kwargs = tree_unflatten(list(self._beside(leaves, row)), form)
+                outputs.append(tree_flatten(forward(*one_args, **one_kwargs)))
+            together = map(self._together, self.outputs, zip(*(rows for rows, _ in outputs), strict=True))
+            return tree_unflatten(list(together), outputs[0][1])
+
+        return one_by_one
+
+    def _length(self, leaves: list[Any]) -> int:
+        for leaf, other, dim in zip(leaves, tree_flatten(self.inputs)[0], self.dims, strict=True):
+            if dim is not None:
+                return leaf.shape[dim] * self.rows // other.shape[dim]
+        raise AssertionError("a module is only found to mix rows where it is given some")
+
+    def _beside(self, leaves: list[Any], row: int) -> Iterator[Any]:
+        for leaf, other, dim in zip(leaves, tree_flatten(self.inputs)[0], self.dims, strict=True):
+            if dim is None:
+                yield leaf
+            else:
+                each = other.shape[dim] // self.rows
+                yield torch.cat([leaf.narrow(dim, row * each, each), other.to(leaf)], dim)
+
+    def _together(self, dim: int | None, leaves: tuple[Any, ...]) -> Any:
+        if dim is None:
+            return leaves[0]
+        return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // (1 + self.rows)) for leaf in leaves], dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """What was found of a model."""
+
+    found: dict[str, Company | None]
+    """The innermost modules that mix samples while training, by name: None where evaluation stops it, else the
+    company to keep them in."""
+    apart: bool
+    """Whether each row of the model's output is known to depend on its own row alone."""
 
 
 @torch.no_grad()
-def mixing_modules(model: nn.Module, inputs: Any, rows: int) -> dict[str, bool]:
-    """The innermost modules that mix the `rows` samples of `inputs` while training, by name.
+def mixing_modules(model: nn.Module, inputs: Any, rows: int) -> Mixing:
+    """Tries every module of `model` with `rows` samples and with half of them.
 
-    Batch normalisation does, and so does anything that takes a mean over the batch, whatever its class is called.
-
-    Returns:
-        Whether each stops mixing in evaluation.
+    Batch normalisation mixes them, and so does anything that takes a mean over the batch, whatever its class is called.
     """
-    if rows < 4:
-        return {}
+    if rows < FEWEST_ROWS:
+        return Mixing(found={}, apart=False)
     model = copy.deepcopy(model).train()
-    calls: dict[str, tuple[Any, Any]] = {}
+    with Draws(off=True):
+        calls = _calls(model, inputs)
+        try:
+            half = _calls(model, tree_map(lambda leaf: _first(leaf, 0, rows, rows // 2), inputs))
+        except (RuntimeError, ValueError):
+            return Mixing(found={}, apart=False)
+        found: dict[str, Company | None] = {}
+        apart = False
+        for name, module in reversed(list(model.named_modules())):
+            trial = _trial(calls.get(name), half.get(name), rows)
+            inner = any(one.startswith(f"{name}.") or not name for one in found)
+            if trial is None or inner:
+                continue
+            mixes = trial.mixes(module)
+            apart = not name and mixes is False
+            if mixes:
+                found[name] = trial.company(name, module) if trial.mixes(module.eval()) else None
+    return Mixing(found=dict(sorted(found.items())), apart=apart)
+
+
+def _calls(model: nn.Module, inputs: Any) -> dict[str, Call]:
+    """What each module was given, the first time that it was called."""
+    calls: dict[str, Call] = {}
     hooks = [
         module.register_forward_pre_hook(_keeper(calls, name), with_kwargs=True)
         for name, module in model.named_modules()
     ]
-    with Draws(off=True):
-        model(inputs)
-        for hook in hooks:
-            hook.remove()
-        found: dict[str, bool] = {}
-        for name, module in reversed(list(model.named_modules())):
-            inner = any(one.startswith(f"{name}.") or not name for one in found)
-            if name in calls and not inner and _mixes(module, *calls[name], rows):
-                found[name] = not _mixes(module.eval(), *calls[name], rows)
-    return dict(sorted(found.items()))
+    with buffers_kept(model):
+        model(_copied(inputs))
+    for hook in hooks:
+        hook.remove()
+    return calls
 
 
-def _keeper(calls: dict[str, tuple[Any, Any]], name: str) -> Any:
+def _keeper(calls: dict[str, Call], name: str) -> Any:
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Modules that work in place would change what they were given.
-        calls.setdefault(
-            name, tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        )
+        calls.setdefault(name, _copied((args, kwargs)))
 
     return keep
 
 
-def _mixes(module: nn.Module, args: Any, kwargs: Any, rows: int) -> bool:
-    """Whether the first half of the rows comes out otherwise without the second half."""
-    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.dim()]
-    if not leaves or any(len(leaf) % rows for leaf in leaves):
-        return False  # its first dimension is not the batch
-    half = tree_map(lambda leaf: _head(leaf, rows), (args, kwargs))
-    try:
-        whole, part = _output(module, args, kwargs), _output(module, *half)
-    except (RuntimeError, ValueError):
+def _copied(tree: Any) -> Any:
+    """Modules that work in place would change what they were given."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """A module's call, to be made with all its rows and with the first half of them."""
+
+    call: Call
+    dims: Dims
+    rows: int
+
+    def part(self, rows: int) -> Call:
+        """The call with its first `rows` only."""
+        leaves, form = tree_flatten(self.call)
+        cut = [
+            leaf if dim is None else _first(leaf, dim, self.rows, rows)
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+        return tree_unflatten(cut, form)
+
+    def mixes(self, module: nn.Module) -> bool | None:
+        """Whether the first half of the rows comes out otherwise without the second; None: it cannot be told."""
+        try:
+            whole, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
+        except (RuntimeError, ValueError):
+            return None
+        for a, b in zip(whole, part, strict=False):
+            if not isinstance(a, Tensor) or not a.is_floating_point() or not b.numel():
+                continue
+            dim = _batch_dim(a, b, self.rows)
+            head = a if dim is None else _first(a, dim, self.rows, self.rows // 2)
+            if head.shape != b.shape:
+                return None
+            if not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * float(head.abs().max())):
+                return True
         return False
-    for a, b in zip(whole, part, strict=False):
-        head = a[: len(b)]
-        if head.shape != b.shape or not torch.allclose(
-            head, b, rtol=RELATIVE, atol=RELATIVE * float(head.abs().max())
-        ):
-            return True
-    return False
+
+    def company(self, name: str, module: nn.Module) -> Company:
+        """The first of the rows."""
+        count = min(COMPANIONS, self.rows)
+        both = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
+        return Company(
+            name=name,
+            rows=count,
+            inputs=_copied(self.part(count)),
+            dims=self.dims,
+            outputs=[_batch_dim(a, b, self.rows) for a, b in zip(*both, strict=True)],
+        )
 
 
-def _head(leaf: Any, rows: int) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.dim():
+def _trial(whole: Call | None, half: Call | None, rows: int) -> _Trial | None:
+    """How to try a module that was called so for all rows and for half of them; None: it cannot be cut."""
+    if whole is None or half is None:
+        return None
+    leaves, others = tree_flatten(whole)[0], tree_flatten(half)[0]
+    if len(leaves) != len(others):
+        return None
+    dims: Dims = []
+    for leaf, other in zip(leaves, others, strict=True):
+        dims.append(_batch_dim(leaf, other, rows))
+        if isinstance(leaf, Tensor) and dims[-1] is None and leaf.shape != other.shape:
+            return None
+    return _Trial(call=whole, dims=dims, rows=rows) if any(dim is not None for dim in dims) else None
+
+
+def _batch_dim(whole: Any, half: Any, rows: int) -> int | None:
+    """The one dimension of a tensor that has half as many rows in `half`."""
+    if not isinstance(whole, Tensor) or not isinstance(half, Tensor) or whole.dim() != half.dim():
+        return None
+    differ = [dim for dim, (a, b) in enumerate(zip(whole.shape, half.shape, strict=True)) if a != b]
+    fits = len(differ) == 1 and whole.shape[differ[0]] * (rows // 2) == half.shape[differ[0]] * rows
+    return differ[0] if fits else None
+
+
+def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
+    """The part of the first `kept` of `rows` samples."""
+    if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] % rows:
         return leaf
-    return leaf[: (rows // 2) * (len(leaf) // rows)].clone()
+    return leaf.narrow(dim, 0, kept * (leaf.shape[dim] // rows))
 
 
-def _output(module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-    kept = kept_buffers(module)
-    output = module(*fresh[0], **fresh[1])
-    put_back(kept)
-    return [
-        leaf
-        for leaf in tree_flatten(output)[0]
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()
-    ]
-
-
-Kept = list[tuple[nn.Module, str, Tensor, Tensor]]
-
-
-def kept_buffers(module: nn.Module) -> Kept:
-    """Every buffer as it is now: its module, its name there, itself, its values."""
-    return [
-        (one, name, buffer, buffer.clone())
-        for one in module.modules()
-        for name, buffer in one._buffers.items()
-        if buffer is not None
-    ]
-
-
-@torch.no_grad()
-def put_back(kept: Kept) -> None:
-    """Makes the buffers what they were, also where a forward has put another tensor in their place."""
-    for module, name, buffer, values in kept:
-        buffer.copy_(values)
-        module._buffers[name] = buffer
+def _outputs(module: nn.Module, call: Call) -> list[Any]:
+    args, kwargs = _copied(call)
+    with buffers_kept(module):
+        return tree_flatten(module(*args, **kwargs))[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from grappe.parity.plain import Given, Reference
+from grappe.parity.plain import Reference
+from grappe.parity.plain_batches import Given
 from grappe.parity.trial import Step
 
 SHOWN = 3

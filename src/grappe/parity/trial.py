@@ -20,7 +20,7 @@ from grappe.engines.base import Engine, Setting
 from grappe.loop import StepResult
 from grappe.parity.changes import NOTHING, Changes, Seen, watched
 from grappe.parity.draws import Draws
-from grappe.parity.plain import gap
+from grappe.parity.twins import gap
 from grappe.place import Place
 from grappe.plan import Plan
 from grappe.world import World

@@ -151,6 +151,43 @@ def unnoticed(model: nn.Module, rows: Rows | None) -> Iterator[None]:
         rows.real = True
 
 
+Kept = list[tuple[nn.Module, str, Tensor, Tensor]]
+
+
+def kept_buffers(module: nn.Module) -> Kept:
+    """Every buffer as it is now: its module, its name there, itself, its values."""
+    return [
+        (one, name, buffer, buffer.clone())
+        for one in module.modules()
+        for name, buffer in one._buffers.items()
+        if buffer is not None
+    ]
+
+
+@torch.no_grad()
+def put_back(kept: Kept) -> None:
+    """Makes the buffers what they were, also where a forward has put another tensor in their place."""
+    for module, name, buffer, values in kept:
+        buffer.copy_(values)
+        module._buffers[name] = buffer
+
+
+def replace_buffers(kept: Kept) -> None:
+    """As `put_back`, in new tensors: what a backward still wants to read stays as it is."""
+    for module, name, _, values in kept:
+        module._buffers[name] = values.clone()
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, a forward leaves no trace in any buffer."""
+    kept = kept_buffers(model)
+    try:
+        yield
+    finally:
+        put_back(kept)
+
+
 @contextlib.contextmanager
 def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
     """Inside, float buffers that differ between processes hold their mean. Collective over `group`."""

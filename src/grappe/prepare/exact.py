@@ -155,10 +155,12 @@ def _sum(left: list[Tensor | None] | None, right: list[Tensor | None] | None) ->
 class Statistics:
     """Batch normalisation's running statistics: each piece's own, taken in by all processes in the pieces' order.
 
-    While a piece goes through the model, momentum is 1, so that the running statistics become the piece's own.
+    While a piece goes through the model, momentum is 1, so that the running statistics become those of each call.
+    A module may be called several times in a forward: C calls of all modules, with S numbers.
 
     Raises:
-        TaskError: another buffer changed with the samples, and nobody knows how to combine it.
+        TaskError: another buffer changed with the samples, and nobody knows how to combine it; or pieces call
+            their batch normalisation differently often.
     """
 
     def __init__(self, model: nn.Module, pieces: int, world: World) -> None:
@@ -166,6 +168,8 @@ class Statistics:
         self._all = [
             one for one in model.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None
         ]
+        for module in self._all:
+            module.register_forward_hook(self._note)
         mine = {id(buffer) for module in self._all for buffer in module.buffers(recurse=False)}
         self._model = model
         self._others = {
@@ -173,6 +177,10 @@ class Statistics:
         }
         self._modules: list[_BatchNorm] = []
         self._before: list[Tensor] = []
+        self._told: list[tuple[_BatchNorm, Tensor]] = []
+        self._calls: list[_BatchNorm] | None = None
+        """The module of each call of a piece's forward; None: no piece has gone through yet."""
+        self._agreed: list[_BatchNorm] | None = None
         self._rows: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
@@ -187,19 +195,39 @@ class Statistics:
         finally:
             for module, momentum in zip(self._modules, momenta, strict=True):
                 module.momentum = momentum
-        if self._modules:
-            self._rows[index] = torch.cat([buffer.reshape(-1) for buffer in self._buffers()])
-            self._put_back()
+        if self._told:
+            self._keep(index)
+            for buffer, before in zip(self._buffers(), self._before, strict=True):
+                buffer.copy_(before)
+
+    def _note(self, module: nn.Module, args: object, output: object) -> None:
+        # Recomputation, which runs a forward again, has set momentum to 0.
+        if isinstance(module, _BatchNorm) and module.training and module.momentum == 1.0:
+            assert module.running_mean is not None and module.running_var is not None
+            self._told.append((module, torch.cat([module.running_mean, module.running_var])))
+
+    def _keep(self, index: int) -> None:
+        calls = [module for module, _ in self._told]
+        self._calls = self._calls or calls
+        if calls != self._calls:
+            raise TaskError(
+                f"exact={self._pieces}: the model calls its batch normalisation {len(calls)} times for some samples "
+                f"and {len(self._calls)} times for others, or in another order: statistics cannot be combined in "
+                "order then: leave exact out"
+            )
+        self._rows[index] = torch.cat([one for _, one in self._told])
+        self._told = []
 
     def combine(self, samples: int) -> None:
         """Takes the statistics of all pieces of a step in, one after the other. Collective."""
         self._check_others()
         self._begin()
         if self._modules:
-            rows = self._gathered()
-            pieces = [piece for piece in range(self._pieces) if range(*cut(samples, self._pieces, piece))]
-            for number, piece in enumerate(pieces, start=1):
-                self._take_in(rows[piece], number)
+            calls = self._agreed_calls()
+            rows = self._gathered(sum(2 * module.num_features for module in calls)) if calls else None
+            for piece in range(self._pieces):
+                if rows is not None and range(*cut(samples, self._pieces, piece)):
+                    self._take_in(calls, rows[piece])
         self._before, self._rows = [], {}
 
     def _begin(self) -> None:
@@ -212,17 +240,24 @@ class Statistics:
         return [
             buffer
             for module in self._modules
-            for buffer in (module.running_mean, module.running_var)
+            for buffer in (module.running_mean, module.running_var, module.num_batches_tracked)
             if buffer is not None
         ]
 
-    def _put_back(self) -> None:
-        for buffer, before in zip(self._buffers(), self._before, strict=True):
-            buffer.copy_(before)
+    def _agreed_calls(self) -> list[_BatchNorm]:
+        """The calls of a forward; a process whose pieces have had no sample yet is told by the others. Collective."""
+        if self._agreed is None:
+            places = {module: place for place, module in enumerate(self._all)}
+            mine = None if self._calls is None else [places[module] for module in self._calls]
+            told = next((one for one in self._world.gather_data(mine) if one is not None), None)
+            if told is None:
+                return []  # they have all been put into evaluation
+            self._agreed = [self._all[place] for place in told]
+            self._calls = self._calls or self._agreed
+        return self._agreed
 
-    def _gathered(self) -> Tensor:
+    def _gathered(self, size: int) -> Tensor:
         """Every piece's statistics, [V, S], on every process."""
-        size = sum(buffer.numel() for buffer in self._before)
         share = self._pieces // self._world.data_size
         mine = torch.zeros(share, size, device=self._world.device)
         for index, row in self._rows.items():
@@ -233,20 +268,14 @@ class Statistics:
         gather_into(rows, mine, self._world.data_group)
         return rows
 
-    def _take_in(self, row: Tensor, number: int) -> None:
-        sizes = [buffer.numel() for buffer in self._before]
-        news = iter(row.split(sizes))
-        for module in self._modules:
-            batches = module.num_batches_tracked
-            assert batches is not None
-            # Forward has counted this process's pieces; all count.
-            if number == 1:
-                batches -= len(self._rows)
+    def _take_in(self, calls: Sequence[_BatchNorm], row: Tensor) -> None:
+        for module, one in zip(calls, row.split([2 * module.num_features for module in calls]), strict=True):
+            mean, variance, batches = module.running_mean, module.running_var, module.num_batches_tracked
+            assert mean is not None and variance is not None and batches is not None
             batches += 1
             weight = 1.0 / float(batches) if module.momentum is None else module.momentum
-            for buffer in (module.running_mean, module.running_var):
-                assert buffer is not None
-                buffer.lerp_(next(news), weight)
+            mean.lerp_(one[: module.num_features], weight)
+            variance.lerp_(one[module.num_features :], weight)
 
     def _check_others(self) -> None:
         """Once, behind the first step."""

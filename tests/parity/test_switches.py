@@ -1,0 +1,79 @@
+"""What verify switches off: modules that mix a batch's samples are found, and random draws give their mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grappe.parity.draws import Draws
+from grappe.parity.mixing import Mixing, mixing_modules
+from tests.parity.planted import Whitening
+
+ROWS = 12
+
+
+class Steps(nn.Module):
+    """A layer that has the steps of a sequence first and the batch second, as many of each."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.stack([x * (step + 1) for step in range(ROWS)])
+        output = self.layer(steps)
+        return (output[0] if isinstance(output, tuple) else output).mean(0)
+
+
+def found(module: nn.Module) -> Mixing:
+    torch.manual_seed(0)
+    return mixing_modules(nn.Sequential(nn.Linear(8, 8), module), torch.randn(ROWS, 8), ROWS)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.GroupNorm(2, 8),
+        nn.Dropout(0.5),
+        Steps(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)),
+        Steps(nn.LSTM(8, 8, 2, dropout=0.2)),
+    ],
+)
+def test_what_keeps_samples_apart_is_not_taken_for_mixing(module: nn.Module) -> None:
+    assert found(module) == Mixing(found={}, apart=True)
+
+
+def test_what_mixes_samples_is_found_whether_evaluation_stops_it_or_not() -> None:
+    normal, always = found(nn.BatchNorm1d(8)), found(Whitening())
+    assert normal.found == {"1": None}
+    assert not normal.apart and not always.apart
+    company = always.found["1"]
+    assert company is not None
+    alone = company.keep(Whitening())
+    x = torch.randn(5, 8)
+    assert torch.allclose(alone(x)[2:3], alone(x[2:3]), atol=1e-6)
+    assert not torch.allclose(Whitening()(x)[2:3], alone(x[2:3]), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: nn.functional.dropout(x, 0.5),
+        lambda x: nn.functional.alpha_dropout(x, 0.5, training=True),
+        lambda x: nn.functional.rrelu(x - 2, training=True),
+        nn.functional.gumbel_softmax,
+        lambda x: torch.randn_like(x) + torch.rand(3, 4) + torch.randint(0, 9, (3, 4)),
+        lambda x: torch.normal(x, 1.0) + torch.normal(0.0, 1.0, (3, 4)),
+        lambda x: x.clone().exponential_() + x.clone().geometric_(0.5) + x.clone().cauchy_(),
+        lambda x: x.clone().log_normal_() + x.clone().random_(5) + x.clone().bernoulli_(),
+        lambda x: torch.poisson(x) + torch.multinomial(x, 4) + torch.bernoulli(x / 9),
+        lambda x: torch.binomial(torch.full_like(x, 5), x / 9) + torch.randperm(4),
+    ],
+)
+def test_draws_that_are_switched_off_are_the_same_each_time(draw) -> None:
+    x = torch.rand(3, 4) + 1
+    assert not torch.equal(draw(x), draw(x))
+    with Draws(off=True) as draws:
+        assert torch.equal(draw(x), draw(x))
+    assert draws.seen
