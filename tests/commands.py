@@ -82,7 +82,8 @@ def pids_in_training(run: Path, processes: int) -> list[int]:
         lines = [
             [one for one in log.read_text().splitlines() if "step in" in one] for log in logs if log.exists()
         ]
-        return [int(mine[-1].split()[-1]) for mine in lines if len(mine) > 2]
+        last = [int(mine[-1].split()[-1]) for mine in lines if len(set(mine[-3:])) == 1 and len(mine) > 2]
+        return [pid for pid in last if Path(f"/proc/{pid}").exists()]  # not that of a check before
 
     until(lambda: len(found()) == processes, f"{processes} processes train")
     return found()

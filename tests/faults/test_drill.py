@@ -65,6 +65,11 @@ def test_what_is_not_recovered_is_said(
         ("replicate=2", "", "replicate=3"),
         ("shard=2,zero=1", "", "shard=3,zero=1"),
         ("replicate=2,shard=2", "shard=2", "replicate=3,shard=2"),
+        (
+            "pipeline=3,schedule=interleaved,stages=2,microbatches=4",
+            "microbatches=4",
+            "replicate=2,pipeline=3,schedule=interleaved,stages=2,microbatches=4",
+        ),
         ("engine=textbook,replicate=2", "engine=textbook", "engine=textbook,replicate=3"),
     ],
 )

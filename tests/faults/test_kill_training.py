@@ -15,7 +15,7 @@ from grappe.run import Run
 from tests.commands import GRAPPE, Command
 
 SOAK = "GRAPPE_SOAK" in os.environ
-KILLS = int(os.environ["GRAPPE_SOAK"]) // 10 if SOAK else 4
+KILLS = int(os.environ["GRAPPE_SOAK"]) // 10 if SOAK else 0
 STEPS_BETWEEN = 4  # at least, so that it comes to an end
 TASK = str(Path(__file__).with_name("stuck.py")) + ":Quick"
 PATIENCE_SECONDS = 120.0
@@ -62,14 +62,24 @@ def strike(command: Command, run: Path, generator: random.Random) -> bool:
     return bool(whom)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2,threads=1,workers=0,device=cpu"])
-def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "kills"),
+    [
+        ("replicate=2", 4),
+        ("pipeline=2,microbatches=2", 1),
+        ("engine=deepspeed,shard=2", 1),
+    ],
+)
+def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan: str, kills: int) -> None:
+    if "deepspeed" in plan:
+        pytest.importorskip("deepspeed")
     generator = random.Random(time.time_ns() if SOAK else 7)
-    steps = 20 * (KILLS + 1)
+    kills, plan = KILLS or kills, f"{plan},threads=1,workers=0,device=cpu"
+    steps = 20 * (kills + 1)
     for name in ("quiet", "killed"):
         (tmp_path / name).mkdir()
     quiet, _ = train(tmp_path / "quiet", 0, steps, plan, generator)
-    killed, struck = train(tmp_path / "killed", KILLS, steps, plan, generator)
+    killed, struck = train(tmp_path / "killed", kills, steps, plan, generator)
     assert struck > 0
     one, other = Run(quiet).latest(), Run(killed).latest()
     assert one is not None and other is not None

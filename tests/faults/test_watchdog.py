@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from grappe.run import Run
 from grappe.watchdog import Standstill, Watchdog, sentence
 from tests.commands import GRAPPE, Command, pids_in_training, until
 
 STUCK = str(Path(__file__).with_name("stuck.py"))
-PLAN = ("--plan", "replicate=2,threads=1,workers=0,device=cpu", "--run", "run")
+HERE = "threads=1,workers=0,device=cpu"
 Start = Callable[..., Command]
 
 
@@ -26,8 +27,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts trainings of tests/faults/stuck.py in an empty folder, and ends what is left of them."""
     started: list[Command] = []
 
-    def begin(name: str, *arguments: str) -> Command:
-        started.append(Command(GRAPPE, "train", f"{STUCK}:{name}", *PLAN, *arguments, cwd=tmp_path))
+    def begin(name: str, *arguments: str, plan: str = "replicate=2") -> Command:
+        asked = ("--plan", f"{plan},{HERE}", "--run", "run", *arguments)
+        started.append(Command(GRAPPE, "train", f"{STUCK}:{name}", *asked, cwd=tmp_path))
         return started[-1]
 
     yield begin
@@ -49,9 +51,16 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
     assert "__getitem__" in reports[guilty]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_process_is_named_by_the_other(start: Start, tmp_path: Path, rank: int) -> None:
-    command = start("Quick", "--stall-limit", "3s")
+@pytest.mark.parametrize(
+    ("rank", "plan"),
+    [
+        (0, "replicate=2"),
+        (1, "replicate=2"),
+        (0, "pipeline=2,microbatches=2"),
+    ],
+)
+def test_a_stopped_process_is_named_by_the_other(start: Start, tmp_path: Path, rank: int, plan: str) -> None:
+    command = start("Quick", "--stall-limit", "3s", plan=plan)
     os.kill(pids_in_training(tmp_path / "run", 2)[rank], signal.SIGSTOP)
     code, _, err = command.end()
     assert code == 1, err
@@ -76,6 +85,25 @@ def test_all_stopped_for_longer_than_the_limit_is_no_standstill(start: Start, tm
     command.interrupt()
     assert command.end()[0] == 75
     assert not list((tmp_path / "run/logs").glob("stall-*"))
+
+
+def test_a_stage_that_is_killed_is_named_and_the_other_ends(start: Start, tmp_path: Path) -> None:
+    command = start("Quick", plan="pipeline=2,microbatches=2")
+    os.kill(pids_in_training(tmp_path / "run", 2)[1], signal.SIGKILL)
+    code, _, err = command.end()
+    assert code == 1, err
+    assert re.search(r"process 1 of 2 .*(SIGKILL|signal 9)", err), err
+    until(lambda: not command.members(), "the other stage is gone too")
+
+
+def test_a_signal_to_one_stage_stops_all_at_the_same_step(start: Start, tmp_path: Path) -> None:
+    command = start("Quick", plan="pipeline=2,microbatches=2")
+    os.kill(pids_in_training(tmp_path / "run", 2)[1], signal.SIGTERM)
+    code, _, err = command.end()
+    assert (code, err) == (75, ""), err
+    newest = Run(tmp_path / "run").latest()
+    assert newest is not None
+    assert newest.step == max(line["step"] for line in Run(tmp_path / "run").records("step"))
 
 
 def test_a_slow_evaluation_is_no_standstill(start: Start, tmp_path: Path) -> None:

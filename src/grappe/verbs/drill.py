@@ -103,6 +103,8 @@ def _resized(plan: Plan, change: int) -> Plan | None:
     if plan.shard > 1 and plan.replicate == 1:
         zero = plan.zero if plan.shard + change > 1 else 3
         return dataclasses.replace(plan, shard=plan.shard + change, zero=zero)
+    if plan.replicate == 1 and plan.pipeline > 1 and change < 0:
+        return dataclasses.replace(plan, pipeline=1, schedule=Plan.schedule, stages=Plan.stages)
     if plan.replicate + change < 1:
         return None
     return dataclasses.replace(plan, replicate=plan.replicate + change)
