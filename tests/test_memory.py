@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -42,6 +44,30 @@ def test_what_all_hold_is_found_whoever_made_it() -> None:
     after = memory.found_by_kind()
     grown = {kind: after[kind] - before[kind] for kind in after}
     assert grown == {"parameters": 4 * 100_100, "gradients": 4 * 100_100, "optimizer": 8 * 100_100 + 2 * 4}
+
+
+FAULTS = """
+import resource, torch
+from grappe import memory
+if {limited}:
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, 1 << 40))
+with memory.reused():
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(5_000_000) for _ in range(4)]
+        del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_what_a_batch_frees_is_there_for_the_next_one() -> None:
+    """Page faults of the third pass over 80 MB, which are 20,000 pages."""
+    kept, given_back = (
+        int(subprocess.check_output([sys.executable, "-c", FAULTS.format(limited=limited)]))
+        for limited in (False, True)
+    )
+    assert kept < 1000
+    assert given_back > 10_000
 
 
 def test_sizes_are_for_people() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grappe import memory
 from grappe.data.batch import Batch
 from grappe.prepare.batchnorm import buffers_agreed
 from grappe.scores import Scorer, Scores
@@ -24,12 +25,19 @@ def evaluate(
     batches: Iterator[Batch],
     samples: int,
     precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+    *,
+    scarce: bool = False,
 ) -> Scores:
-    """The scores over all data slices; the model is in training mode again afterwards. Collective."""
+    """The scores over all data slices; the model is in training mode again afterwards. Collective.
+
+    Args:
+        scarce: whether memory is worth more than time.
+    """
     scorer = Scorer(task, world)
     model.eval()
     try:
-        with buffers_agreed(model, world.data_group), precision:
+        reused = contextlib.nullcontext() if scarce else memory.reused()
+        with reused, buffers_agreed(model, world.data_group), precision:
             for batch in batches:
                 for micro in batch.microbatches:
                     scorer.add(model(micro.inputs), micro)

@@ -175,7 +175,10 @@ class Native(Stepper):
         return gradient_norm(self._parameters)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        scores = evaluation.evaluate(self._model, self._task, self._world, batches, samples, self._autocast)
+        scarce = self._plan.shard > 1 or self._plan.offload != "none"
+        scores = evaluation.evaluate(
+            self._model, self._task, self._world, batches, samples, self._autocast, scarce=scarce
+        )
         reshard(self._model)
         return scores
 

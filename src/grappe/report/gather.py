@@ -156,10 +156,11 @@ def _measurement(file: Path) -> dict[str, Any]:
 def html(gathered: dict[str, Any], title: str) -> str:
     """The whole page. What is gathered is data in it, never markup or code."""
     folder = Path(__file__).parent
-    page, style, code = ((folder / f"page.{end}").read_text() for end in ("html", "css", "js"))
+    names = ("page.html", "page.css", "plots.js", "page.js")
+    page, style, plots, code = ((folder / name).read_text() for name in names)
     # "<" would end the element that the data is in; JSON may write it otherwise.
     data = json.dumps(_finite(gathered), separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"TITLE": _escaped(title), "STYLE": style, "DATA": data, "CODE": code}
+    parts = {"TITLE": _escaped(title), "STYLE": style, "DATA": data, "CODE": plots + code}
     return re.sub(
         "@@([A-Z]+)@@", lambda found: parts[found[1]], page
     )  # in one pass: data is not looked through

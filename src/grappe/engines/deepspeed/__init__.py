@@ -198,7 +198,10 @@ class DeepSpeed(Stepper):
         return norm, False
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        return evaluation.evaluate(self._carrier, self._task, self._world, batches, samples, self._autocast)
+        scarce = self._plan.offload != "none"
+        return evaluation.evaluate(
+            self._carrier, self._task, self._world, batches, samples, self._autocast, scarce=scarce
+        )
 
     def state(self) -> State:
         if self._split is None:

@@ -1,0 +1,171 @@
+"use strict";
+// Draws plots: each is an SVG with a table of its figures below. Nothing is loaded, nothing is evaluated.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const PHASES = ["data", "transfer", "forward", "backward", "communication", "update", "watching", "evaluation", "checkpoint", "start"];
+const HUES = [35, 60, 205, 260, 350, 150, 90, 185, 310, 0];
+const W = 480, H = 250, LEFT = 58, RIGHT = 12, TOP = 12, BOTTOM = 34;
+const hidden = new Set();
+const redraws = [];
+
+function element(tag, attributes = {}, ...children) {
+  const svg = ["svg", "g", "path", "line", "rect", "text", "circle", "title"].includes(tag);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  for (const child of children) made.append(child);
+  return made;
+}
+
+const color = (index) => `hsl(${(index * 137.5 + 210) % 360} var(--s) var(--l))`;
+const phaseColor = (name) => `hsl(${HUES[PHASES.indexOf(name)] ?? 0} ${["watching", "start"].includes(name) ? "8%" : "var(--s)"} var(--l))`;
+const DASHES = ["", "6 3", "2 2", "8 3 2 3"];
+const known = (value) => typeof value === "number" && Number.isFinite(value);
+
+function short(value) {
+  if (!known(value)) return "none";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  return String(Number(value.toPrecision(4)));
+}
+const seconds = (value) => (value >= 1 ? `${short(value)} s` : value >= 1e-3 ? `${short(value * 1e3)} ms` : `${short(value * 1e6)} µs`);
+const megabytes = (value) => `${short(value / 1e6)} MB`;
+
+function ticks(low, high, logarithmic) {
+  if (logarithmic) {
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+      for (const times of [1, 2, 5]) { const at = times * 10 ** power; if (at >= low && at <= high) found.push(at); }
+    return found.length > 8 ? found.filter((at) => Math.abs(Math.log10(at) % 1) < 1e-9) : found;
+  }
+  const rough = (high - low) / 5 || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((times) => times * power).find((one) => one >= rough);
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Number(at.toPrecision(10)));
+  return found;
+}
+
+function smoothed(points, weight) {
+  if (!weight) return points;
+  let mean = null;
+  return points.map(([x, y]) => { if (known(y)) mean = mean === null ? y : weight * mean + (1 - weight) * y; return [x, known(y) ? mean : null]; });
+}
+
+function figure(section, title, unit, columns, rows) {
+  const caption = element("figcaption", {}, title, " ", element("small", {}, unit));
+  const holder = element("div"), told = element("output", { "aria-live": "polite" });
+  const table = element("details", {}, element("summary", {}, "figures"));
+  table.addEventListener("toggle", () => {
+    if (!table.open || table.querySelector("table")) return;
+    const body = element("table", {}, element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name))));
+    for (const row of rows()) body.append(element("tr", {}, ...row.map((cell) => element("td", {}, typeof cell === "number" ? short(cell) : String(cell ?? "")))));
+    table.append(element("div", { tabindex: 0, role: "region", "aria-label": `figures of ${title}` }, body));
+  });
+  section.append(element("figure", { class: "plot" }, caption, holder, told, table));
+  return { holder, told, done: () => holder.closest("figure").setAttribute("data-drawn", "yes") };
+}
+
+// series: {run, name, color, dash, points: [[x, y], …]}; x and y are numbers, y null for a gap.
+function lines(section, title, unit, series, { loss = false, smooth = false, from0 = false, across = "step", format = short } = {}) {
+  const rows = () => series.flatMap((one) => one.points.filter((_, i) => i % Math.ceil(one.points.length / 200) === 0).map(([x, y]) => [one.name, x, y]));
+  const made = figure(section, title, unit, ["curve", across, unit || "value"], rows);
+  redraws.push(() => { drawLines(made, title, series.filter((one) => !hidden.has(one.run)), { loss, smooth, from0, across, format }); made.done(); });
+}
+
+function drawLines({ holder, told }, title, series, { loss, smooth, from0, across, format }) {
+  const weight = smooth ? Number(document.getElementById("smoothing").value) : 0;
+  let shown = series.map((one) => ({ ...one, points: one.dots ? one.points : smoothed(one.points, weight) }));
+  const positive = shown.flatMap((one) => one.points.map(([, y]) => y)).filter((y) => known(y) && y > 0);
+  const logarithmic = loss && document.getElementById("logarithmic").checked && positive.length > 0;
+  if (logarithmic) shown = shown.map((one) => ({ ...one, points: one.points.map(([x, y]) => [x, known(y) && y > 0 ? y : null]) }));
+  const xs = shown.flatMap((one) => one.points.map(([x]) => x)), ys = shown.flatMap((one) => one.points.map(([, y]) => y)).filter(known);
+  if (!ys.length) { holder.replaceChildren(element("p", { class: "none" }, "nothing to show yet")); return; }
+  const least = (values) => values.reduce((a, b) => Math.min(a, b)), most = (values) => values.reduce((a, b) => Math.max(a, b));
+  const x0 = least(xs), x1 = Math.max(most(xs), x0 + 1e-9);
+  let y0 = from0 ? 0 : least(ys), y1 = most(ys);
+  if (y0 === y1) { y0 -= Math.abs(y0) * 0.1 || (from0 ? 0 : 1); y1 += Math.abs(y1) * 0.1 || 1; }
+  const scale = (y) => (logarithmic ? Math.log10(y) : y);
+  const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (W - LEFT - RIGHT);
+  const py = (y) => H - BOTTOM - ((scale(y) - scale(y0)) / (scale(y1) - scale(y0))) * (H - TOP - BOTTOM);
+  const svg = element("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `${title}: ${shown.length} curves; arrow keys read them` });
+  for (const at of ticks(y0, y1, logarithmic)) svg.append(element("line", { class: "axis", x1: LEFT, x2: W - RIGHT, y1: py(at), y2: py(at) }), element("text", { x: LEFT - 6, y: py(at) + 4, "text-anchor": "end" }, format(at)));
+  for (const at of ticks(x0, x1, false)) svg.append(element("text", { x: px(at), y: H - BOTTOM + 16, "text-anchor": "middle" }, short(at)));
+  svg.append(element("text", { x: (LEFT + W - RIGHT) / 2, y: H - 4, "text-anchor": "middle" }, across));
+  for (const one of shown) {
+    let path = "", pen = "M";
+    for (const [x, y] of one.points) { if (!known(y)) { pen = "M"; continue; } path += `${pen}${px(x).toFixed(1)} ${py(y).toFixed(1)}`; pen = "L"; }
+    svg.append(element("path", { d: path, fill: "none", stroke: one.color, "stroke-width": one.faint ? 1 : 1.6, "stroke-dasharray": one.dash || "" }, element("title", {}, one.name)));
+    if (one.dots || one.points.length === 1) for (const [x, y] of one.points) if (known(y)) svg.append(element("circle", { cx: px(x), cy: py(y), r: 2.5, fill: one.color }));
+  }
+  const cursor = element("line", { class: "cursor", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
+  svg.append(cursor);
+  const places = [...new Set(xs)].sort((a, b) => a - b);
+  let at = -1;
+  const read = (index) => {
+    at = Math.max(0, Math.min(places.length - 1, index));
+    const x = places[at];
+    cursor.setAttribute("x1", px(x)); cursor.setAttribute("x2", px(x)); cursor.setAttribute("visibility", "visible");
+    const values = shown.map((one) => [one.name, one.points.reduce((best, point) => (known(point[1]) && point[0] <= x ? point : best), null)]).filter(([, point]) => point);
+    told.textContent = `${across} ${short(x)}: ` + values.slice(0, 12).map(([name, point]) => `${name} ${format(point[1])}`).join(", ");
+  };
+  svg.addEventListener("keydown", (event) => {
+    const stride = event.shiftKey ? Math.ceil(places.length / 10) : 1;
+    const to = { ArrowRight: at + stride, ArrowLeft: at - stride, Home: 0, End: places.length - 1 }[event.key];
+    if (to !== undefined) { event.preventDefault(); read(to); }
+  });
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), x = x0 + (((event.clientX - box.left) / box.width) * W - LEFT) / (W - LEFT - RIGHT) * (x1 - x0);
+    read(places.reduce((best, place, index) => (Math.abs(place - x) < Math.abs(places[best] - x) ? index : best), 0));
+  });
+  holder.replaceChildren(svg);
+}
+
+// rows: {run, name, parts: {part: value}}; below 0 a part is drawn to the left.
+function bars(section, title, unit, rows, colorOf, format) {
+  const parts = [...new Set(rows.flatMap((row) => Object.keys(row.parts)))];
+  const made = figure(section, title, unit, ["", ...parts], () => rows.map((row) => [row.name, ...parts.map((part) => (known(row.parts[part]) ? format(row.parts[part]) : ""))]));
+  redraws.push(() => {
+    const shown = rows.filter((row) => !hidden.has(row.run));
+    const ends = shown.map((row) => Object.values(row.parts).filter((value) => value > 0).reduce((a, b) => a + b, 0));
+    const starts = shown.map((row) => Object.values(row.parts).filter((value) => value < 0).reduce((a, b) => a + b, 0));
+    const most = Math.max(...ends, 1e-12), least = Math.min(...starts, 0), height = 40 * shown.length + 46;
+    const px = (value) => 8 + ((value - least) / (most - least)) * (W - 16);
+    const svg = element("svg", { viewBox: `0 0 ${W} ${height}`, role: "img", tabindex: 0, "aria-label": `${title}: ${shown.length} bars; arrow keys read them` });
+    shown.forEach((row, index) => {
+      const total = Object.values(row.parts).reduce((a, b) => a + b, 0);
+      svg.append(element("text", { x: 8, y: 40 * index + 14 }, `${row.name}  ${format(total)}`.slice(0, 78)));
+      let right = 0, left = 0;
+      for (const part of parts) {
+        const value = row.parts[part];
+        if (!value) continue;
+        const from = value > 0 ? right : left + value;
+        if (value > 0) right += value; else left += value;
+        svg.append(element("rect", { x: px(from), y: 40 * index + 19, width: Math.max(0.3, px(from + Math.abs(value)) - px(from)), height: 14, fill: colorOf(part, row), "fill-opacity": value < 0 ? 0.4 : 1 }, element("title", {}, `${part} ${format(value)}`)));
+      }
+    });
+    let x = 8, y = height - 24;
+    for (const part of parts.filter((name) => rows.some((row) => row.parts[name]))) {
+      const width = part.length * 6.2 + 26;
+      if (x + width > W) { x = 8; y += 15; }
+      svg.append(element("rect", { x, y: y - 9, width: 10, height: 10, fill: colorOf(part, rows[0]) }), element("text", { x: x + 14, y }, part));
+      x += width;
+    }
+    svg.setAttribute("viewBox", `0 0 ${W} ${y + 12}`);
+    let at = -1;
+    svg.addEventListener("keydown", (event) => {
+      const to = { ArrowDown: at + 1, ArrowRight: at + 1, ArrowUp: at - 1, ArrowLeft: at - 1, Home: 0, End: shown.length - 1 }[event.key];
+      if (to === undefined || !shown.length) return;
+      event.preventDefault();
+      at = Math.max(0, Math.min(shown.length - 1, to));
+      made.told.textContent = `${shown[at].name}: ` + parts.filter((part) => shown[at].parts[part]).map((part) => `${part} ${format(shown[at].parts[part])}`).join(", ");
+    });
+    made.holder.replaceChildren(shown.length ? svg : element("p", { class: "none" }, "no run is shown"));
+    made.done();
+  });
+}
+
+function section(title) {
+  const grid = element("div", { class: "grid" });
+  const made = element("section", {}, element("h2", {}, title), grid);
+  document.getElementById("plots").append(made);
+  return grid;
+}
