@@ -67,6 +67,20 @@ def test_a_signal_saves_and_it_goes_on_to_the_same_bits(tmp_path: Path, plan: st
         assert torch.equal(parts[name], wanted), name
 
 
+def test_it_goes_on_under_other_numbers_of_processes(tmp_path: Path, alone: dict[str, torch.Tensor]) -> None:
+    """Two replicas, then one process, then two shards: in the end what one process alone has learned."""
+    for plan, stop in (("replicate=2", "4"), ("", "8")):
+        assert train(tmp_path, plan, "found", "run", stop) in (1, 75)
+    assert train(tmp_path, "shard=2", "found", "run") == 0
+    found = load_file(tmp_path / "found.safetensors")
+    losses = found.pop("losses")
+    assert 0 < len(losses) < len(alone["losses"]) - 6, "it went on behind the second stop"
+    assert torch.allclose(losses, alone["losses"][-len(losses) :], rtol=TOLERANCE)
+    for name, wanted in found.items():
+        gap = (alone[name].double() - wanted.double()).norm() / wanted.double().norm()
+        assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
+
+
 def test_six_lines_change_an_existing_loop() -> None:
     texts = [(EXAMPLES / name).read_text().split('"""', 2)[2] for name in ("gan_by_hand.py", "gan.py")]
     before, after = (text.splitlines() for text in texts)

@@ -29,13 +29,13 @@ from grappe.checkpoint.saver import Saver
 from grappe.chronometer import Chronometer
 from grappe.data import feed
 from grappe.data.batch import Batch
-from grappe.data.draw import mix
 from grappe.engines.base import Saved
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
 from grappe.interrupt import Interrupt
 from grappe.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, UPDATE
 from grappe.place import Place, place_from_environment
 from grappe.plan import Plan, as_plan
+from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.replicate import wrap
 from grappe.prepare.shard import shard, uses_shard
 from grappe.task import Task
@@ -85,6 +85,8 @@ class Loop:
         self.step = 0
         """Optimizer steps done, over restarts."""
         self._seed, self._save_every = seed, save_every
+        self._averaged = 1 if uses_shard(self.plan) else self.world.data_size
+        """By how much DDP divides a sum of gradients; FSDP2 is told not to."""
         self._pairs: list[tuple[nn.ModuleDict, Optimizer]] = []
         self._batch: Batch | None = None
         self._interrupt = Interrupt()
@@ -143,7 +145,7 @@ class Loop:
         while self.step < total:
             self.chronometer.switch(DATA)
             self._batch = batch = next(batches)
-            torch.manual_seed(mix(self._seed, self.step, self.world.data_rank))
+            seed_dropout(self._seed, self.step, self.world)
             micro = batch.microbatches[0]
             self.chronometer.switch(FORWARD)
             yield micro.inputs, micro.targets
@@ -162,15 +164,12 @@ class Loop:
         self.chronometer.switch(BACKWARD)
         micro = self._batch.microbatches[0]
         each = losses.numel() // (micro.rows or 1) or 1
-        averaged = self.world.data_size if not uses_shard(self.plan) else 1
-        scale = averaged / (self._batch.samples * each) if micro.rows else 0.0
+        scale = self._averaged / (self._batch.samples * each) if micro.rows else 0.0
         return losses.sum() * scale
 
     def total(self, part: Tensor) -> float:
         """What `mean` gave, over all processes: for printing. Waits for them. Collective."""
-        averaged = self.world.data_size if not uses_shard(self.plan) else 1
-        values = self.world.gather_data(float(part.detach()) / averaged)
-        return sum(values)
+        return sum(self.world.gather_data(float(part.detach()) / self._averaged))
 
     def save(self) -> None:
         """Saves all pairs now, in the background. Collective."""

@@ -75,6 +75,22 @@ class Plan:
         """Into how many slices each global batch is cut."""
         return self.replicate * self.shard
 
+    def exact_places(self, data_rank: int) -> range:
+        """Of an exact plan: which of the `exact` pieces of a batch belong to a data slice.
+
+        In a row; or, where parameters are sharded, every so-manieth, so that the pieces that are reduced together
+        are neighbours in the tree.
+        """
+        share = self.exact // self.data_parallel
+        if self.shard > 1:
+            return range(data_rank, self.exact, self.data_parallel)
+        return range(data_rank * share, (data_rank + 1) * share)
+
+    def exact_order(self) -> list[int]:
+        """Where each of an exact plan's pieces is among those of slice 0, then slice 1, and so on."""
+        there = [piece for rank in range(self.data_parallel) for piece in self.exact_places(rank)]
+        return sorted(range(self.exact), key=there.__getitem__)
+
     def asked(self) -> frozenset[str]:
         """The names of the keys that differ from their default."""
         return frozenset(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe import draw
+from grappe import draw, engines
+from grappe.errors import PlanError
 from grappe.plan import Plan
 from grappe.training import Options
 from tests.faults.resume_cell import Loaded, curves, hashes
@@ -101,6 +102,33 @@ def test_one_hash_on_1_2_4_and_8_processes(pool: Pool, name: str, plan: str) -> 
     assert all(one == ids[1] for one in ids.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "plan", "more"),
+    [
+        ("sgd", "exact=8", ("shard=2", "shard=8")),
+        ("adamw", "exact=8,precision=bf16", ("shard=2,zero=1", "shard=4")),
+        ("tokens", "exact=8", ("shard=2,zero=2", "shard=4,recompute")),
+        ("unused", "exact=4", ("shard=4",)),
+        ("shared", "exact=4", ("shard=2",)),
+        ("loaded", "exact=4,workers=0", ("shard=4",)),
+    ],
+)
+def test_the_same_hash_where_everything_is_sharded(
+    pool: Pool, name: str, plan: str, more: tuple[str, ...]
+) -> None:
+    wanted = digest(trained(pool, TASKS[name], plan, 1)[0])
+    for one in more:
+        everyone = pool.run(
+            "tests.parity.cell:train",
+            Plan.parse(one).processes,
+            TASKS[name],
+            f"{plan},{one}",
+            STEPS,
+        )
+        assert digest(everyone[0]) == wanted, one
+        assert len({repr(found["losses"]) for found in everyone}) == 1
+
+
 def test_native_and_textbook_have_the_same_bits(pool: Pool) -> None:
     task = Everything(rule="adam", clip=None)
     one, other = (trained(pool, task, f"exact=4{engine}", 2)[0] for engine in ("", ",engine=textbook"))
@@ -146,10 +174,26 @@ def test_killed_under_one_number_of_processes_and_resumed_under_another(
     assert curves(parts) == curves(whole)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("replicate=2", "shard=4"), ("shard=2,zero=2", ""), ("shard=4", "shard=2")]
+)
+def test_killed_and_resumed_with_another_share_of_the_model(
+    pool: Pool, tmp_path: Path, first: str, second: str
+) -> None:
+    task, plans = Everything(rule="adam"), [f"exact=8,{one}".rstrip(",") for one in (first, second)]
+    _run(pool, task, "exact=8", tmp_path / "whole")
+    _run(pool, task, plans[0], tmp_path / "parts", dies_at=4)
+    assert "going on from step" in _run(pool, task, plans[1], tmp_path / "parts")
+    assert _state(hashes(tmp_path / "parts", STEPS)) == _state(hashes(tmp_path / "whole", STEPS))
+    assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
+
+
 def _part(pool: Pool, task, text: str, size: int, run: Path, dies_at: int | None = None) -> str:
-    plan = f"{text},replicate={size}" if size > 1 else text
-    options = Options(keep=100, save_every=3)
-    assert Plan.parse(plan).processes == size
+    return _run(pool, task, f"{text},replicate={size}" if size > 1 else text, run, dies_at)
+
+
+def _run(pool: Pool, task, plan: str, run: Path, dies_at: int | None = None) -> str:
+    options, size = Options(keep=100, save_every=3), Plan.parse(plan).processes
     return pool.run("tests.faults.resume_cell:part", size, task, plan, run, options, dies_at)[0]
 
 
@@ -160,6 +204,19 @@ def _state(found: dict[str, str]) -> dict[str, str]:
     copies = {(name.split(".", 2)[2], one) for name, one in found.items() if name.startswith("local.")}
     assert len(copies) == len(buffers), "the processes' buffers differ"
     return {**first, **buffers}
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("exact=8,shard=2,replicate=2", "use shard=4, or replicate=4"),
+        ("exact=8,tensor=2", "leave tensor and offload out"),
+        ("exact=8,shard=2,channels_last", "leave channels_last or shard out"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(plan: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        engines.check(Plan.parse(plan))
 
 
 def test_a_buffer_that_nobody_can_combine_is_refused(pool: Pool) -> None:

@@ -70,6 +70,7 @@ def test_a_planted_fault_is_found_and_named(
         (NORMED, "exact=8,replicate=2"),
         (BOTH, "exact=4,replicate=4"),
         (planted.With(samples=64, kind="shared"), "exact=4,replicate=2"),
+        (DROPPING, "exact=4,shard=2"),
         (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
     ],
 )

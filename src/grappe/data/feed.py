@@ -68,6 +68,7 @@ class Feed:
             ids = everyone[first:last]
             if self._plan.exact:
                 pieces = self._exact_pieces(everyone)
+                ids = np.concatenate(pieces)
             elif self._parts == 1:
                 pieces = (ids,)
             else:
@@ -77,9 +78,8 @@ class Feed:
 
     def _exact_pieces(self, everyone: np.ndarray) -> tuple[np.ndarray, ...]:
         """This process's share of the pieces that the *global* batch is cut into; together they are its slice."""
-        share = self._plan.exact // self._world.data_size
-        first = self._world.data_rank * share
-        bounds = [cut(len(everyone), self._plan.exact, part) for part in range(first, first + share)]
+        places = self._plan.exact_places(self._world.data_rank)
+        bounds = [cut(len(everyone), self._plan.exact, piece) for piece in places]
         return tuple(everyone[a:b] for a, b in bounds)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -187,7 +187,7 @@ class Feed:
         if self._plan.exact:  # the pieces' counts in their order, so that their sum has the same bits
             counts = mine.new_empty(self._plan.exact)
             gather_into(counts, mine, group)
-            return counts.sum()
+            return counts[self._plan.exact_order()].sum()
         total = mine.sum()
         torch.distributed.all_reduce(total, group=group)
         return total

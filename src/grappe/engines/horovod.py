@@ -22,7 +22,6 @@ from torch import Tensor
 
 from grappe import evaluation, model_state
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.draw import mix
 from grappe.data.feed import rows_of
 from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
 from grappe.errors import PlanError
@@ -31,6 +30,7 @@ from grappe.losses import Losses
 from grappe.plan import Plan
 from grappe.prepare.batchnorm import statistics_frozen
 from grappe.prepare.clip import bounding, gradient_norm, scale
+from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import set_tf32
 from grappe.prepare.tally import RIDER_SIZE, Sums
@@ -77,7 +77,7 @@ class Horovod(Stepper):
     def step(self, batch: Batch) -> StepResult:
         if not self._alike:
             self._broadcast()
-        torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
+        seed_dropout(self._task.seed, batch.step, self._world)
         total = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
             total += self._backward(batch, micro)

@@ -23,9 +23,10 @@ from grappe.plan import Plan
 from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
 from grappe.prepare.batchnorm import buffers_kept, statistics_frozen, unnoticed
-from grappe.prepare.clip import bounding, gradient_norm, scale
+from grappe.prepare.clip import bounding, exact_norm, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.exact import Exact, refusal
+from grappe.prepare.exact_shard import ShardedExact
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import reshard, uses_shard
 from grappe.prepare.tally import NO_ROOTS, Roots, Sums
@@ -74,9 +75,7 @@ class Native(Stepper):
         self._optimizer = self._make_optimizer(named)
         self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
         self._group = self._optimizer.param_groups[0]
-        self._exact = (
-            Exact(self._model, self._parameters, self._plan, self._world) if self._plan.exact else None
-        )
+        self._exact = self._make_exact()
         # DDP averages where FSDP2 is told to sum.
         summed = uses_shard(self._plan) or self._world.data_group is None or self._plan.exact
         self._ways = 1.0 if summed else float(self._world.data_size)
@@ -85,6 +84,12 @@ class Native(Stepper):
 
     def _prepare(self, setting: Setting) -> Prepared:
         return prepare(self._task, self._plan, self._world, setting.weights)
+
+    def _make_exact(self) -> Exact | None:
+        if not self._plan.exact:
+            return None
+        kind = ShardedExact if uses_shard(self._plan) else Exact
+        return kind(self._model, self._parameters, self._plan, self._world)
 
     def _make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
         return self._task.optimizer(named)
@@ -117,7 +122,7 @@ class Native(Stepper):
             total = None
             if index:
                 self._phase(FORWARD)
-            if micro.rows:
+            if micro.rows or exact.every_piece:
                 with exact.piece(index, batch.step, self._task.seed):
                     total = self._accumulate(batch, micro, None, False)
             exact.add(total)
@@ -172,7 +177,7 @@ class Native(Stepper):
         return norm, False
 
     def _norm(self) -> Tensor:
-        return gradient_norm(self._parameters)
+        return gradient_norm(self._parameters) if self._exact is None else exact_norm(self._parameters)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         scarce = self._plan.shard > 1 or self._plan.offload != "none"

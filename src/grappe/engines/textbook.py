@@ -26,7 +26,7 @@ from grappe.loop import StepResult
 from grappe.losses import Losses
 from grappe.plan import Plan
 from grappe.prepare.batchnorm import statistics_frozen
-from grappe.prepare.clip import bounding, gradient_norm, scale
+from grappe.prepare.clip import bounding, exact_norm, scale
 from grappe.prepare.exact import Exact, refusal
 from grappe.prepare.materialise import fill, on_meta
 from grappe.prepare.precision import set_tf32
@@ -206,7 +206,7 @@ class Textbook(Stepper):
         sums = exact.reduce(self._flag(), batch.samples)
         if self._task.clip is None:
             return sums, None
-        norm = gradient_norm(self._parameters)
+        norm = exact_norm(self._parameters)
         scale(self._parameters, bounding(norm, self._task.clip))
         return sums, norm
 

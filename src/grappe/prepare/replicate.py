@@ -77,7 +77,7 @@ class Replicas:
         missing = missing.to(self._world.device)
         dist.all_reduce(missing, group=self._world.data_group)
         _forget(trained)
-        self._wrapped = wrap(self.carrier, self._world, find_unused=bool(missing), alike=True)
+        self._wrapped = wrap(self.carrier, self._world, find_unused=bool(missing))
         if missing:
             return ReduceTally(self._world)
         tally = RiderTally(self.carrier.rider, self._world.data_size)
@@ -95,23 +95,13 @@ class Replicas:
         self._wrapped.require_backward_grad_sync = last
 
 
-def wrap(
-    model: nn.Module, world: World, *, find_unused: bool = False, alike: bool = False
-) -> DistributedDataParallel:
-    """`model` in DDP over the processes with slices of their own.
-
-    Args:
-        alike: whether every process has the same weights, so that none need be sent.
-    """
+def wrap(model: nn.Module, world: World, *, find_unused: bool = False) -> DistributedDataParallel:
+    """`model`, which has the same weights everywhere, in DDP over the processes with slices of their own."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         process_group=world.data_group,
-        init_sync=not alike,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused,
-        # Statistics are each process's own; they are made to agree for evaluation.
-        **{_SYNC_BUFFERS: False},  # pyrefly: ignore
+        **ddp_arguments(find_unused),  # pyrefly: ignore
     )
 
 
