@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+from grappe.place import place_from_environment
 
 EXIT_SIGINT = 130
 WIDTH = 200  # of tables that go into a file or a pipe
@@ -38,19 +40,30 @@ def run(app: App) -> NoReturn:
         )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
-    if code in (EXIT_FAILURE, EXIT_USAGE) and "torch" in sys.modules:
+    if isinstance(code, int) and "torch" in sys.modules and _communicates(code):
         _leave_communication(code)
     sys.exit(code)
 
 
-def _leave_communication(code: int) -> None:
-    """Ends this process now if it is a launcher's: communication threads of a failed step may never join."""
+def _communicates(code: int) -> bool:
+    """Whether this process is one of several of a launcher's, and has met them."""
     from torch import distributed
 
-    if distributed.is_available() and distributed.is_initialized():
+    if code in (EXIT_FAILURE, EXIT_USAGE):
+        return distributed.is_available() and distributed.is_initialized()
+    try:
+        return place_from_environment() is not None
+    except UsageError:  # `doctor` says so, and goes on
+        return False
+
+
+def _leave_communication(code: int) -> NoReturn:
+    """Ends this process now: communication threads of a failed step may never join, and those of a good one may
+    outlive the interpreter, for which torch aborts (PyTorch's pull request 179291). Local processes leave so, too."""
+    with contextlib.suppress(OSError):  # a reader who has left
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+    os._exit(code)
 
 
 def _code(app: App, arguments: list[str]) -> int:
