@@ -167,7 +167,8 @@ def test_it_is_measured_as_any_task(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK_FILE)
     plans = ["device=cpu,threads=1", "device=cpu,threads=1,replicate=2"]
     command = Command(
-        GRAPPE, "measure", "mine.py", "--plan", plans[0], "--plan", plans[1], "--steps", "5", "--repeats", "1", "--no-advice",
+        GRAPPE, "measure", "mine.py", "--plan", plans[0], "--plan", plans[1],
+        "--steps", "5", "--repeats", "1", "--no-advice",
         cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]),
     )  # fmt: skip
     try:
