@@ -18,6 +18,7 @@ from grappe.errors import TaskError
 from grappe.prepare.materialise import fill, on_meta
 from tests.carried import modules
 from tests.carried.modules import BATCH, HELD_OUT, TRAINING, BySteps, Data, Net
+from tests.commands import GRAPPE, Command
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
 from tests.test_training import train
@@ -160,3 +161,19 @@ def test_a_file_with_one_is_a_task_on_the_command_line(tmp_path: Path) -> None:
     for reference in (f"{tmp_path / 'mine.py'}", f"{tmp_path / 'mine.py'}:Carried"):
         task = tasks.make(tasks.find(reference), {"epochs": "3", "batch_size": "4"})
         assert (type(task).__name__, task.epochs, task.batch_size) == ("NetTask", 3, 4)
+
+
+def test_it_is_measured_as_any_task(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK_FILE)
+    plans = ["device=cpu,threads=1", "device=cpu,threads=1,replicate=2"]
+    command = Command(
+        GRAPPE, "measure", "mine.py", "--plan", plans[0], "--plan", plans[1],
+        "--steps", "5", "--repeats", "1", "--no-advice",
+        cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]),
+    )  # fmt: skip
+    try:
+        code, out, err = command.end()
+    finally:
+        command.close()
+    assert code == 0, err
+    assert "replicate=2" in out

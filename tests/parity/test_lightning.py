@@ -14,6 +14,7 @@ from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images
 from tests.parity.test_native import STEPS, TASKS, check, expected
 from tests.parity.test_special import NORMED, results
+from tests.parity.wide import Wide
 from tests.processes import Pool
 
 L = "engine=lightning"
@@ -125,6 +126,12 @@ def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["sgd", "tokens", "tiny"])
 def test_offloaded_by_deepspeeds_stage_3_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
+
+
+def test_offloaded_to_a_disk_learns_the_same(pool: Pool, tmp_path: Path) -> None:
+    task = Wide()  # large enough for parameters to leave the memory
+    check(pool, task, f"{L},shard=2,offload=nvme:{tmp_path}", reference.train(task, STEPS))
+    assert not list(tmp_path.iterdir()), "something was left on the disk"
 
 
 def test_offloaded_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path) -> None:
