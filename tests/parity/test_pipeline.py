@@ -12,6 +12,7 @@ from grappe import Arrays
 from grappe.task import fields
 from grappe.tasks.pysource import IGNORED, PySource
 from tests.parity import reference
+from tests.parity.tasks import Tokens
 from tests.parity.test_native import STEPS, TASKS, check, expected
 from tests.processes import Pool
 
@@ -105,6 +106,13 @@ class Taught(Prose):
 @pytest.mark.parametrize("plan", [*SPLIT, "pipeline=2,schedule=interleaved,microbatches=4,shard=2"])
 def test_the_shipped_gpt_learns_the_same(pool: Pool, plan: str) -> None:
     check(pool, GPT, plan, prose())
+
+
+def test_microbatches_of_two_new_shapes_in_a_round_are_evaluated(pool: Pool) -> None:
+    # Each process waited until the other took the next shape's description, for ever.
+    task = Tokens(batch_size=9, rule="sgd")
+    plan = "pipeline=2,schedule=interleaved,microbatches=2"
+    check(pool, task, plan, reference.train(task, STEPS))
 
 
 @pytest.mark.parametrize("plan", OPTIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -27,6 +28,17 @@ class Header(NamedTuple):
         """Tensors of that form, without values."""
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
 
+    def text(self) -> str:
+        """As it is sent."""
+        tensors = [(shape, str(dtype).removeprefix("torch.")) for shape, dtype in self.tensors]
+        return json.dumps([self.nesting, tensors])
+
+    @classmethod
+    def of(cls, text: str) -> Header:
+        """What `text` gave."""
+        nesting, tensors = json.loads(text)
+        return cls(nesting, tuple((tuple(shape), getattr(torch, name)) for shape, name in tensors))
+
 
 def key_of(inputs: Any) -> tuple:
     """The shapes and types of a microbatch's inputs: what the shapes between stages follow from."""
@@ -48,6 +60,7 @@ class Relay:
         self._ranks = dist.get_process_group_ranks(self.group)
         self._headers: dict[tuple, Header] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending_headers: deque[tuple[dist.Work, Tensor]] = deque()
 
     @torch.no_grad()
     def forward(self, micros: Iterable[Microbatch]) -> Iterator[tuple[Microbatch, Any]]:
@@ -89,9 +102,7 @@ class Relay:
         boundary, source = stage.number - 1, self._rank_of(stage.number - 1)
         header = self._headers.get((boundary, *key))
         if header is None:
-            box: list[Any] = [None]
-            dist.recv_object_list(box, src=source, group=self._world.control)
-            header = self._headers[boundary, *key] = box[0]
+            header = self._headers[boundary, *key] = self._receive_header(source)
         stage.entering = treespec_loads(header.nesting)
         leaves = header.empty(self._world.device)
         for leaf in leaves:
@@ -103,17 +114,34 @@ class Relay:
         if (stage.number, *key) not in self._headers:
             assert stage.leaving is not None
             header = self._headers[stage.number, *key] = _header(leaves, treespec_dumps(stage.leaving))
-            dist.send_object_list([header], dst=target, group=self._world.control)
+            self._send_header(header, target)
         for leaf in leaves:
             work = dist.isend(leaf, dst=target, group=self.group)
             assert work is not None
             self._sending.append((work, leaf))
         self._wait(2 * len(self._ranks) * len(leaves))
 
+    def _send_header(self, header: Header, target: int) -> None:
+        """Without waiting until it is taken: who is to take it may be waiting for this process to take one of its."""
+        text = torch.frombuffer(bytearray(header.text().encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(text)]), text):
+            work = dist.isend(tensor, dst=target, group=self._world.control)
+            assert work is not None
+            self._sending_headers.append((work, tensor))
+
+    def _receive_header(self, source: int) -> Header:
+        length = torch.empty(1, dtype=torch.int64)
+        dist.recv(length, src=source, group=self._world.control)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(text, src=source, group=self._world.control)
+        return Header.of(text.numpy().tobytes().decode())
+
     def _wait(self, left: int) -> None:
-        """Until no more than `left` tensors are on their way."""
+        """Until no more than `left` tensors are on their way, and with 0 no header either."""
         while len(self._sending) > left:
             self._sending.popleft()[0].wait()
+        while self._sending_headers and not left:
+            self._sending_headers.popleft()[0].wait()
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % len(self._ranks)]
