@@ -1,6 +1,6 @@
 """What each plan for a model that is too big takes and costs: peak memory of the largest process, seconds a step.
 
-    python -m benchmarks.too_big [PLAN ...]
+    python -m benchmarks.too_big [PLAN ...]        # in a plan, {disk} is a folder that it makes
 
 A byte-level GPT of 25 million parameters (102 MB; 408 MB with gradients and Adam's state), 8 samples of 128 bytes
 a step, one thread a process.
@@ -35,6 +35,12 @@ PLANS = [
     "pipeline=2,schedule=gpipe,microbatches=4",
     "pipeline=2,schedule=zero_bubble,microbatches=4",
     "pipeline=2,microbatches=4,recompute",
+    "engine=deepspeed,shard=2,zero=1",
+    "engine=deepspeed,shard=2,zero=2",
+    "engine=deepspeed,shard=2",
+    "engine=deepspeed,shard=2,offload=cpu",
+    "engine=deepspeed,shard=2,offload=nvme:{disk}",
+    "engine=deepspeed,offload=nvme:{disk}",
 ]
 STEPS = 3
 
@@ -53,13 +59,19 @@ class Short(PySource):
 
 def row(plan: str, folder: Path) -> tuple[str, ...]:
     """A line of the table; the first step, in which things are made, is left out of the time."""
-    text = f"{plan},device=cpu,threads=1".lstrip(",")
+    disk = folder.with_name(f"{folder.name}-disk")
+    disk.mkdir()
+    text = f"{plan.format(disk=disk)},device=cpu,threads=1".lstrip(",")
     run: Run = grappe.train(Short(), text, folder, options=Options(steps=STEPS))
     most = max(run.description["costs"], key=lambda one: one["peak"]["host"])
     peak, held = most["peak"]["host"], most["held"]
     told = (peak, held["parameters"], held["gradients"], held["optimizer"], peak - sum(held.values()))
     seconds = sorted(one["seconds"] for one in run.records() if one["kind"] == "step")[: STEPS - 1]
-    return (plan or "none", *(f"{one / 1e6:.0f}" for one in told), f"{sum(seconds) / len(seconds):.2f}")
+    return (
+        plan.format(disk="FOLDER") or "none",
+        *(f"{one / 1e6:.0f}" for one in told),
+        f"{sum(seconds) / len(seconds):.2f}",
+    )
 
 
 def main() -> None:

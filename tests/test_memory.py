@@ -23,6 +23,10 @@ def test_held_is_to_the_byte() -> None:
     # Two moments of each number, and a step count of each tensor.
     state = 8 * count + 4 * len(list(net.parameters()))
     assert memory.held(adam) == {"parameters": 4 * count, "gradients": 4 * count, "optimizer": state}
+    # DeepSpeed steps a copy; its stage 3 keeps a parameter's part beside the empty parameter.
+    part = nn.Parameter(torch.empty(0))
+    part.ds_tensor = torch.ones(7)  # pyrefly: ignore
+    assert memory.held(adam, [*net.parameters(), part])["parameters"] == 4 * count + 28
     half = torch.optim.SGD(nn.Linear(3, 3, dtype=torch.bfloat16).parameters())
     assert memory.held(half)["parameters"] == 2 * 12
 

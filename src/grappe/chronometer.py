@@ -237,7 +237,7 @@ class Chronometer:
         if self.phase in (BACKWARD, COMMUNICATION):
             self.switch(UPDATE)
         if self._steps == 1 and not self.held:
-            self.held = memory.held(optimizer)
+            self.held = memory.held(optimizer, (parameter for _, parameter in self.parameters))
         if self.at_update is not None:
             self.at_update()
 

@@ -22,17 +22,24 @@ def bytes_of(tensors: Iterable[Any]) -> int:
     """Bytes of this process's part of `tensors`; None among them counts nothing."""
     total = 0
     for tensor in tensors:
-        if tensor is not None:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            total += local.numel() * local.element_size()
+        if tensor is not None and not tensor.is_meta:
+            # FSDP's parameters are views of parts; those of DeepSpeed's stage 3 keep theirs beside them.
+            local = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
+            # A stand-in for what is elsewhere has a shape, and the memory of one number.
+            total += min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
     return total
 
 
-def held(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes by kind: an optimizer's parameters, their gradients now, and its state."""
+def held(optimizer: torch.optim.Optimizer, model: Iterable[torch.nn.Parameter] = ()) -> dict[str, int]:
+    """Bytes by kind: parameters, their gradients now, and an optimizer's state.
+
+    Args:
+        model: the model's parameters, where the optimizer may have copies of its own.
+    """
     import torch
 
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    stepped = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = list({id(one): one for one in (*stepped, *model)}.values())
     state = [
         value
         for of_one in optimizer.state.values()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
+from grappe.needs import Needs
 from grappe.plan import Plan
 from grappe.tasks.pysource import PySource
-from grappe.verbs.out_of_memory import Needs, explained, fits, is_out_of_memory, needs_of
+from grappe.verbs.out_of_memory import explained, fits, is_out_of_memory, needs_of
 from tests.parity.tasks import Images
 
 MB = 1_000_000
@@ -27,6 +28,14 @@ def test_needs_know_momentum_and_what_is_frozen() -> None:
     assert needs.gradients == needs.optimizer == 4 * sum(p.numel() for p in trained) < needs.parameters
 
 
+@pytest.fixture
+def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grappe.engines.deepspeed import library
+
+    monkeypatch.setattr(library, "installed", lambda: False)
+
+
+@pytest.mark.usefixtures("without_deepspeed")
 @pytest.mark.parametrize(
     ("limit", "plans"),
     [
@@ -41,10 +50,35 @@ def test_the_smallest_of_each_kind_that_fits(limit: int, plans: list[str]) -> No
     assert [str(plan) for plan, _ in fits(needs, Plan(), limit * MB, 100 * MB)] == plans
 
 
+@pytest.mark.usefixtures("without_deepspeed")
 def test_without_units_only_sharding_is_proposed_and_whole_parameters_count() -> None:
     needs = Needs(parameters=200 * MB, gradients=200 * MB, optimizer=400 * MB, units=())
     found = fits(needs, Plan(), 1200 * MB, 0)
     assert [(str(plan), need) for plan, need in found] == [("shard=2", 1000 * MB)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "away"),
+    [
+        ("", 600, "engine=deepspeed,offload=nvme:FOLDER"),
+        ("shard=2,zero=2,precision=bf16", 450, "engine=deepspeed,shard=2,precision=bf16,offload=nvme:FOLDER"),
+        ("", 400, None),
+        ("replicate=2", 600, None),
+        ("pipeline=2", 600, None),
+    ],
+)
+def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(
+    monkeypatch: pytest.MonkeyPatch, plan: str, limit: int, away: str | None
+) -> None:
+    from grappe.engines.deepspeed import library
+
+    needs = Needs(
+        parameters=200 * MB, gradients=200 * MB, optimizer=400 * MB, units=(25 * MB,) * 8, largest=6 * MB
+    )
+    for there in (True, False):
+        monkeypatch.setattr(library, "installed", lambda there=there: there)
+        found = [str(one) for one, _ in fits(needs, Plan.parse(plan), limit * MB, 100 * MB)]
+        assert [one for one in found if "nvme" in one] == ([away] if away and there else [])
 
 
 def test_a_plan_keeps_what_it_has() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from grappe.chronometer import Waits
 from grappe.data.batch import Batch
 from grappe.loop import After, StepResult, loop
+from grappe.needs import Needs
 from grappe.plan import Plan
 from grappe.scores import Scores
 from grappe.task import Task
@@ -91,6 +92,11 @@ class Engine(ABC):
     @classmethod
     def refuse(cls, plan: Plan) -> str | None:
         """Why a combination of its axes cannot be honoured. Pure."""
+        return None
+
+    @classmethod
+    def put_away(cls, plan: Plan, needs: Needs) -> tuple[str, float] | None:
+        """`plan` with a disk for what is not needed just now, and the bytes a process then takes; None: it cannot."""
         return None
 
     @classmethod

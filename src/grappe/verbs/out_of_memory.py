@@ -11,6 +11,7 @@ from typing import Any
 
 from grappe import engines
 from grappe.errors import GrappeError, OutOfMemory
+from grappe.needs import Needs
 from grappe.plan import Plan
 from grappe.task import Task
 
@@ -25,30 +26,6 @@ WORDS = (
 WORD = {"optimizer": "optimizer state"}
 DEGREES = (2, 4, 8)
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What training a whole model takes, in bytes, activations left out."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    units: tuple[int, ...]
-    """Parameters by unit."""
-
-    @property
-    def whole(self) -> int:
-        """All three together."""
-        return self.parameters + self.gradients + self.optimizer
-
-    def of(self, plan: Plan) -> float:
-        """Of one process under `plan`: its share, and what is whole for a moment."""
-        share = self.whole / (plan.shard * plan.pipeline * plan.tensor)
-        if plan.shard == 1:
-            return share
-        largest = max(self.units, default=self.parameters / plan.pipeline)
-        return share + 2 * largest + (0 if self.units else self.gradients / plan.pipeline)
 
 
 @contextlib.contextmanager
@@ -113,13 +90,15 @@ def _missing(held: int, whole: int, plan: Plan) -> str:
     return f" (of {memory.size(share)})" if held < 0.9 * share else ""
 
 
-def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[Plan, float]]:
+def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[Plan | str, float]]:
     """The smallest of each kind of plans that need no more than `limit` bytes in a process, with what they need.
+
+    Last, what engines keep elsewhere than in memory: text, since the user must say where.
 
     Args:
         rest: what every process needs beside parameters, gradients and optimizer state.
     """
-    found = []
+    found: list[tuple[Plan | str, float]] = []
     for kind in ("shard", "pipeline"):
         for degree in DEGREES:
             changes: dict[str, Any] = {kind: getattr(plan, kind) * degree}
@@ -136,6 +115,10 @@ def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[Plan, fl
             if need <= limit:
                 found.append((other, need))
                 break
+    for name in engines.names():
+        away = engines.find(name).put_away(plan, needs)
+        if away is not None and away[1] + rest <= limit:
+            found.append((away[0], away[1] + rest))
     return found
 
 
@@ -163,6 +146,7 @@ def needs_of(task: Task) -> Needs:
         gradients=gradients,
         optimizer=state,
         units=units,
+        largest=max((_nbytes(one) for one in model.parameters()), default=0),
     )
 
 

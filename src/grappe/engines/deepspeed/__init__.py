@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from grappe.engines.deepspeed.state import Partitioned
 from grappe.errors import DivergedError
 from grappe.loop import StepResult
 from grappe.losses import Losses
+from grappe.needs import Needs
 from grappe.phases import FORWARD, UPDATE
 from grappe.plan import Plan
 from grappe.prepare.batchnorm import Rows, synchronise_batchnorm, unnoticed
@@ -57,6 +59,18 @@ class DeepSpeed(Stepper):
             return library.INSTALL
         settings.allowed(plan, None)
         return disk.problem(settings.nvme_folder(plan)) if plan.offload.startswith(settings.NVME) else None
+
+    @classmethod
+    def put_away(cls, plan: Plan, needs: Needs) -> tuple[str, float] | None:
+        other = dataclasses.replace(plan, engine="deepspeed", zero=3, offload="none")
+        if (
+            plan.offload.startswith(settings.NVME)
+            or not library.installed()
+            or plan.replicate > 1
+            or other.asked() - {"engine"} - cls.axes
+        ):
+            return None
+        return f"{other},{disk.TO_BE_NAMED}", disk.memory_needed(other, needs)
 
     def __init__(self, setting: Setting) -> None:
         self._task, self._plan, self._world = setting.task, setting.plan, setting.world

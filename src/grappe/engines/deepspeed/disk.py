@@ -10,12 +10,18 @@ from pathlib import Path
 
 from grappe.engines.deepspeed import library, settings
 from grappe.errors import PlanError
+from grappe.needs import Needs
 from grappe.plan import Plan
 from grappe.world import World
 
 BYTES_EACH = 20
 """For each number: the parameter, its copy beside the optimizer, Adam's two moments, and the gradient in passing."""
 PREFIX = "grappe-"
+TO_BE_NAMED = "offload=nvme:FOLDER"
+LIBRARY_BYTES = 80_000_000
+"""What DeepSpeed itself and its operators take: 73 MB when it was measured."""
+LEAST = 4 << 20  # of a piece that goes to the disk, and of a bucket: a million numbers
+BUFFERS = 5  # DeepSpeed's buffer_count
 
 
 def problem(folder: Path) -> str | None:
@@ -39,6 +45,14 @@ def problem(folder: Path) -> str | None:
     finally:
         probe.unlink(missing_ok=True)
     return None
+
+
+def memory_needed(plan: Plan, needs: Needs) -> float:
+    """Bytes of one process's memory: its gradients, buffers for its largest parameter, one piece of the optimizer's
+    state with its parameters and gradients, a bucket of gradients, and what is whole for a moment."""
+    mine = needs.largest / plan.shard
+    passing = BUFFERS * mine + 4 * max(mine, LEAST) + max(needs.largest, LEAST) + 2 * needs.unit(plan)
+    return needs.gradients / plan.shard + passing + LIBRARY_BYTES
 
 
 class Scratch:
