@@ -98,7 +98,8 @@ def test_a_plan_that_does_not_fit_says_how_it_would(text: str, processes: int, w
         ("exact=8,microbatches=2", "leave microbatches out"),
         ("exact=8,batchnorm=sync", "leave batchnorm=sync out"),
         ("exact=8,compile", "leave compile out"),
-        ("exact=8,shard=2", "use replicate=N"),
+        ("exact=8,shard=2,replicate=2", "use shard=4, or replicate=4"),
+        ("exact=8,shard=2,offload=cpu", "leave tensor and offload out"),
         ("engine=textbook,exact=8,microbatches=2", "leave microbatches out"),
     ],
 )
