@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from grappe import Task
 from grappe.errors import TaskError, UsageError
@@ -73,3 +74,17 @@ def test_tasks_are_found_by_path_and_by_module(tmp_path) -> None:
         find(str(file))
     with pytest.raises(TaskError, match="did you mean digits"):
         find("digit")
+
+
+def test_what_a_file_draws_is_the_same_wherever_it_is_loaded(tmp_path) -> None:
+    file = tmp_path / "drawing.py"
+    file.write_text(
+        "import random, numpy, torch\nfrom grappe import Task\nclass Mine(Task):\n"
+        "    drawn = (random.random(), numpy.random.rand(), torch.rand(1).item())\n"
+    )
+    torch.manual_seed(1)
+    before = torch.default_generator.get_state()
+    first = find(str(file)).drawn
+    assert torch.equal(torch.default_generator.get_state(), before)
+    torch.manual_seed(2)
+    assert find(str(file)).drawn == first

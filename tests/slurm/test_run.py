@@ -18,6 +18,8 @@ from tests.slurm.jobs import grappe
 WHERE = str(Path(__file__).with_name("where.py"))
 PLAIN = "threads=1,workers=0,device=cpu"
 GRAPPE = (sys.executable, "-m", "grappe")
+MODULES = Path(__file__).parents[1] / "carried" / "modules.py"
+CARRIED = MODULES.read_text() + "\n\nimport grappe\n\nMine = grappe.from_lightning(Net(), Data(), epochs=2)\n"
 
 
 def scores(run: Path) -> list[tuple[int, float, float]]:
@@ -45,6 +47,21 @@ def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
         assert at == step
         assert other == pytest.approx(loss, rel=1e-3)
         assert abs(as_good - accuracy) < 1.5 / 360  # at most one image on the edge
+
+
+def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CARRIED)
+    grappe(
+        "submit", "--site", "generic", "--nodes", "2", "--time", "10m",
+        "--", "train", "mine.py", "--run", "run", "--plan", f"replicate=2,{PLAIN}", cwd=tmp_path,
+    )  # fmt: skip
+    grappe("train", "mine.py", "--run", "local", "--plan", PLAIN, cwd=tmp_path)
+    grappe("wait", "run", cwd=tmp_path)
+    found, expected = (
+        [one["loss"] for one in Run(tmp_path / name).records("evaluation")] for name in ("run", "local")
+    )
+    assert len(expected) == 2
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ class Keyed(Dataset[Any]):
         return samples
 
 
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Inside, the three global generators draw what follows from `key`; afterwards they are as they were."""
+    with _generators_kept():
+        _seed_generators(key)
+        yield
+
+
 def _seed_generators(key: int) -> None:
     """Seed the three global generators from a key of 63 bits."""
     random.seed(key)

@@ -98,8 +98,13 @@ def _imported(name: str, shown: str) -> ModuleType:
 
 
 def _executed(load: Callable[[], T], shown: str) -> T:
+    from grappe.data.keyed import seeded
+
     try:
-        return load()
+        with seeded(
+            0
+        ):  # what a file draws when it is loaded, a model's weights say, is the same in every process
+            return load()
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends itself is no task file either
