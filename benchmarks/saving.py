@@ -131,7 +131,8 @@ def lightning(steps: int, folder: Path, clock: Clock) -> None:
 def grappe(steps: int, folder: Path, clock: Clock) -> None:
     """What `grappe train` runs in each process, checkpoints flushed, hashed and committed."""
     from grappe import Arrays, Task
-    from grappe.training import Options, Training
+    from grappe.options import Options
+    from grappe.training import Training
     from grappe.verbs.train import request
     from grappe.verbs.worker import worker
     from grappe.world import Place

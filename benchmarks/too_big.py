@@ -18,9 +18,9 @@ import torch
 import grappe
 from benchmarks.figures import table
 from grappe import Arrays
+from grappe.options import Options
 from grappe.run import Run
 from grappe.tasks.pysource import PySource
-from grappe.training import Options
 
 PLANS = [
     "",

@@ -14,10 +14,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from grappe import engines
 from grappe.chronometer import Chronometer
 from grappe.errors import GrappeError
+from grappe.options import Options
 from grappe.phases import COMMUNICATION, EVALUATION, FORWARD, IN_A_STEP, PHASES, UPDATE
 from grappe.place import Place
 from grappe.plan import Plan
-from grappe.training import Options
 from grappe.verbs.session import TaskReference
 from grappe.verbs.train import Request
 from grappe.verbs.worker import worker

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from grappe import cli
+from grappe import cli, tasks
 
 
 @pytest.fixture
@@ -50,3 +52,33 @@ def test_help_fits_80_columns(output, command: str) -> None:
 
 def test_nothing_of_the_introduction_is_wrapped(output) -> None:
     assert cli.HELP.strip() in output("--help")
+
+
+def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
+    """Its processes have it; to load it twice, side by side, makes a busy machine start half as fast."""
+    code = (
+        "import sys; from grappe.cli import app\n"
+        f"app(['train', 'digits', '--steps', '1', '--run', {str(tmp_path / 'run')!r}])\n"
+        "sys.exit(bool({'torch', 'torchmetrics', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        ("digits", True),
+        ("digits:Digits", True),
+        ("some.module:Task", True),
+        ("plain.py", False),
+        ("own.py:A", True),
+    ],
+)
+def test_which_tasks_may_import_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, found: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text("import torch\n")
+    Path("own.py").write_text("from torchmetrics.text import Perplexity\n")
+    assert tasks.mentions(reference, "torchmetrics") is found

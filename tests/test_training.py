@@ -11,10 +11,10 @@ import torch
 
 from grappe.errors import DivergedError, RunError, TaskError
 from grappe.interrupt import Interrupt
+from grappe.options import Options
 from grappe.place import Place
 from grappe.plan import Plan
 from grappe.run import Run
-from grappe.training import Options
 from grappe.verbs.load import load
 from grappe.verbs.session import TaskReference
 from grappe.verbs.train import Request, Result

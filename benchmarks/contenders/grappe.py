@@ -16,7 +16,8 @@ from benchmarks import tiny
 from benchmarks.pacer import Pacer, Seat
 from grappe import Arrays, Task
 from grappe.loop import StepResult
-from grappe.training import Options, Training
+from grappe.options import Options
+from grappe.training import Training
 from grappe.verbs.train import request
 from grappe.verbs.worker import worker
 from grappe.world import Place

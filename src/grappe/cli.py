@@ -124,8 +124,8 @@ def train(
         for name, text in (("--time-limit", time_limit), ("--stall-limit", stall_limit))
     ]
     texts = split(fields)
-    session.prepare(plan, task, run)
-    from grappe.training import Options
+    session.prepare([plan], task, run)
+    from grappe.options import Options
     from grappe.verbs import train as verb
 
     options = Options(
@@ -168,7 +168,7 @@ def drill(
     from grappe.verbs import session
 
     texts = split(fields)
-    session.prepare(plan, task)
+    session.prepare([plan], task)
     from rich.console import Console
 
     from grappe.verbs import drill as verb
@@ -199,7 +199,7 @@ def evaluate(
     from grappe.verbs import session
 
     if run.is_dir():
-        session.prepare(plan)
+        session.prepare([plan])
     from grappe.verbs.evaluate import evaluate as verb
 
     scores = verb(run, split, plan, data=data)

@@ -92,8 +92,7 @@ def measure(
             later,
         )
     if not gather:
-        for text in plan or [""]:
-            session.prepare(text, task)
+        session.prepare(plan or [""], task)
     from grappe.verbs import measure as verb
     from grappe.verbs import measured, verdict
     from grappe.verbs.largest import largest_batches as verb_largest

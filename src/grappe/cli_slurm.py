@@ -200,7 +200,7 @@ def doctor(
     from grappe.plan import Plan
     from grappe.verbs import session
 
-    session.prepare(plan, task)
+    session.prepare([plan], task)
     from grappe.verbs import doctor as verb
 
     asked = verb.Request(

@@ -36,8 +36,7 @@ def verify(
     if not plan:
         raise UsageError("verify what? give --plan replicate=2, say, once for each plan")
     texts = split(fields)
-    for text in plan:
-        session.prepare(text, task)
+    session.prepare(plan, task)
     from grappe.parity import report
     from grappe.verbs import verify as verb
 

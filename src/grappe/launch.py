@@ -29,11 +29,16 @@ from grappe.place import Place
 NAME = "grappe-rank-"
 GRACE_SECONDS = 3.0
 LAST_LINES = 12
+METRICS = "torchmetrics"
 
 
-def warm() -> None:
-    """Starts the server that processes are forked from, if there is none: it imports torch while we go on."""
-    multiprocessing.set_forkserver_preload(["grappe.preload"])
+def warm(*, metrics: bool = True) -> None:
+    """Starts the server that processes are forked from, if there is none: it imports torch while we go on.
+
+    Args:
+        metrics: whether it imports torchmetrics too, which takes a second. Else each process does that needs it.
+    """
+    multiprocessing.set_forkserver_preload(["grappe.preload", *[METRICS] * metrics])
     # A signal to the whole group must neither end the server nor be lost on a process that cannot save yet:
     # both inherit this mask, and a process lifts it when it is ready (Interrupt.install).
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

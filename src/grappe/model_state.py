@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe import optimizer_state
-from grappe.checkpoint.format import LOCAL, MODEL, ModelWeights
+from grappe.checkpoint.format import LOCAL, MODEL
+from grappe.checkpoint.model_weights import ModelWeights
 from grappe.prepare.batchnorm import agreed_between
 from grappe.schedule import replay
 from grappe.weights import read_into, whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torchmetrics  # noqa: F401
+import torch._dynamo  # noqa: F401 (the first optimizer that is made imports it, and all that FSDP2 needs)
 
 import grappe.engines.native
 import grappe.verbs.worker  # noqa: F401

@@ -6,9 +6,9 @@ import gc
 import resource
 from pathlib import Path
 
+from grappe.options import Options
 from grappe.place import Place
 from grappe.task import Task
-from grappe.training import Options
 from tests.faults.resume_cell import part
 
 REFUSED = "out of memory: "

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grappe.options import Options
 from grappe.run import Run
-from grappe.training import Options
 from tests.engines.limited import REFUSED
 from tests.parity import reference
 from tests.parity.wide import Wide

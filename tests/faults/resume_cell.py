@@ -20,11 +20,12 @@ from torch.utils.data import Dataset
 from grappe import Arrays
 from grappe.interrupt import SIGNALS
 from grappe.loop import StepResult
+from grappe.options import Options
 from grappe.place import Place
 from grappe.plan import Plan
 from grappe.run import Run
 from grappe.task import Task
-from grappe.training import Options, Training
+from grappe.training import Training
 from grappe.verbs import worker as verb
 from grappe.verbs.session import TaskReference
 from tests.parity.tasks import Images

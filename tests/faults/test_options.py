@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grappe import cli
+from grappe.options import Options
 from grappe.run import Run
-from grappe.training import Options
 from grappe.verbs import train as verb
 from tests.commands import GRAPPE, Command
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from grappe.checkpoint.format import LOCAL, MODEL
+from grappe.options import Options
 from grappe.plan import Plan
 from grappe.run import Run
-from grappe.training import Options
 from tests.faults.pairwise import Cell, grid, pairs, pairwise
 from tests.faults.resume_cell import Loaded, curves, hashes, samples
 from tests.parity.cell import TOLERANCE, difference

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from grappe.checkpoint.format import MODEL
+from grappe.options import Options
 from grappe.plan import Plan
 from grappe.run import Run
 from grappe.task import Task
-from grappe.training import Options
 from tests.faults.resume_cell import curves, hashes, samples
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import UsageError
+from grappe.options import Options
 from grappe.plan import Plan
-from grappe.training import Options
 from grappe.verbs.session import TaskReference
 from grappe.verbs.train import Request, run_training
 from grappe.watchers.profile import Event, common, summary, union

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import MANIFEST, read_json, verify
-from grappe.checkpoint.tensor_file import TensorFiles
-from grappe.weights import Under, Weights, agreed
+
+if TYPE_CHECKING:
+    from grappe.checkpoint.model_weights import ModelWeights
+    from grappe.checkpoint.tensor_file import TensorFiles
 
 STATE = "state.json"
 MODEL, OPTIMIZER, LOCAL = "model.", "optimizer.", "local."
@@ -28,6 +27,8 @@ class Checkpoint:
     @property
     def tensors(self) -> TensorFiles:
         """Its tensors, read when asked for."""
+        from grappe.checkpoint.tensor_file import TensorFiles
+
         names = read_json(self.folder / MANIFEST).get("files", {})
         return TensorFiles([self.folder / name for name in sorted(names) if name.endswith(".safetensors")])
 
@@ -39,43 +40,9 @@ class Checkpoint:
     @property
     def model(self) -> ModelWeights:
         """The model's parameters and buffers, as one model."""
+        from grappe.checkpoint.model_weights import ModelWeights
+
         return ModelWeights(self.tensors)
-
-
-class ModelWeights:
-    """A model's parameters, and its buffers: the mean of the processes' own where they differ.
-
-    Names: `model.NAME` for parameters, `local.SLICE.NAME` for buffers.
-    """
-
-    def __init__(self, tensors: Weights) -> None:
-        self._parameters = Under(tensors, MODEL)
-        self._tensors = tensors
-        self._buffers: dict[str, list[str]] = {}
-        for full in tensors:
-            if full.startswith(LOCAL):
-                name = full.removeprefix(LOCAL).partition(".")[2]
-                self._buffers.setdefault(name, []).append(full)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._buffers or name in self._parameters
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._parameters
-        yield from self._buffers
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._buffers:
-            return self._tensors.shape(self._buffers[name][0])
-        return self._parameters.shape(name)
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._buffers:
-            return self._parameters.read(name)
-        return agreed([self._tensors.read(full) for full in sorted(self._buffers[name])])
-
-    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._parameters.read_part(name, shape, offset)
 
 
 def found(folder: Path) -> list[Checkpoint]:

@@ -59,6 +59,13 @@ def check_name(reference: str) -> None:
         )
 
 
+def mentions(reference: str, module: str) -> bool:
+    """Whether the task's file may import `module`, by its text; what is no file is taken to. Loads nothing."""
+    place = reference.partition(":")[0]
+    file = Path(place) if place.endswith(".py") else Path(__path__[0]) / f"{place}.py"
+    return not file.is_file() or module in file.read_text(errors="replace")
+
+
 def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
     """A task with the fields that `texts` gives.
 

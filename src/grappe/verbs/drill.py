@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.table import Table
 
 from grappe.errors import GrappeError, UsageError
+from grappe.options import Options
 from grappe.place import place_from_environment
 from grappe.plan import Plan
 from grappe.run import Run
-from grappe.training import Options
 from grappe.verbs import drill_faults as faults
 from grappe.verbs.drill_faults import Saboteur, Stopwatch
 from grappe.verbs.train import Request, run_training

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grappe.errors import GrappeError
+from grappe.options import Options
 from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
-from grappe.training import Options
 from grappe.verbs import session
 from grappe.verbs.measure import NEVER, with_batch
 from grappe.verbs.train import Request, request

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import GrappeError, UsageError
+from grappe.options import Options
 from grappe.phases import WARMUP
 from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
 from grappe.task import Task
-from grappe.training import Options
 from grappe.verbs import session, verdict
 from grappe.verbs.points import Point, Process, Trial
 from grappe.verbs.train import Request, request

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,19 @@ class TaskReference:
         return cls(name=f"{kind.__module__}:{kind.__qualname__}", value=value)
 
 
-def prepare(plan: str, task: str | None = None, run: Path | None = None) -> None:
+def prepare(plans: Sequence[str], task: str | None = None, run: Path | None = None) -> None:
     """Refuses what can be refused before torch is loaded; then has it loaded where processes will start from.
 
     Raises:
-        UsageError: the plan's text or the task's name is wrong.
+        UsageError: a plan's text or the task's name is wrong.
     """
-    engines.check_name(Plan.parse(plan).engine)
+    for plan in plans:
+        engines.check_name(Plan.parse(plan).engine)
     if task is not None:
         tasks.check_name(task)
     done = run is not None and (run / "done").exists()
     if not done and place_from_environment() is None:
-        launch.warm()
+        launch.warm(metrics=task is None or tasks.mentions(task, launch.METRICS))
 
 
 def same_task(task: Task, description: Mapping[str, Any]) -> bool:

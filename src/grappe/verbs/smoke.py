@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from grappe.training import Options
+from grappe.options import Options
 from grappe.verbs.session import scratch
 from grappe.verbs.train import Request, run_training
 

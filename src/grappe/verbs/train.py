@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.options import Options
 from grappe.plan import Plan, as_plan
 from grappe.run import Run
 from grappe.task import Task
-from grappe.training import Options
 from grappe.verbs.session import TaskReference, start
 from grappe.watchers.base import Watcher
 from grappe.watchers.logger import check as check_logger

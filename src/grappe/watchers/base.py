@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grappe.scores import Scores
-from grappe.timing import Timing
-
 if TYPE_CHECKING:
+    from grappe.scores import Scores
+    from grappe.timing import Timing
     from grappe.training import Training
 
 

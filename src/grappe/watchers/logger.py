@@ -9,10 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from grappe.errors import UsageError
-from grappe.scores import Scores
 from grappe.watchers.base import Outcome, Record, Watcher
 
 if TYPE_CHECKING:
@@ -20,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from grappe.scores import Scores
     from grappe.training import Training
 
 EVERY = 100  # steps between distributions of parameters and gradients, as wandb.watch has it
@@ -90,6 +88,8 @@ class Logger(Watcher):
 
 def distribution(values: Tensor) -> tuple[Any, Any]:
     """Counts [BINS] of `values`, and the limits [BINS + 1] of the bins."""
+    import numpy as np
+
     return np.histogram(values.numpy(), bins=BINS)
 
 

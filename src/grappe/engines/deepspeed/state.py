@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grappe.checkpoint.format import MODEL, ModelWeights
+from grappe.checkpoint.format import MODEL
+from grappe.checkpoint.model_weights import ModelWeights
 from grappe.weights import Weights
 
 if TYPE_CHECKING:

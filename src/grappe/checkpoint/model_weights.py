@@ -1,0 +1,46 @@
+"""ModelWeights: the model in a checkpoint's tensors, as one model however many processes it was spread over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from grappe.checkpoint.format import LOCAL, MODEL
+from grappe.weights import Under, Weights, agreed
+
+
+class ModelWeights:
+    """A model's parameters, and its buffers: the mean of the processes' own where they differ.
+
+    Names: `model.NAME` for parameters, `local.SLICE.NAME` for buffers.
+    """
+
+    def __init__(self, tensors: Weights) -> None:
+        self._parameters = Under(tensors, MODEL)
+        self._tensors = tensors
+        self._buffers: dict[str, list[str]] = {}
+        for full in tensors:
+            if full.startswith(LOCAL):
+                name = full.removeprefix(LOCAL).partition(".")[2]
+                self._buffers.setdefault(name, []).append(full)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._buffers or name in self._parameters
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parameters
+        yield from self._buffers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._buffers:
+            return self._tensors.shape(self._buffers[name][0])
+        return self._parameters.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._buffers:
+            return self._parameters.read(name)
+        return agreed([self._tensors.read(full) for full in sorted(self._buffers[name])])
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._parameters.read_part(name, shape, offset)
