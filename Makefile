@@ -36,7 +36,7 @@ soak: .venv/test  ## thousands of kills, and every pair of plans to resume under
 		tests/faults/test_resume.py --durations 5
 	@$(BIN)/python -m pytest -v -s -m soak tests/slurm
 
-bench: .venv/test  ## compare with the rivals, in an environment of their own (half an hour; ONLY=pages for one)
+bench: .venv/test  ## compare with the rivals, in an environment of their own (40 minutes; ONLY=pages for one)
 	@benchmarks/run
 
 slurm-up: .venv/bin/pip  ## start a real two-node Slurm on this machine, to try grappe submit on

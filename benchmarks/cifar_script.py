@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import cifar_files, commands
+from benchmarks.commands import TORCHVISION
 from benchmarks.figures import machine, spread, table
-from benchmarks.pages import TORCHVISION, command_of
 
 BATCH = 512
 FASTER, SHARE = 2.4, 0.97  # aims: images/s over the script's, and of what compute alone allows
@@ -107,7 +107,7 @@ def rows(rounds: Sequence[Round]) -> list[list[str]]:
 
 def the_script(folder: Path, torchvision: Path) -> float:
     """Images/s of the page's script over its epoch, by its own clock: from before the first batch is read."""
-    command, environment = command_of("cifar10_cpu.py", torchvision)
+    command, environment = commands.of_page("cifar10_cpu.py", torchvision)
     return _rate(commands.output(command, folder, **environment, SLURM_CPUS_PER_TASK="2"))
 
 

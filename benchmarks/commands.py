@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -17,7 +18,26 @@ from grappe.run import Run
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
+TORCHVISION = ROOT / ".bench/torchvision"
 ATTEMPTS, ABORTED = 4, "terminate called without an active exception"
+
+
+def paths(*folders: Path) -> str:
+    """PYTHONPATH with further folders in front."""
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+
+
+def launched(size: int) -> list[str]:
+    """What starts Python on so many processes of this machine, as its users do."""
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    return [torchrun, "--standalone", "--nproc-per-node", str(size)] if size > 1 else [sys.executable]
+
+
+def of_page(script: str, torchvision: Path = TORCHVISION) -> tuple[list[str], dict[str, str]]:
+    """How a script of the page is started, and the environment in which it finds torchvision."""
+    here = Path(__file__).parent
+    words = [sys.executable, str(here / "torchvision_on_cpu.py"), str(here / "scripts" / script)]
+    return words, {"PYTHONPATH": paths(torchvision)}
 
 
 def output(command: Sequence[str], folder: Path = ROOT, **environment: str) -> str:
@@ -77,6 +97,27 @@ def again(begin: Callable[[], T]) -> T:
                 raise
             print("a script was aborted by torch as it left: once more", file=sys.stderr, flush=True)
     return begin()
+
+
+def rounds(
+    turns: Mapping[str, Callable[[str], T]], count: int, said: str, *, warm: bool = False
+) -> list[dict[str, T]]:
+    """What everyone's turn gives in each round, which begins with another one each time.
+
+    Args:
+        turns: called with the round's number.
+        said: what is measured, for who waits.
+        warm: whether a round that is not counted comes first: what is compiled once, or read from the disk.
+    """
+    names, found = list(turns), []
+    for number in range(-warm, count):
+        first = number % len(names)
+        turn = {
+            name: again(functools.partial(turns[name], str(number))) for name in names[first:] + names[:first]
+        }
+        print(f"{said}, round {number + 1}: {turn}", file=sys.stderr, flush=True)
+        found.append(turn)
+    return found[warm:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

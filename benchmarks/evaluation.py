@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -38,7 +35,8 @@ def main() -> None:
     found = {}
     for size in options.processes:
         before = machine()
-        found[size] = rounds(names, size, options.rounds)
+        turns = {name: lambda _, name=name, size=size: evaluated(name, size) for name in names}
+        found[size] = commands.rounds(turns, options.rounds, f"{size}")
         print(f"\n## One pass over {ROWS:,} images, {size} process{'es' if size > 1 else ''}\n")
         print(f"{options.rounds} rounds, medians of {PASSES} passes.\nFrom {before}\nto {machine()}.\n")
         print(table(HEAD, rows(names, found[size])), flush=True)
@@ -48,27 +46,10 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1))
 
 
-def rounds(names: Sequence[str], size: int, count: int) -> list[dict[str, Any]]:
-    """Each round's figures, begun by another each time."""
-    found = []
-    for number in range(count):
-        first = number % len(names)
-        one = {
-            name: commands.again(functools.partial(evaluated, name, size))
-            for name in (*names[first:], *names[:first])
-        }
-        print(f"{size}, round {number + 1}: {one}", file=sys.stderr, flush=True)
-        found.append(one)
-    return found
-
-
 def evaluated(name: str, size: int) -> dict[str, Any]:
     """Seconds of each pass, samples that were counted, and the loss."""
-    training = ["-m", "benchmarks.evaluating", name]
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    start = [torchrun, "--standalone", "--nproc-per-node", str(size)] if size > 1 else [sys.executable]
-    path = os.pathsep.join([str(commands.ROOT), os.environ.get("PYTHONPATH", "")])
-    said = commands.output([*start, *training], PYTHONPATH=path, OMP_NUM_THREADS="1")
+    training = [*commands.launched(size), "-m", "benchmarks.evaluating", name]
+    said = commands.output(training, PYTHONPATH=commands.paths(commands.ROOT), OMP_NUM_THREADS="1")
     return json.loads(said.splitlines()[-1])
 
 

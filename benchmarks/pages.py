@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -21,13 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import cifar_files, commands
-from benchmarks.commands import ROOT
+from benchmarks.commands import TORCHVISION
 from benchmarks.figures import machine, spread, table
 from benchmarks.rotation import free_port
 
 HERE = Path(__file__).parent
 PROCESSES, BATCH, PER_FILE = 2, 512, 4096  # 20,480 images: whole batches, as torch's pipelines want them
-TORCHVISION = ROOT / ".bench/torchvision"
 HEAD = ("", "images/s", "over the script", "whole command, s", "over the script")
 
 
@@ -159,27 +157,7 @@ def measured(page: Page, folder: Path, data: Path, options: argparse.Namespace) 
             for plan in page.plans
         },
     }
-    rounds = []
-    for number in range(
-        -1, options.rounds
-    ):  # the first compiles DeepSpeed's operators, and reads from the disk
-        names = list(turns)
-        first = number % len(names)
-        one = {
-            name: commands.again(functools.partial(turns[name], str(number)))
-            for name in names[first:] + names[:first]
-        }
-        print(f"{page.script}, round {number + 1}: {one}", file=sys.stderr, flush=True)
-        rounds.append(one)
-    return rounds[1:]
-
-
-def command_of(name: str, torchvision: Path) -> tuple[list[str], dict[str, str]]:
-    """How a script of the page is started, and the environment in which it finds torchvision."""
-    path = os.pathsep.join([str(torchvision), os.environ.get("PYTHONPATH", "")])
-    return [sys.executable, str(HERE / "torchvision_on_cpu.py"), str(HERE / "scripts" / name)], {
-        "PYTHONPATH": path
-    }
+    return commands.rounds(turns, options.rounds, page.script, warm=True)
 
 
 def script(page: Page, folder: Path, data: Path, images: int, torchvision: Path) -> Figure:
@@ -188,7 +166,7 @@ def script(page: Page, folder: Path, data: Path, images: int, torchvision: Path)
     if not place.exists():
         place.mkdir()
         (place / "data").symlink_to(data)
-    command, environment = command_of(page.script, torchvision)
+    command, environment = commands.of_page(page.script, torchvision)
     extensions = Path(sys.prefix) / "torch_extensions"  # where grappe has DeepSpeed's operators compiled
     programs = Path(sys.executable).parent
     environment |= {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
-import os
 import sys
 import tempfile
 import time
@@ -51,7 +49,8 @@ def main() -> None:
     found = {}
     for size in options.processes:
         before = machine()
-        found[size] = rounds(names, size, options.rounds)
+        turns = {name: lambda _, name=name, size=size: start(name, size) for name in names}
+        found[size] = commands.rounds(turns, options.rounds, f"{size}", warm=True)
         print(f"\n## Starting up, {size} process{'es' if size > 1 else ''}\n")
         print(f"{options.rounds} rounds of a training of {STEPS} steps.\nFrom {before}\nto {machine()}.\n")
         print(table(HEAD, rows(names, found[size])), flush=True)
@@ -65,30 +64,15 @@ def main() -> None:
         options.json.write_text(json.dumps(told, indent=1))
 
 
-def rounds(names: Sequence[str], size: int, count: int) -> list[dict[str, Start]]:
-    """Each round's figures; the first, in which files come from the disk, is left out."""
-    found = []
-    for number in range(-1, count):
-        first = number % len(names)
-        one = {
-            name: commands.again(functools.partial(start, name, size))
-            for name in (*names[first:], *names[:first])
-        }
-        print(f"{size}, round {number + 1}: {one}", file=sys.stderr, flush=True)
-        found.append(one)
-    return found[1:]
-
-
 def start(name: str, size: int) -> Start:
     """One training, begun and ended."""
-    path = os.pathsep.join([str(commands.ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="grappe-bench-") as folder:
         told = Path(folder) / "first"
         began = time.monotonic()
         commands.output(
             command(name, size, folder),
             Path(folder),
-            **{FIRST: str(told), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            **{FIRST: str(told), "PYTHONPATH": commands.paths(commands.ROOT), "OMP_NUM_THREADS": "1"},
         )
         return Start(first=float(told.read_text()) - began, whole=time.monotonic() - began)
 
@@ -97,13 +81,12 @@ def command(name: str, size: int, folder: str) -> list[str]:
     """As its users begin it, on this machine."""
     if name == "grappe":
         plan = f"device=cpu,threads=1,replicate={size}"
-        task = str(Path(__file__).parent / "tiny_task.py")
+        task = f"{Path(__file__).parent / 'tiny_task.py'}:Telling"
         words = (f"batch_size={tiny.BATCH * size}", "--plan", plan, "--steps", str(STEPS))
         return [sys.executable, "-m", "grappe", "train", task, *words, "--run", str(Path(folder) / "run")]
     training = ["-m", "benchmarks.starting", name, "--processes", str(size)]
     if size > 1 and name in ("plain", "accelerate"):  # `accelerate launch` starts no two on CPUs without MPI
-        torchrun = str(Path(sys.executable).parent / "torchrun")
-        return [torchrun, "--standalone", "--nproc-per-node", str(size), *training]
+        return [*commands.launched(size), *training]
     return [sys.executable, *training]
 
 

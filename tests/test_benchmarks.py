@@ -173,10 +173,10 @@ def test_a_page_has_its_script_which_says_where_it_is_from(page):
 
 
 def test_the_pages_data_parallel_script_is_replaced(tmp_path):
-    if not pages.TORCHVISION.is_dir():
+    if not commands.TORCHVISION.is_dir():
         pytest.skip("the rivals have an environment of their own: benchmarks/run")
     cifar_files.write(tmp_path / "data", per_file=256)
     page = pages.PAGES["ddp"]
-    theirs = pages.script(page, tmp_path, tmp_path / "data", 1280, pages.TORCHVISION)
+    theirs = pages.script(page, tmp_path, tmp_path / "data", 1280, commands.TORCHVISION)
     ours = pages.training(page, page.plans[0], tmp_path / "run", tmp_path / "data", 1280)
     assert theirs.rate > 0 and ours.rate > 0

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
 
 from benchmarks import tiny
 from benchmarks.pacer import Pacer, Seat
-from grappe import Arrays, Task
+from benchmarks.tiny_task import TinyTask
 from grappe.loop import StepResult
 from grappe.options import Options
 from grappe.training import Training
@@ -25,22 +21,6 @@ from grappe.world import Place
 NEVER = 10**9
 TERMINAL = "terminal"
 WAITING = 10_000  # steps: more than a second's, which is how late curves may be written
-
-
-class TinyTask(Task):
-    """The tiny network as a task."""
-
-    def model(self) -> nn.Module:
-        return tiny.network()
-
-    def data(self, split: str, folder: Path) -> Arrays:
-        return Arrays(*tiny.samples())
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        return SGD(named_parameters, lr=tiny.LR)
 
 
 def run(seat: Seat, pacer: Pacer) -> None:

@@ -98,7 +98,7 @@ def train(
     bare: Annotated[
         bool,
         SWITCH,
-        Parameter(help="To measure steps: no evaluation and no checkpoint at the end of --steps."),
+        Parameter(help="To measure steps: no evaluation and no checkpoint."),
     ] = False,
     smoke: Annotated[
         bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def _send(wanted: Wanted, only_show: bool, later: Sequence[str]) -> int:
             show(f"job {one.job}: {one.cost}; run {one.run}")
         runs.append(str(one.run))
     if not only_show:
-        show(f"once they have ended: grappe measure {wanted.task} --gather {' '.join([*runs, *later])}")
+        show(f"once they have ended: grappe measure {wanted.task} --gather {shlex.join([*runs, *later])}")
     return EXIT_OK
 
 

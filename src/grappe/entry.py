@@ -40,13 +40,14 @@ def run(app: App) -> NoReturn:
         )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
-    if isinstance(code, int) and "torch" in sys.modules and _communicates(code):
+    if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):
         _leave_communication(code)
     sys.exit(code)
 
 
-def _communicates(code: int) -> bool:
-    """Whether this process is one of several of a launcher's, and has met them."""
+def _leaves_at_once(code: int) -> bool:
+    """Whether not to wait for this process's communication threads: after a failure if it has any, else if a launcher
+    started it (a good local command has none: its processes leave by themselves)."""
     from torch import distributed
 
     if code in (EXIT_FAILURE, EXIT_USAGE):

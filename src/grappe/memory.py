@@ -83,7 +83,7 @@ def heed_limit() -> None:
     """
     if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
         return
-    _mallopt(mmap=256 * 1024, trim=1024 * 1024)
+    mallopt(mmap=256 * 1024, trim=1024 * 1024)
 
 
 @contextlib.contextmanager
@@ -95,20 +95,21 @@ def reused() -> Iterator[None]:
     """
     limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     if not limited:
-        _mallopt(mmap=CEILING, trim=2**31 - 1)
+        mallopt(mmap=CEILING, trim=2**31 - 1)
     try:
         yield
     finally:
         if not limited:
-            _mallopt(mmap=CEILING, trim=2 * CEILING)
+            mallopt(mmap=CEILING, trim=2 * CEILING)
 
 
-def _mallopt(*, mmap: int, trim: int) -> None:
+def mallopt(*, mmap: int, trim: int | None = None) -> None:
     """From how many bytes on a block is mapped by itself, and how much may stay free at the heap's end."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, mmap)
-        mallopt(M_TRIM_THRESHOLD, trim)
+        glibc = ctypes.CDLL(None).mallopt
+        glibc(M_MMAP_THRESHOLD, mmap)
+        if trim is not None:
+            glibc(M_TRIM_THRESHOLD, trim)
 
 
 def found_by_kind() -> dict[str, int]:

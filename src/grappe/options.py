@@ -33,4 +33,4 @@ class Options:
     """The processes to profile a few steps of, by rank."""
     profile_steps: int = 5
     bare: bool = False
-    """Neither evaluate nor save at the end, and go on beyond the task's epochs: to measure steps."""
+    """Neither evaluate nor save, and go on beyond the task's epochs: to measure steps."""

@@ -75,6 +75,11 @@ class Plan:
         """Into how many slices each global batch is cut."""
         return self.replicate * self.shard
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it was chosen to save memory."""
+        return self.shard > 1 or self.offload != "none"
+
     def exact_places(self, data_rank: int) -> range:
         """Of an exact plan: which of the `exact` pieces of a batch belong to a data slice.
 

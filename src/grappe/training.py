@@ -132,9 +132,9 @@ class Training:
         self._pending = (result, seconds, count, None if norm is None else OnHost(norm))
         self._step = self._watchdog.step = step = batch.step + 1
         self._watchdog.marks += 1
-        last = step == self.total_steps and not self.options.bare
-        evaluate = last or not step % self._evaluate_every
-        save = last or not step % self._save_every
+        last, bare = step == self.total_steps, self.options.bare
+        evaluate = not bare and (last or not step % self._evaluate_every)
+        save = not bare and (last or not step % self._save_every)
         if evaluate or save:
             self._settle()
         # A signal does not wait for an evaluation: it is owed, and made when the training goes on.

@@ -29,7 +29,8 @@ def test_a_later_step_that_reaches_less_is_refused_before_anything_moves() -> No
     reached.check()
     step(model, ODD, ODD)
     with pytest.raises(
-        TaskError, match=r"this step's samples and the first step's reach b.weight, b.bias, but"
+        TaskError,
+        match=r"this step's samples and the first step's reach b.weight, b.bias, but not both. DeepSpeed has zeros",
     ):
         reached.check()
 
@@ -49,4 +50,16 @@ def test_evaluation_reaches_nothing() -> None:
         step(model, ODD)
         with torch.no_grad():
             model(EVEN)
+        reached.check()
+
+
+def test_a_parameter_that_is_reached_once_more_often_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = World(place=Place(rank=0, size=2, local_rank=0, local_size=2, job="x"), device=torch.device("cpu"))
+    monkeypatch.setattr(World, "gather", lambda self, value: [value])
+    model = Ways(both=True)
+    reached = Reached(model, 2, two)
+    step(model, ODD)
+    reached.check()
+    step(model, ODD, ODD)
+    with pytest.raises(TaskError, match=r"reach .* once more often in one of them. DeepSpeed sums gradients"):
         reached.check()

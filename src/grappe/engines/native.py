@@ -22,7 +22,7 @@ from grappe.pipeline import rules
 from grappe.plan import Plan
 from grappe.prepare import Prepared, prepare
 from grappe.prepare.backward import backward
-from grappe.prepare.batchnorm import buffers_kept, statistics_frozen, unnoticed
+from grappe.prepare.batchnorm import unnoticed, untraced
 from grappe.prepare.clip import bounding, exact_norm, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.exact import Exact, refusal
@@ -145,7 +145,7 @@ class Native(Stepper):
 
     def _rehearse(self, micro: Microbatch, forward: Callable[[Any], Any], roots: Roots) -> None:
         """A forward and backward that leaves nothing behind but gradients."""
-        with statistics_frozen(self._model), buffers_kept(self._model):
+        with untraced(self._model):
             with self._autocast:
                 values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
             torch.autograd.backward((values.sum(), *roots[0]), (None, *roots[1]))
@@ -180,7 +180,7 @@ class Native(Stepper):
         return gradient_norm(self._parameters) if self._exact is None else exact_norm(self._parameters)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        scarce = self._plan.shard > 1 or self._plan.offload != "none"
+        scarce = self._plan.saves_memory
         scores = evaluation.evaluate(
             self._model, self._task, self._world, batches, samples, self._autocast, scarce=scarce
         )

@@ -28,7 +28,7 @@ from grappe.pipeline.rules import stages_each
 from grappe.pipeline.schedules import Runner
 from grappe.pipeline.stage import Stage, prune
 from grappe.prepare import Prepared, prepare
-from grappe.prepare.batchnorm import buffers_agreed, statistics_frozen
+from grappe.prepare.batchnorm import buffers_agreed, untraced
 from grappe.prepare.clip import gradient_norm
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.materialise import on_meta
@@ -130,7 +130,7 @@ class Pipelined(Native):
 
     def _learn(self, micro: Microbatch, microbatches: int) -> None:
         """Sends a microbatch of a new shape through, so that every stage knows what it will be sent."""
-        with statistics_frozen(self._model):
+        with untraced(self._model):
             for _ in self._relay.forward([micro]):
                 pass
         reshard_all(self._stages)

@@ -95,6 +95,13 @@ class Bench:
         return self._run("grappe.parity.plain:load", asked, Plan(device=plan.device))
 
 
+SAID = {
+    "draws": "random draws", "mixing": "statistics of the batch", "company": "the batch's company",
+    "loss": "losses of several rows", "augment": "augmentation", "buffers": "what buffers remember",
+    "precision": "reduced precision", "clip": "clipping", "even": "uneven slices", "samples": "loading",
+}  # fmt: skip
+
+
 def _words(changes: Changes) -> str:
-    off = [field.name for field in dataclasses.fields(changes) if getattr(changes, field.name)]
+    off = [SAID[field.name] for field in dataclasses.fields(changes) if getattr(changes, field.name)]
     return f", with {' and '.join(off)} switched off" if off else ""

@@ -1,4 +1,4 @@
-"""Plain: the reference. One process and a loop written by hand, that shares no code with any engine or feed.
+"""Plain: the reference. One process and a loop written by hand, that shares no loop with any engine, and no feed.
 
 What it has in common with a training is the initial weights, the order of the samples and the keys of their
 randomness. Beside it run the same steps with each batch's rows in another order: how far these drift is what

@@ -179,6 +179,13 @@ def replace_buffers(kept: Kept) -> None:
 
 
 @contextlib.contextmanager
+def untraced(model: nn.Module) -> Iterator[None]:
+    """Inside, a step is rehearsed: its forward leaves no trace in any buffer, and asks for no statistics of rows."""
+    with statistics_frozen(model), buffers_kept(model):
+        yield
+
+
+@contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Inside, a forward leaves no trace in any buffer."""
     kept = kept_buffers(model)

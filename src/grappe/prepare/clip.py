@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 PIECE = 1 << 16  # numbers
+NO_GRADIENT = "a step had no gradient at all"
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
@@ -30,9 +31,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup 
         axes = _sharded_groups(gradient)
         key = tuple(id(group) for group in axes)
         groups[key] = axes
-        by_axes.setdefault(key, []).append(
-            gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        )
+        by_axes.setdefault(key, []).append(_part(gradient))
     total: Tensor | None = None
     for key, gradients in by_axes.items():
         square = _square(gradients)
@@ -41,7 +40,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup 
         total = square if total is None else total + square
     if stages is not None and total is None:
         total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    assert total is not None, "a step had no gradient at all"
+    assert total is not None, NO_GRADIENT
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt().float()
@@ -53,13 +52,16 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     Squares, relative to the largest number's, are added up as whole numbers of 2^-60: no order, no rounding.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert gradients, NO_GRADIENT
     groups = _sharded_groups(gradients[0])
-    parts = [one._local_tensor if isinstance(one, DTensor) else one for one in gradients]
+    parts = [_part(one) for one in gradients]
     pieces = [piece for part in parts if part.numel() for piece in part.reshape(-1).split(PIECE)]
     device = parts[0].device
     largest = torch.zeros((), device=device)
     if pieces:
         largest = torch.stack([piece.abs().max() for piece in pieces]).max().float()
+    # NaN is lost by a maximum over processes, or not, as it comes; infinity says as well that there is no norm.
+    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     if not torch.isfinite(largest) or not largest:
@@ -86,6 +88,11 @@ def _square(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
 
 
+def _part(gradient: Tensor) -> Tensor:
+    """What this process has of it."""
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
 def _sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(gradient, DTensor):
         return []
@@ -104,9 +111,5 @@ def bounding(norm: Tensor, bound: float) -> Tensor:
 
 def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:
     """Multiplies every gradient by `factor`, in place."""
-    gradients = [
-        parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
+    gradients = [_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, factor)

@@ -18,10 +18,14 @@ def seed_dropout(seed: int, step: int, world: World, *place: int) -> None:
     Args:
         place: what else tells this process from others of the same slice.
     """
-    mine = _block(seed, step // BLOCK, world.data_rank, *place)[step % BLOCK]
-    torch.default_generator.manual_seed(mine)
-    if world.device.type == "cuda":
-        torch.cuda.default_generators[world.device.index].manual_seed(mine)
+    set_generators(_block(seed, step // BLOCK, world.data_rank, *place)[step % BLOCK], world.device)
+
+
+def set_generators(key: int, device: torch.device) -> None:
+    """Sets the CPU's generator and the device's."""
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(key)
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from grappe.data.draw import mix
 from grappe.plan import Plan
+from grappe.prepare.dropout import set_generators
 from grappe.prepare.exact_statistics import Statistics
 from grappe.prepare.tally import Sums
 from grappe.world import World, gather_into
@@ -76,10 +77,7 @@ class Exact:
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
         """Inside, this process's piece `index` goes forward and backward: dropout's stream is the piece's own."""
-        key = mix(seed, step, self._places[index])
-        torch.default_generator.manual_seed(key)
-        if self._world.device.type == "cuda":
-            torch.cuda.default_generators[self._world.device.index].manual_seed(key)
+        set_generators(mix(seed, step, self._places[index]), self._world.device)
         with self._statistics.of_piece(index):
             yield
 

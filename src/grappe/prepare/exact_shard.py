@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grappe.plan import Plan
-from grappe.prepare.exact import Exact, tree_reduce_scatter, tree_sum, wire
+from grappe.prepare.exact import Exact, tree_reduce_scatter, tree_sum
 from grappe.prepare.tally import Sums
 from grappe.world import World, gather_into
 
@@ -59,7 +59,7 @@ class ShardedExact(Exact):
         self._losses: list[Tensor] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(TreeReduceScatter(wire(world)))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(TreeReduceScatter(self._wire))  # type: ignore[arg-type]
 
     def add(self, loss: Tensor | None) -> None:
         assert loss is not None, "every piece goes through the model"
@@ -96,4 +96,4 @@ class ShardedExact(Exact):
         gather_into(everyone, mine, self._group)
         rows = everyone.view(self._world.data_size, -1)
         losses = rows[:, :-1].reshape(-1)[self._order]
-        return torch.stack([tree_sum(losses[:, None])[0] + 0.0, rows[:, -1].sum()])
+        return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])

@@ -88,11 +88,10 @@ class Statistics:
         """Takes the statistics of all pieces of a step in, one after the other. Collective."""
         self._check_others()
         self._begin()
-        if self._modules:
-            calls = self._agreed_calls()
-            rows = self._gathered(sum(2 * module.num_features for module in calls)) if calls else None
+        if self._modules and (calls := self._agreed_calls()):
+            rows = self._gathered(sum(2 * module.num_features for module in calls))
             for piece in range(self._pieces):
-                if rows is not None and range(*cut(samples, self._pieces, piece)):
+                if range(*cut(samples, self._pieces, piece)):
                     self._take_in(calls, rows[piece])
         self._before, self._rows = [], {}
 

@@ -108,9 +108,8 @@ def _executed(load: Callable[[], T], shown: str) -> T:
     from grappe.data.keyed import seeded
 
     try:
-        with seeded(
-            0
-        ):  # what a file draws when it is loaded, a model's weights say, is the same in every process
+        # What a file draws when it is loaded, a model's weights say, is the same in every process.
+        with seeded(0):
             return load()
     except GrappeError:
         raise

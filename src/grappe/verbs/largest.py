@@ -14,7 +14,7 @@ from grappe.place import Place
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.verbs import session
-from grappe.verbs.measure import NEVER, with_batch
+from grappe.verbs.measure import with_batch
 from grappe.verbs.train import Request, request
 from grappe.verbs.worker import worker as train_worker
 
@@ -125,7 +125,7 @@ class _Bench:
             plan=self._plan,
             run=self._folder / f"largest-{self._number}",
             base=self._folder,
-            options=Options(steps=STEPS, evaluate_every=NEVER, save_every=NEVER, bare=True),
+            options=Options(steps=STEPS, bare=True),
             quiet=True,
         )
         asked = Asked(training=training, limit=self._limit)

@@ -19,7 +19,6 @@ from grappe.verbs.points import Point, Process, Trial
 from grappe.verbs.train import Request, request
 from grappe.verbs.worker import worker as train_worker
 
-NEVER = 10**12
 STEPS, REPEATS = 30, 3
 
 
@@ -75,13 +74,7 @@ def measure(
         UsageError: nothing to measure.
         GrappeError: no point could be measured.
     """
-    for name, value in (
-        ("steps", steps),
-        ("repeats", repeats),
-        *(("batch-size", one) for one in batch_sizes),
-    ):
-        if value < 1:
-            raise UsageError(f"--{name}={value}: it must be at least 1")
+    check_numbers(steps, repeats, batch_sizes)
     grid = [(as_plan(plan), batch) for batch in (batch_sizes or (0,)) for plan in plans]
     first = request(task, "", data=data, fields=fields, options=_options(steps))
     with session.scratch("measure") as folder:
@@ -92,6 +85,17 @@ def measure(
     if all(point.failure for point in points):
         raise UsageError(f"nothing could be measured: {points[0].failure}")
     return points
+
+
+def check_numbers(steps: int, repeats: int, batch_sizes: Sequence[int]) -> None:
+    """Raises UsageError where one of them is below 1."""
+    for name, value in (
+        ("steps", steps),
+        ("repeats", repeats),
+        *(("batch-size", one) for one in batch_sizes),
+    ):
+        if value < 1:
+            raise UsageError(f"--{name}={value}: it must be at least 1")
 
 
 class _Bench:
@@ -160,7 +164,7 @@ def with_batch(task: session.TaskReference, batch: int, times: int) -> session.T
 
 
 def _options(steps: int) -> Options:
-    return Options(steps=steps + WARMUP, evaluate_every=NEVER, save_every=NEVER, bare=True)
+    return Options(steps=steps + WARMUP, bare=True)
 
 
 def worker(asked: Asked, place: Place, meet: Path) -> Answer:

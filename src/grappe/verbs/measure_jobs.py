@@ -15,7 +15,7 @@ from grappe.phases import WARMUP
 from grappe.plan import Plan
 from grappe.run import Run
 from grappe.verbs.jobs import newest_job, submitted
-from grappe.verbs.measure import NEVER, Answer, point
+from grappe.verbs.measure import Answer, check_numbers, point
 from grappe.verbs.points import Point
 from grappe.verbs.submit import Submission, Submitted, submit_all
 
@@ -44,9 +44,7 @@ def send(wanted: Wanted, *, show: bool = False) -> Iterator[Submitted]:
     Raises:
         GrappeError: something is wrong with what was asked, or sbatch refuses.
     """
-    for name, value in (("steps", wanted.steps), ("repeats", wanted.repeats)):
-        if value < 1:
-            raise UsageError(f"--{name}={value}: it must be at least 1")
+    check_numbers(wanted.steps, wanted.repeats, wanted.batch_sizes)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     points = [
         (text, batch)
@@ -67,8 +65,7 @@ def _submission(wanted: Wanted, plan: str, batch: int, run: Path) -> Submission:
         own = batch or _batch_of(wanted)
         whole = own * (Plan.parse(plan).data_parallel if wanted.weak else 1)
         fields = (*(one for one in fields if not one.startswith("batch_size=")), f"batch_size={whole}")
-    never = ("--evaluate-every", str(NEVER), "--save-every", str(NEVER))
-    options = ("--bare", "--steps", str(wanted.steps + WARMUP), *never)
+    options = ("--bare", "--steps", str(wanted.steps + WARMUP))
     return Submission(
         task=wanted.task,
         arguments=(wanted.task, *fields, *options),

@@ -90,15 +90,15 @@ def _missing(held: int, whole: int, plan: Plan) -> str:
     return f" (of {memory.size(share)})" if held < 0.9 * share else ""
 
 
-def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[Plan | str, float]]:
+def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[str, float]]:
     """The smallest of each kind of plans that need no more than `limit` bytes in a process, with what they need.
 
-    Last, what engines keep elsewhere than in memory: text, since the user must say where.
+    Last, what engines keep elsewhere than in memory, where the user must say where.
 
     Args:
         rest: what every process needs beside parameters, gradients and optimizer state.
     """
-    found: list[tuple[Plan | str, float]] = []
+    found: list[tuple[str, float]] = []
     for kind in ("shard", "pipeline"):
         for degree in DEGREES:
             changes: dict[str, Any] = {kind: getattr(plan, kind) * degree}
@@ -113,7 +113,7 @@ def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[Plan | s
                 continue
             need = needs.of(other) + rest
             if need <= limit:
-                found.append((other, need))
+                found.append((str(other), need))
                 break
     for name in engines.names():
         away = engines.find(name).put_away(plan, needs)

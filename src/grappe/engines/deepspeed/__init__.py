@@ -212,7 +212,7 @@ class DeepSpeed(Stepper):
         return norm, False
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        scarce = self._plan.offload != "none"
+        scarce = self._plan.saves_memory
         return evaluation.evaluate(
             self._carrier, self._task, self._world, batches, samples, self._autocast, scarce=scarce
         )

@@ -20,8 +20,6 @@ PREFIX = "grappe-"
 TO_BE_NAMED = "offload=nvme:FOLDER"
 LIBRARY_BYTES = 80_000_000
 """What DeepSpeed itself and its operators take: 73 MB when it was measured."""
-LEAST = 4 << 20  # of a piece that goes to the disk, and of a bucket: a million numbers
-BUFFERS = 5  # DeepSpeed's buffer_count
 
 
 def problem(folder: Path) -> str | None:
@@ -50,8 +48,10 @@ def problem(folder: Path) -> str | None:
 def memory_needed(plan: Plan, needs: Needs) -> float:
     """Bytes of one process's memory: its gradients, buffers for its largest parameter, one piece of the optimizer's
     state with its parameters and gradients, a bucket of gradients, and what is whole for a moment."""
-    mine = needs.largest / plan.shard
-    passing = BUFFERS * mine + 4 * max(mine, LEAST) + max(needs.largest, LEAST) + 2 * needs.unit(plan)
+    mine, least = needs.largest / plan.shard, 4 * settings.LEAST_NUMBERS
+    passing = (
+        settings.BUFFERS * mine + 4 * max(mine, least) + max(needs.largest, least) + 2 * needs.unit(plan)
+    )
     return needs.gradients / plan.shard + passing + LIBRARY_BYTES
 
 

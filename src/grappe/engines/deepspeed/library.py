@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import logging
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from grappe import memory
 from grappe.errors import PlanError
 from grappe.world import World
 
@@ -29,7 +29,6 @@ LIBAIO = (
 )
 
 STALE_SECONDS = 300.0  # a compilation writes a file more often
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def installed() -> bool:
@@ -126,9 +125,7 @@ def give_memory_back() -> None:
 
     By itself glibc comes to keep blocks of up to 32 MiB, more and more of them with what goes to the disk and back.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    memory.mallopt(mmap=1 << 20)
 
 
 def _extensions() -> Path:

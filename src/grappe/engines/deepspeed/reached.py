@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from torch import nn
 
 from grappe.errors import TaskError
 from grappe.world import World
 
-INSTEAD = "use engine=native with replicate=N, which goes by names"
+INSTEAD = "use engine=native, which goes by names"
 
 
 class Reached:
@@ -62,11 +63,19 @@ class Reached:
         if only:
             what = f"{self._told(only)}, but not both"
         else:
-            at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b)
-            what = f"{self._told([mine[at]])} before and after {self._told([theirs[at]])}"
+            pairs = zip_longest(mine, theirs)
+            one, other = next((a, b) for a, b in pairs if a != b)
+            both = [index for index in (one, other) if index is not None]
+            what = " before and after ".join(self._told([index]) for index in both)
+            what += " once more often in one of them" if len(both) == 1 else ""
+        why = (
+            "sums gradients by the order they come in, and would add up different parameters' gradients"
+            if self._world.size > 1
+            else "has zeros for what is not reached, which weight decay and momentum would move all the same"
+        )
         raise TaskError(
-            f"the model takes different ways for different samples: {some} and {others} reach {what}. DeepSpeed sums "
-            f"gradients by the order they come in, and would add up different parameters' gradients: {INSTEAD}"
+            f"the model takes different ways for different samples: {some} and {others} reach {what}. "
+            f"DeepSpeed {why}: {INSTEAD}"
         )
 
     def _told(self, indices: Sequence[int]) -> str:

@@ -13,6 +13,10 @@ from grappe.task import Task
 
 Settings = dict[str, Any]
 NVME = "nvme:"
+LEAST_NUMBERS = (
+    1 << 20
+)  # of a piece of the optimizer's state that goes to the disk, and of a bucket of gradients
+BUFFERS = 5  # DeepSpeed's buffer_count, left as it is
 
 # What a user's file may say beside the plan: how DeepSpeed moves and reports things, never what is learned.
 FREE = {
@@ -210,12 +214,12 @@ def _offload(plan: Plan, numbers: int, largest: int, cuda: bool) -> Settings:
         optimizer["nvme_path"] = parameters["nvme_path"] = str(nvme_folder(plan))
         # Buffers for the largest parameter, and one sub-group in memory at a time.
         parameters |= {"buffer_size": max(mine, 1024), "max_in_cpu": 0}
-        zero["sub_group_size"] = max(mine, 1 << 20)
+        zero["sub_group_size"] = max(mine, LEAST_NUMBERS)
         # What is kept for a later use holds one of the few buffers; and what its prefetching finds twice in the
         # order of use, at the turn from forward to backward, it reads twice, and fails.
         zero["stage3_max_reuse_distance"] = 0
         zero["stage3_prefetch_bucket_size"] = 0
-        zero["reduce_bucket_size"] = min(numbers, max(largest, 1 << 20))
+        zero["reduce_bucket_size"] = min(numbers, max(largest, LEAST_NUMBERS))
     zero["offload_optimizer"] = optimizer
     if stage(plan) == 3:
         zero["offload_param"] = parameters

@@ -19,7 +19,7 @@ from grappe.losses import Losses
 from grappe.phases import FORWARD, UPDATE
 from grappe.plan import Plan
 from grappe.prepare import prepare
-from grappe.prepare.batchnorm import buffers_kept, statistics_frozen, unnoticed
+from grappe.prepare.batchnorm import unnoticed, untraced
 from grappe.prepare.clip import bounding, gradient_norm, scale
 from grappe.prepare.dropout import seed_dropout
 from grappe.prepare.precision import set_tf32
@@ -157,7 +157,7 @@ class Lightning(Engine):
 
     def rehearse(self, item: Item, loss: Callable[[Item], Tensor]) -> bool:
         """A forward and backward that leaves nothing behind; whether every parameter got a gradient. Collective."""
-        with statistics_frozen(self.model), buffers_kept(self.model):
+        with untraced(self.model):
             self._total = None
             loss(item).backward()
         self._tally.sums().read()
@@ -169,7 +169,15 @@ class Lightning(Engine):
     # ---- what does not depend on who runs the loop -----------------------------------------------------------
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        scores = evaluation.evaluate(self.model, self.task, self.world, batches, samples, self._evaluated_in)
+        scores = evaluation.evaluate(
+            self.model,
+            self.task,
+            self.world,
+            batches,
+            samples,
+            self._evaluated_in,
+            scarce=self.plan.saves_memory,
+        )
         reshard(self.model)
         return scores
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from grappe.data.batch import Batch
 from grappe.engines.base import Saved, Setting, State
 from grappe.engines.deepspeed import DeepSpeed, library
+from grappe.engines.deepspeed.reached import said_plainly
 from grappe.engines.lightning import Item, Lightning
 from grappe.loop import After, StepResult
 from grappe.phases import UPDATE
@@ -47,7 +48,7 @@ class Offloaded(Lightning):
         self._loss_in = held._autocast
 
     def train(self, batches: Iterator[Batch], after: After) -> None:
-        with library.linear(zero3=True):
+        with library.linear(zero3=True), said_plainly():
             super().train(batches, after)
 
     def clip(self) -> None:
