@@ -75,8 +75,10 @@ def test_what_a_batch_frees_is_there_for_the_next_one() -> None:
 
 
 def test_sizes_are_for_people() -> None:
-    assert [memory.size(number) for number in (0, 101.4e6, 999.4e6, 1.26e9)] == [
+    assert [memory.size(number) for number in (0, 287_016, 999_499, 101.4e6, 999.4e6, 1.26e9)] == [
         "0 MB",
+        "287 kB",
+        "999 kB",
         "101 MB",
         "999 MB",
         "1.3 GB",

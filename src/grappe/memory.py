@@ -133,5 +133,7 @@ def found_by_kind() -> dict[str, int]:
 
 
 def size(number: float) -> str:
-    """A number of bytes for people: 101 MB, 1.3 GB."""
-    return f"{number / 1e9:.1f} GB" if number >= 999.5e6 else f"{number / 1e6:.0f} MB"
+    """A number of bytes for people: 247 kB, 101 MB, 1.3 GB."""
+    if number >= 999.5e6:
+        return f"{number / 1e9:.1f} GB"
+    return f"{number / 1e6:.0f} MB" if not 0 < number < 999.5e3 else f"{number / 1e3:.0f} kB"

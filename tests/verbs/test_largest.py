@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,15 @@ def test_the_share_of_what_is_free(tmp_path: Path) -> None:
     assert largest._share(Plan(device="cpu", replicate=2), fake) == 32 * 1024
     assert largest._share(Plan(device="cpu"), tmp_path / "none") is None
     assert largest._share(Plan(device="cuda"), fake) is None
+
+
+def test_a_limit_of_the_users_own_is_kept() -> None:
+    code = (
+        "import resource\n"
+        "from grappe.verbs import largest\n"
+        f"resource.setrlimit(resource.RLIMIT_DATA, ({1 << 30}, {1 << 30}))\n"
+        "largest.train_worker = lambda *_: print(resource.getrlimit(resource.RLIMIT_DATA))\n"
+        f"largest.worker(largest.Asked(training=None, limit={1 << 34}), None, None)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.split() == [f"({1 << 30},", f"{1 << 30})"]

@@ -146,7 +146,9 @@ def worker(asked: Asked, place: Place, meet: Path) -> None:
         import resource
 
         # Counted is data, so that a failure is torch's own message; a limit on addresses would count libraries.
-        resource.setrlimit(resource.RLIMIT_DATA, (asked.limit, asked.limit))
+        own = resource.getrlimit(resource.RLIMIT_DATA)[1]  # the user's `ulimit -d`, which may not be raised
+        limit = asked.limit if own == resource.RLIM_INFINITY else min(asked.limit, own)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     train_worker(asked.training, place, meet)
 
 

@@ -64,7 +64,9 @@ def describe(folder: Path) -> Table:
         table.add_row("changed", str(change))
     step = _last(run, "step")
     if step:
-        table.add_row("last step", f"{step.get('step')}, loss {step.get('loss')}")
+        loss = step.get("loss")
+        shown = f"{loss:.4f}" if isinstance(loss, float) else str(loss)
+        table.add_row("last step", f"{step.get('step')}, loss {shown}")
     if evaluation := _last(run, "evaluation"):
         where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
         table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
