@@ -30,6 +30,7 @@ from grappe.prepare.exact_shard import ShardedExact
 from grappe.prepare.precision import LossScale, set_tf32
 from grappe.prepare.shard import reshard, uses_shard
 from grappe.prepare.tally import NO_ROOTS, Roots, Sums
+from grappe.prepare.update import Update
 from grappe.scores import Scores
 
 
@@ -74,6 +75,7 @@ class Native(Stepper):
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = self._make_optimizer(named)
         self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
+        self._step_optimizer = Update(self._optimizer)
         self._group = self._optimizer.param_groups[0]
         self._exact = self._make_exact()
         # DDP averages where FSDP2 is told to sum.
@@ -156,7 +158,7 @@ class Native(Stepper):
         if self._needs_norm:
             norm, skipped = self._clip()
         if not skipped:
-            self._optimizer.step()
+            self._step_optimizer()
             if self._schedule is not None:
                 self._schedule.step()
         self._scale.update(skipped)
