@@ -92,11 +92,13 @@ def part(
         def after(self, result: StepResult) -> bool:
             stop = super().after(result)
             step = result.batch.step + 1
-            if any(at == step for _, at in happenings or ()):
-                self._saver.wait()
-                (happenings or {}).get((place.rank, step), int)()
+            mine = (happenings or {}).get((place.rank, step))
+            if step == dies_at or any(at == step for _, at in happenings or ()):
+                # Else it were chance what is saved by then.
+                self._heed(self._saver.wait())
+            if mine is not None:
+                mine()
             if step == dies_at:
-                self._saver.wait()  # else it were chance which checkpoint it goes on from
                 raise Given
             return stop
 
