@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pytest import approx
 
+from grappe.engines.deepspeed import library
 from grappe.run import Run
 from tests.commands import GRAPPE, Command
 
@@ -37,7 +38,23 @@ def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
     assert int(told[1]) < 305
     assert re.search(r"Plans that would fit, by estimate: .*shard=2.* \(\d+ MB a process\)", err), err
     assert "pipeline=2" in err
+    assert ("offload=nvme:FOLDER" in err) == library.installed()
     assert Run(tmp_path / "run").latest() is not None, "nothing that was saved is lost"
+
+
+def test_a_disk_can(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("operators")
+    (tmp_path / "disk").mkdir()
+    code, out, err = train(tmp_path / "run", f",engine=deepspeed,offload=nvme:{tmp_path / 'disk'}")
+    assert code == 0, err
+    assert "finished, 2 steps" in out
+    run = Run(tmp_path / "run")
+    assert run.finished
+    found = run.latest()
+    assert found is not None and found.step == 2
+    (held,) = (one["held"] for one in run.description["costs"])
+    assert sum(held.values()) < 305e6, "what waits is not on the disk"
+    assert not list((tmp_path / "disk").iterdir())
 
 
 @pytest.mark.parametrize("plan", [",shard=2", ",pipeline=2,microbatches=2"])

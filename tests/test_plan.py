@@ -96,6 +96,8 @@ def test_a_plan_that_does_not_fit_says_how_it_would(text: str, processes: int, w
         ("engine=textbook,pipeline=2", "textbook has no pipeline: engines that have: .*native"),
         ("offload=nvme:/tmp", "use offload=cpu"),
         ("exact=8,microbatches=2", "leave microbatches out"),
+        ("exact=8,pipeline=2,schedule=gpipe", "use shard=2 or replicate=2, or leave exact out"),
+        ("exact=8,pipeline=2,microbatches=8", "use shard=2 or replicate=2, or leave exact out"),
         ("exact=8,batchnorm=sync", "leave batchnorm=sync out"),
         ("exact=8,compile", "leave compile out"),
         ("exact=8,shard=2,replicate=2", "use shard=4, or replicate=4"),

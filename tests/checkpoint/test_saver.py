@@ -284,3 +284,19 @@ def test_without_memory_for_a_copy_pieces_are_given_as_they_are(monkeypatch: pyt
     given, copied = snapshots.take(iter(pieces))
     assert not copied and buffers == ["a", "b"]
     assert all(mine.data is theirs.data for mine, theirs in zip(given, pieces, strict=True))
+
+
+def test_a_failure_is_noted_before_anybody_is_told_that_the_part_is_written(tmp_path) -> None:
+    """Process 0 waits for every part; a failure that the others had not heard of would have it wait for ever."""
+    to, noted = saver(tmp_path / "gone"), list[str | None]()
+
+    class Written(threading.Event):
+        def set(self) -> None:
+            noted.append(to._error)
+            super().set()
+
+    to._written = Written()
+    save(to, 1)
+    told = to.wait()
+    assert told is not None and "No such file" in told
+    assert noted == [told]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from grappe.checkpoint.commit import fingerprint
 from grappe.checkpoint.tensor_file import NAMES, Piece, TensorFiles, write
 from grappe.errors import RunError
+from grappe.memory import data_size
 
 
 def whole(name: str, tensor: torch.Tensor) -> Piece:
@@ -154,3 +155,13 @@ def test_pieces_told_of_in_nonsense_are_refused(tmp_path, pieces: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(RunError):
         TensorFiles([tmp_path / "a.safetensors"])
+
+
+def test_a_file_that_is_read_does_not_count_as_data(tmp_path) -> None:
+    """As RLIMIT_DATA counts it: each process of a training has the checkpoint open that it goes on from."""
+    size = 64 << 20
+    write(tmp_path / "a.safetensors", [Piece("t", torch.zeros(size, dtype=torch.uint8), (size,), (0,))])
+    before = data_size()
+    files = TensorFiles([tmp_path / "a.safetensors"])
+    assert not files.read_part("t", (9,), (5,)).any()
+    assert data_size() - before < size / 4

@@ -9,7 +9,7 @@ import io
 import json
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from grappe import Arrays
+from grappe.checkpoint.format import Checkpoint
 from grappe.interrupt import SIGNALS
 from grappe.loop import StepResult
 from grappe.options import Options
@@ -28,6 +29,7 @@ from grappe.task import Task
 from grappe.training import Training
 from grappe.verbs import worker as verb
 from grappe.verbs.session import TaskReference
+from tests.faults.trace import Recorder, recording
 from tests.parity.tasks import Images
 
 
@@ -55,10 +57,24 @@ class Loaded(Images):
         return Apart(super().data(split, folder))
 
 
+Happening = Callable[[], object]
+
+
 def part(
-    place: Place, meet: Path, task: Task, text: str, run: Path, options: Options, dies_at: int | None
+    place: Place,
+    meet: Path,
+    task: Task,
+    text: str,
+    run: Path,
+    options: Options,
+    dies_at: int | None,
+    happenings: Mapping[tuple[int, int], Happening] | None = None,
 ) -> str:
-    """Trains, or goes on, until the end or until it dies behind step `dies_at`; what the user is told."""
+    """Trains, or goes on, until the end or until it dies behind step `dies_at`; what the user is told.
+
+    Args:
+        happenings: by process and step: what happens to it behind that step, when no save is under way.
+    """
     plan = Plan.parse(f"{text},threads=1" if text else "threads=1")
     asked = verb.Request(
         task=TaskReference.of(task),
@@ -75,8 +91,14 @@ def part(
     class Mortal(Training):
         def after(self, result: StepResult) -> bool:
             stop = super().after(result)
-            if result.batch.step + 1 == dies_at:
-                self._saver.wait()  # else it were chance which checkpoint it goes on from
+            step = result.batch.step + 1
+            mine = (happenings or {}).get((place.rank, step))
+            if step == dies_at or any(at == step for _, at in happenings or ()):
+                # Else it were chance what is saved by then.
+                self._heed(self._saver.wait())
+            if mine is not None:
+                mine()
+            if step == dies_at:
                 raise Given
             return stop
 
@@ -88,6 +110,13 @@ def part(
             if dist.is_initialized():
                 dist.destroy_process_group()
     return told.getvalue()
+
+
+def recorded(place: Place, meet: Path, task: Task, text: str, run: Path, options: Options) -> Recorder:
+    """Trains to the end; what this process did to the run's folder of checkpoints, which is there."""
+    with recording(run / "checkpoints") as recorder:
+        part(place, meet, task, text, run, options, None)
+    return recorder
 
 
 @contextlib.contextmanager
@@ -110,6 +139,11 @@ def hashes(run: Path, step: int) -> dict[str, str]:
     checkpoint = Run(run).latest()
     assert checkpoint is not None
     assert checkpoint.step == step
+    return hashes_of(checkpoint)
+
+
+def hashes_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """As `hashes`, of one that is there."""
     found = {"json": json.dumps(checkpoint.values, sort_keys=True)}
     for name in checkpoint.tensors:
         tensor = checkpoint.tensors.read(name)

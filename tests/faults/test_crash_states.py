@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from grappe.checkpoint.commit import read_json, write_json
-from grappe.checkpoint.format import MODEL, STATE, latest
+from grappe.checkpoint.format import MODEL, STATE, found, latest
 from grappe.checkpoint.initial import _save
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
 from grappe.world import Place, World
+from tests.faults.conftest import END, PLANS
+from tests.faults.resume_cell import hashes, hashes_of
 from tests.faults.trace import Operation, Recorder, Tree, left, rebuild, recording, unsynced
 
 ALL_SUBSETS = 8  # operations; of more, a sample
@@ -116,15 +118,7 @@ def test_a_crash_leaves_the_old_or_the_new(tmp_path, case: str) -> None:
     with recording(folder) as recorder:
         act(folder)
     assert loaded(folder) == new
-    # Once its name is on disk nothing takes it away again.
-    committed = max(
-        (
-            index
-            for index, one in enumerate(recorder.operations)
-            if one.kind == "sync" and one.inode == folder.stat().st_ino
-        ),
-        default=-1,
-    )
+    committed = commit_of(recorder)
     outcomes = set()
     for count, (done, tree) in enumerate(states(recorder)):
         rebuild(tree, tmp_path / f"state{count}")
@@ -136,6 +130,41 @@ def test_a_crash_leaves_the_old_or_the_new(tmp_path, case: str) -> None:
     assert outcomes == possible
     print(f"{case}: {len(recorder.operations)} operations, {count + 1} different states")
     assert left(recorder, recorder.operations) == as_tree(folder)  # the recorder missed nothing
+
+
+def commit_of(recorder: Recorder) -> int:
+    """Which operation puts the new checkpoint's name on disk: from then on nothing takes it away again."""
+    root = recorder.root.stat().st_ino
+    synced = [i for i, one in enumerate(recorder.operations) if one.kind == "sync" and one.inode == root]
+    return max(synced, default=-1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_whatever_a_crash_leaves_a_run_goes_on_to_the_same_bits(tmp_path, recorded, plan: str) -> None:
+    """Processes that save side by side; the run goes on from the fullest of the states that lead to a step."""
+    was = recorded(plan)
+    recorder, folder = was.recorder, was.run / "checkpoints"
+    wanted = {one.step: hashes_of(one) for one in found(folder)}
+    assert set(wanted) == {3, 6}
+    committed, fullest = commit_of(recorder), dict[int, Tree]()
+    for count, (done, tree) in enumerate(states(recorder)):
+        rebuild(tree, tmp_path / f"state{count}")
+        newest = latest(tmp_path / f"state{count}")
+        told = f"after {done} operations: {recorder.operations[:done][-3:]}"
+        assert newest is not None, told
+        assert hashes_of(newest) == wanted.get(newest.step), told
+        assert done <= committed or newest.step == 6, told
+        shutil.rmtree(tmp_path / f"state{count}")
+        fullest[newest.step] = max(fullest.get(newest.step, {}), tree, key=lambda one: len([*flat(one)]))
+    assert left(recorder, recorder.operations) == as_tree(folder)
+    assert set(fullest) == {3, 6}
+    print(f"{plan}: {len(recorder.operations)} operations, {count + 1} different states")
+    for step, tree in fullest.items():
+        run = tmp_path / f"run{step}"
+        shutil.copytree(was.run, run, ignore=shutil.ignore_patterns("checkpoints"))
+        rebuild(tree, run / "checkpoints")
+        assert f"going on from step {step}" in was.go_on(run)
+        assert hashes(run, END) == was.end
 
 
 def as_tree(folder: Path) -> Tree:

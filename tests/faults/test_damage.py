@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +13,23 @@ import torch
 from grappe.checkpoint.format import Checkpoint
 from grappe.errors import RunError
 from grappe.run import Run
-from tests.test_training import train
+from tests.faults.conftest import END, PLANS, Recorded
+from tests.faults.resume_cell import hashes
 
-DAMAGES = 1000
+DAMAGES = 500  # of each plan's run
 KINDS = ("flip", "flip", "flip", "truncate", "swap", "other", "lose", "grow")
 Content = tuple[dict[str, torch.Tensor], dict]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Run:
-    """A run with checkpoints of steps 0, 3 and 6."""
-    return Run(train(tmp_path_factory.mktemp("damage") / "run", steps=6).run)
+@pytest.fixture(scope="module", params=PLANS)
+def was(request: pytest.FixtureRequest, recorded) -> Recorded:
+    return recorded(request.param)
+
+
+@pytest.fixture
+def run(tmp_path, was: Recorded) -> Run:
+    """A run with checkpoints of steps 3 and 6."""
+    return Run(shutil.copytree(was.run, tmp_path / "run"))
 
 
 def content(checkpoint: Checkpoint) -> Content:
@@ -58,13 +65,13 @@ def damaged(run: Run, kind: str, file: Path, generator: random.Random) -> dict[P
     return before
 
 
-def test_damage_to_a_checkpoint(run) -> None:
+def test_damage_to_a_checkpoint(run, was) -> None:
     generator = random.Random(3)
     whole = {
         step: content(Checkpoint(folder=run.checkpoints / f"step-{step:06d}", step=step)) for step in (3, 6)
     }
     files = sorted(file for step in (3, 6) for file in (run.checkpoints / f"step-{step:06d}").iterdir())
-    assert len(files) == 6
+    assert len(files) == 2 * (was.size + 2)
     passed_over = 0
     for count in range(DAMAGES):
         kind, file = generator.choice(KINDS), generator.choice(files)
@@ -82,6 +89,27 @@ def test_damage_to_a_checkpoint(run) -> None:
     newest = run.latest()
     assert newest is not None
     assert alike(content(newest), whole[6])
+
+
+@pytest.mark.parametrize("kind", ["flip", "lose", "truncate"])
+def test_the_training_goes_on_from_the_one_before_to_the_same_bits(run, was, kind: str) -> None:
+    """The part of the last process: in a pipeline, what nobody else has."""
+    part = run.checkpoints / f"step-000006/rank-{was.size - 1}.safetensors"
+    damaged(run, kind, part, random.Random(5))
+    told = was.go_on(run.folder)
+    assert "step-000006 does not verify: passed over" in told
+    assert "going on from step 3" in told
+    assert hashes(run.folder, END) == was.end
+
+
+def test_when_nothing_is_whole_it_begins_again_and_says_so(run, was) -> None:
+    for folder in run.checkpoints.iterdir():
+        damaged(run, "lose", folder / f"rank-{was.size - 1}.safetensors", random.Random(6))
+    told = was.go_on(run.folder)
+    for step in (3, 6):
+        assert f"step-00000{step} does not verify: passed over" in told
+    assert "starting again from step 0" in told
+    assert hashes(run.folder, END) == was.end
 
 
 def test_no_bit_of_a_manifest_can_flip_unseen(run) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import resource
 import shutil
 import signal
@@ -10,9 +12,11 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import found, latest
@@ -20,9 +24,13 @@ from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver, leftovers
 from grappe.errors import RunError
 from grappe.run import Run
+from grappe.training import Options
 from grappe.world import Place, World
 from tests.commands import until
+from tests.faults.conftest import PLANS
+from tests.faults.resume_cell import curves, hashes, part
 from tests.parity.tasks import Images
+from tests.processes import Pool
 from tests.test_training import same, train, weights
 
 AT: dict[int, Callable[[], object]] = {}
@@ -153,6 +161,75 @@ def test_a_run_that_is_removed_while_it_trains(tmp_path, capsys) -> None:
         train(tmp_path / "run", TASK)
     assert "step 6 could not be saved" in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "run").exists()  # nothing of it came back
+
+
+def may_write(size: int) -> None:
+    """From now on no file of this process may have more bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def told(place: Place, meet: Path, *arguments: Any) -> str:
+    """What a user sees of a training in a pool's process, an error that ends it too."""
+    try:
+        return part(place, meet, *arguments)
+    except RunError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return f"grappe: {error}"
+
+
+PARTED = Images(epochs=4, rule="adam", dropout=0.3, clip=0.5)
+LAST = 12
+
+
+@pytest.fixture(params=PLANS[1:])
+def on_two(request: pytest.FixtureRequest, pool: Pool) -> Callable[..., list[str]]:
+    """Trains on two processes, saving every other step; what each tells."""
+    if "deepspeed" in request.param:
+        pytest.importorskip("deepspeed")
+
+    def run(folder: Path, dies_at: int | None = None, happenings: object = None, **options: bool):
+        asked = Options(save_every=2, **options)
+        function = "tests.faults.test_disk:told"
+        return pool.run(function, 2, PARTED, request.param, folder, asked, dies_at, happenings)
+
+    return run
+
+
+def test_processes_whose_saves_fail_go_on_and_lose_nothing(disk, tmp_path, on_two) -> None:
+    happenings = {
+        (0, 3): functools.partial(fill, disk),
+        (0, 5): functools.partial(os.unlink, disk / "ballast"),
+        (1, 7): functools.partial(may_write, 4096),  # the other process's part is written all the same
+        (1, 9): functools.partial(may_write, resource.RLIM_INFINITY),
+    }
+    out = on_two(disk / "run", 9, happenings)[0].replace("\n", " ")
+    assert "step 4 could not be saved: [Errno 28]" in out
+    assert "step 8 could not be saved: [Errno 27]" in out
+    assert out.count("the checkpoint before it is whole, training goes on") == 2, out
+    run = Run(disk / "run")
+    assert [one.step for one in found(run.checkpoints)] == [6, 2, 0]
+    assert all(verify(one.folder) is None for one in found(run.checkpoints))
+    assert leftovers(run.checkpoints) == []
+    assert "going on from step 6" in on_two(disk / "run")[0]
+    on_two(tmp_path / "whole")
+    assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
+    assert curves(disk / "run") == curves(tmp_path / "whole")
+
+
+def test_processes_stop_when_that_was_asked_and_where_the_last_save_fails(disk, tmp_path, on_two) -> None:
+    first = on_two(disk / "run", None, {(0, 3): functools.partial(fill, disk)}, stop_on_failed_save=True)
+    for one in first:
+        assert re.match(r"grappe: step 4 could not be saved: .*No space.*checkpoint before it is whole", one)
+    (disk / "ballast").unlink()
+    second = on_two(disk / "run", None, {(0, 11): functools.partial(fill, disk)})
+    for one in second:
+        assert re.match(r"grappe: step 12 could not be saved: .*free some space, and start again", one)
+    (disk / "ballast").unlink()
+    assert not Run(disk / "run").finished
+    assert "going on from step 10" in on_two(disk / "run")[0]
+    on_two(tmp_path / "whole")
+    assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
 
 
 def limited(folder: Path) -> str | None:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,8 @@ class Operation:
     """The inode that the name means from now on."""
     at: int = 0
     content: bytes = b""
+    when: int = 0
+    """By the clock that all processes of a machine share, in ns: by then it was done, or what it needs was."""
 
 
 class Recorder:
@@ -59,33 +62,43 @@ class Recorder:
     def add(self, **of: Any) -> None:
         self.operations.append(Operation(**of))
 
-    def made(self, path: Path) -> None:
+    def made(self, path: Path, when: int) -> None:
         if self._inside(path):
-            self.add(kind="set", inode=self._inode(path.parent), name=path.name, target=self._inode(path))
+            inode, target = self._inode(path.parent), self._inode(path)
+            self.add(kind="set", inode=inode, name=path.name, target=target, when=when)
 
     def gone(self, path: Path, inode: int) -> None:
         if self._inside(path):
-            self.add(kind="unset", inode=inode, name=path.name)
+            self.add(kind="unset", inode=inode, name=path.name, when=time.monotonic_ns())
 
-    def moved(self, old: Path, new: Path) -> None:
+    def moved(self, old: Path, new: Path, when: int) -> None:
         if self._inside(new):
             assert old.parent == new.parent
             inode, target = self._inode(new.parent), self._inode(new)
-            self.add(kind="move", inode=inode, name=new.name, other=old.name, target=target)
+            self.add(kind="move", inode=inode, name=new.name, other=old.name, target=target, when=when)
 
     def synced(self, path: Path) -> None:
         if not self._inside(path) and path != self.root:
             return
-        inode = self._inode(path)
+        inode, when = self._inode(path), time.monotonic_ns()
         if not path.is_dir():
             content = path.read_bytes()
             half = len(content) // 2
-            self.add(kind="write", inode=inode, content=content[:half])
-            self.add(kind="write", inode=inode, at=half, content=content[half:])
-        self.add(kind="sync", inode=inode)
+            self.add(kind="write", inode=inode, content=content[:half], when=when)
+            self.add(kind="write", inode=inode, at=half, content=content[half:], when=when)
+        self.add(kind="sync", inode=inode, when=when)
 
     def _inside(self, path: Path) -> bool:
         return self.root in path.parents
+
+
+def merged(recorders: Sequence[Recorder]) -> Recorder:
+    """What several processes did to one folder at a time, in the order in which it was done."""
+    first, *others = recorders
+    for other in others:
+        first.is_folder |= other.is_folder
+        first.operations = sorted(first.operations + other.operations, key=lambda one: one.when)
+    return first
 
 
 def _path(path: Any, dir_fd: int | None = None) -> Path:
@@ -102,8 +115,9 @@ def recording(root: Path) -> Iterator[Recorder]:
     kept = []  # open handles, so that no inode's number is given twice
 
     def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        when = time.monotonic_ns()  # before: another process may build on it before it is noted
         real["mkdir"](path, mode, dir_fd=dir_fd)
-        recorder.made(_path(path, dir_fd))
+        recorder.made(_path(path, dir_fd), when)
 
     def remove(name: str) -> Any:
         def removing(path: Any, *, dir_fd: int | None = None) -> None:
@@ -117,8 +131,9 @@ def recording(root: Path) -> Iterator[Recorder]:
 
     def rename(name: str) -> Any:
         def renaming(old: Any, new: Any) -> None:
+            when = time.monotonic_ns()
             real[name](old, new)
-            recorder.moved(_path(old), _path(new))
+            recorder.moved(_path(old), _path(new), when)
 
         return renaming
 
@@ -127,10 +142,10 @@ def recording(root: Path) -> Iterator[Recorder]:
         recorder.synced(Path(f"/proc/self/fd/{handle}").readlink())
 
     def opening(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        new = not path.exists()
+        new, when = not path.exists(), time.monotonic_ns()
         stream = real_open(path, mode, *arguments, **named)
         if new:
-            recorder.made(path)
+            recorder.made(path, when)
         return stream
 
     shims = {"mkdir": mkdir, "rename": rename("rename"), "replace": rename("replace"), "fsync": fsync}

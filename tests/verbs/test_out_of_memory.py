@@ -61,7 +61,7 @@ def test_without_units_only_sharding_is_proposed_and_whole_parameters_count() ->
     ("plan", "limit", "away"),
     [
         ("", 600, "engine=deepspeed,offload=nvme:FOLDER"),
-        ("shard=2,zero=2,precision=bf16", 450, "engine=deepspeed,shard=2,precision=bf16,offload=nvme:FOLDER"),
+        ("shard=2,zero=2,precision=bf16", 500, "engine=deepspeed,shard=2,precision=bf16,offload=nvme:FOLDER"),
         ("", 400, None),
         ("replicate=2", 600, None),
         ("pipeline=2", 600, None),

@@ -130,22 +130,35 @@ class Saver:
     ) -> None:
         beside = self._folder / f".step-{step:06d}.{self._token}"
         try:
-            try:
+            with self._noting(step, beside):
                 if streamed is None:
                     self._write_mine(beside, pieces)
                 else:
                     streamed()
-            finally:
-                self._written.set()
-            if self._world.rank == 0:
+        finally:
+            self._written.set()  # behind the note: what nobody hears of then, process 0 waits for in vain
+        if self._world.rank == 0 and self._error is None:
+            with self._noting(step, beside):
                 self._commit(beside, step, values)
-        except Exception as error:  # a thread's exception would be lost, and the save taken for committed
+
+    @contextlib.contextmanager
+    def _noting(self, step: int, beside: Path) -> Iterator[None]:
+        """Notes what is raised inside: a thread's exception would be lost, and the save taken for committed."""
+        try:
+            yield
+        except Exception as error:
             kind = "" if isinstance(error, OSError | RunError) else f"{type(error).__name__}: "
             self._error = f"step {step} could not be saved: {kind}{error}"
             with contextlib.suppress(OSError):
-                shutil.rmtree(beside)
-        finally:
-            self._written.set()
+                self._tidy(beside)
+
+    def _tidy(self, beside: Path) -> None:
+        """Makes room. The whole folder is process 0's to remove: others that write in it would tell of that alone."""
+        if self._world.rank == 0:
+            shutil.rmtree(beside)
+        else:
+            for file in beside.glob(f"*rank-{self._world.rank}.safetensors*"):
+                file.unlink()
 
     def _write_mine(self, beside: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:
         beside.mkdir(exist_ok=True)  # no parents: a run that was removed must not come back in part

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import safe_open
@@ -28,6 +29,9 @@ NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+INTEGERS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32)}
+INTEGERS |= {8: (np.int64, torch.int64)}
 ALIGNMENT = 8
 WRITE_SIZE = 1 << 20  # bytes: what was just written is still in a cache when it is hashed
 
@@ -105,6 +109,42 @@ def _write_all(handle: int, chunk: bytes | memoryview) -> int:
     return done
 
 
+class _Mapped:
+    """A file's tensors, mapped into memory for reading only.
+
+    The library maps them so that they could be written: under RLIMIT_DATA a checkpoint counts as data then.
+    """
+
+    def __init__(self, file: Path) -> None:
+        with safe_open(file, framework="np") as checked:  # whether the header is a true one
+            self.names = list(checked.keys())
+            self.metadata = checked.metadata() or {}
+        whole = np.asarray(np.memmap(file, np.uint8, "r"))
+        start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+        self._entries = json.loads(whole[8:start].tobytes())
+        self._data = whole[start:]
+        for name in self.names:
+            if (dtype := self._entries[name]["dtype"]) not in DTYPES:
+                raise RunError(f"{file}: {name!r} is {dtype}, which torch has no type for")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._entries[name]["dtype"]]
+
+    def integers(self, name: str) -> np.ndarray:
+        """A tensor's bits as integers of its size, for reading only: numpy has not all types."""
+        start, stop = self._entries[name]["data_offsets"]
+        kind = INTEGERS[self.dtype(name).itemsize][0]
+        return self._data[start:stop].view(kind).reshape(self.shape(name))
+
+
+def _writable(tensor: Tensor) -> np.ndarray:
+    """The same memory as `_Mapped.integers` has it."""
+    return tensor.view(INTEGERS[tensor.element_size()][1]).numpy()
+
+
 class TensorFiles:
     """The tensors of several files, put together from their pieces when they are read.
 
@@ -113,7 +153,7 @@ class TensorFiles:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._places: dict[str, list[tuple[Any, tuple[int, ...]]]] = {}
+        self._places: dict[str, list[tuple[_Mapped, tuple[int, ...]]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
@@ -126,10 +166,10 @@ class TensorFiles:
                 raise RunError(f"{file} is no readable safetensors file: {error}") from error
 
     def _add(self, file: Path) -> None:
-        handle = safe_open(file, framework="pt")
-        parts = json.loads((handle.metadata() or {}).get("pieces", "{}"))
-        for name in handle.keys():  # noqa: SIM118
-            local = tuple(handle.get_slice(name).get_shape())
+        mapped = _Mapped(file)
+        parts = json.loads(mapped.metadata.get("pieces", "{}"))
+        for name in mapped.names:
+            local = mapped.shape(name)
             part = parts.get(name) or {"shape": local, "offset": [0] * len(local)}
             shape, offset = tuple(map(int, part["shape"])), tuple(map(int, part["offset"]))
             if self._shapes.setdefault(name, shape) != shape or not _fits(local, offset, shape):
@@ -137,7 +177,7 @@ class TensorFiles:
             places = self._places.setdefault(name, [])
             if any(offset == other for _, other in places):
                 raise RunError(f"{file}: a piece of {name!r} is there twice")
-            places.append((handle, offset))
+            places.append((mapped, offset))
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -152,8 +192,10 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         places = self._places[name]
-        if len(places) == 1 and tuple(places[0][0].get_slice(name).get_shape()) == self._shapes[name]:
-            return places[0][0].get_tensor(name)
+        if len(places) == 1 and places[0][0].shape(name) == self._shapes[name]:
+            result = torch.empty(self._shapes[name], dtype=places[0][0].dtype(name))
+            _writable(result)[...] = places[0][0].integers(name)
+            return result
         return self.read_part(name, self._shapes[name], (0,) * len(self._shapes[name]))
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -163,20 +205,18 @@ class TensorFiles:
             RunError: the pieces there are do not cover it.
         """
         boxes = []
-        for handle, at in self._places[name]:
-            box = _overlap(offset, shape, at, handle.get_slice(name).get_shape())
+        for mapped, at in self._places[name]:
+            box = _overlap(offset, shape, at, mapped.shape(name))
             if box is not None:
-                boxes.append((handle, at, box))
+                boxes.append((mapped, at, box))
         covered = sum(math.prod(stop - start for start, stop in box) for _, _, box in boxes)
         if not boxes or covered != math.prod(shape):  # before memory is asked for: the shape may be a lie
             raise RunError(f"{name!r} is not there in full: a file of the checkpoint is missing")
-        result: Tensor | None = None
-        for handle, at, box in boxes:
-            there = _within(box, at)
-            values = handle.get_slice(name)[there] if there else handle.get_tensor(name)
-            result = values.new_empty(tuple(shape)) if result is None else result
-            result[_within(box, offset)] = values
-        assert result is not None
+        result = torch.empty(tuple(shape), dtype=boxes[0][0].dtype(name))
+        for mapped, at, box in boxes:
+            if mapped.dtype(name) != result.dtype:
+                raise RunError(f"the pieces of {name!r} are {result.dtype} and {mapped.dtype(name)}")
+            _writable(result)[_within(box, offset)] = mapped.integers(name)[_within(box, at)]
         return result
 
 

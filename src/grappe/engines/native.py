@@ -59,7 +59,7 @@ class Native(Stepper):
             )
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
-        return rules.refuse(plan) or refusal(plan)
+        return refusal(plan) or rules.refuse(plan)
 
     def __init__(self, setting: Setting) -> None:
         self._task, self._plan, self._world = setting.task, setting.plan, setting.world

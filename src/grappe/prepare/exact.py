@@ -27,6 +27,12 @@ def refusal(plan: Plan) -> str | None:
     """Why `exact` cannot be had together with something else in the plan; None where it can."""
     if not plan.exact:
         return None
+    if plan.pipeline > 1:
+        others = plan.data_parallel * plan.pipeline
+        return (
+            f"exact={plan.exact} with pipeline={plan.pipeline}: a stage adds up its microbatches one after the other, "
+            f"which is no tree: use shard={others} or replicate={others}, or leave exact out"
+        )
     if plan.microbatches > 1:
         return (
             f"exact={plan.exact} cuts each batch into {plan.exact} pieces, which are its microbatches: "

@@ -115,9 +115,9 @@ def _begin(run: Run, wanted: Wanted, now: dict[str, Any], new: bool) -> tuple[in
     found = run.latest()
     if found is None:
         build(wanted.task, run.checkpoints, wanted.weights)
-        if not new:
-            run.cut_back(0)
-        return 0, ()
+        if new:
+            return 0, ()
+        found = Checkpoint(folder=step_folder(run.checkpoints, 0), step=0)
     known = run.description
     changes = tuple(changed(known, now))
     _refuse_another_order(run, known, now, found.step)

@@ -1,0 +1,33 @@
+"""What a run of two processes saved is one model for whoever takes it: --from under any plan, load, evaluate."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from grappe.checkpoint.initial import build
+from grappe.run import Run
+from grappe.verbs.load import load
+from grappe.weights import named_tensors
+from tests.faults.conftest import PLANS, TASK
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_that_was_parted_is_taken_over_whole(recorded, tmp_path, plan: str) -> None:
+    run = Run(shutil.copytree(recorded(plan).run, tmp_path / "run"))
+    newest, model = run.latest(), load(run, TASK)
+    assert newest is not None
+    build(TASK, tmp_path / "new/checkpoints", run.folder)
+    (tmp_path / "new/run.json").write_text("{}")
+    begun = Run(tmp_path / "new").latest()
+    assert begun is not None
+    assert set(begun.model) == set(newest.model) == set(named_tensors(TASK.model()))
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(begun.model.read(name), tensor), name
+    with torch.no_grad():
+        output = model(TASK.data("validation", tmp_path).inputs)
+    assert output.isfinite().all()
+    untrained = named_tensors(TASK.model())
+    assert all(not torch.equal(tensor, untrained[name]) for name, tensor in named_tensors(model).items())
