@@ -23,8 +23,8 @@ from grappe.checkpoint.format import found, latest
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver, leftovers
 from grappe.errors import RunError
+from grappe.options import Options
 from grappe.run import Run
-from grappe.training import Options
 from grappe.world import Place, World
 from tests.commands import until
 from tests.faults.conftest import PLANS
