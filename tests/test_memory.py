@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,25 +55,39 @@ def test_what_all_hold_is_found_whoever_made_it() -> None:
 FAULTS = """
 import resource, torch
 from grappe import memory
-if {limited}:
-    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, 1 << 40))
-with memory.reused():
+memory.mallopt(mmap=1 << 20, trim=1 << 20)  # large blocks are mapped, and given back
+taken = []
+for _ in range(2):
     for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         blocks = [torch.ones(5_000_000) for _ in range(4)]
         del blocks
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    if len(taken) == 1:
+        kept = memory.reused()
+        kept.__enter__()
+print(*taken)
 """
 
 
 def test_what_a_batch_frees_is_there_for_the_next_one() -> None:
     """Page faults of the sixth pass over 80 MB, which are 20,000 pages. Until the fourth the heap finds its layout."""
-    kept, given_back = (
-        int(subprocess.check_output([sys.executable, "-c", FAULTS.format(limited=limited)]))
-        for limited in (False, True)
-    )
+    said = subprocess.check_output([sys.executable, "-c", FAULTS], text=True)
+    given_back, kept = map(int, said.split())
     assert kept < 1000
     assert given_back > 10_000
+
+
+@pytest.mark.parametrize(("limit", "told"), [(resource.RLIM_INFINITY, 2), (1 << 40, 0)])
+def test_where_memory_is_limited_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch, limit: int, told: int
+) -> None:
+    calls: list[dict[str, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(memory, "mallopt", lambda **given: calls.append(given))
+    with memory.reused():
+        pass
+    assert len(calls) == told
 
 
 def test_sizes_are_for_people() -> None:
