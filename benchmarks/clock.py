@@ -54,7 +54,7 @@ class Turns:
         self._taken[self.on].append((time.perf_counter() - self._began) / (BLOCK - WARMUP))
         self._blocks -= 1
         # With it first, then without it first, so that a drift favours neither.
-        if len(self._taken[True]) != len(self._taken[False]) or not self._blocks:
+        if len(self._taken[True]) != len(self._taken[False]):
             self._put(training, not self.on)
         self._left = BLOCK
         return not self._blocks

@@ -191,12 +191,10 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        places = self._places[name]
-        if len(places) == 1 and places[0][0].shape(name) == self._shapes[name]:
-            result = torch.empty(self._shapes[name], dtype=places[0][0].dtype(name))
-            _writable(result)[...] = places[0][0].integers(name)
-            return result
-        return self.read_part(name, self._shapes[name], (0,) * len(self._shapes[name]))
+        shape, places = self._shapes[name], self._places[name]
+        if len(places) == 1 and not math.prod(shape):  # of nothing there is no part
+            return torch.empty(shape, dtype=places[0][0].dtype(name))
+        return self.read_part(name, shape, (0,) * len(shape))
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         """The part of a tensor that begins at `offset` and has `shape`, reading no more than it needs.
