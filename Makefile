@@ -12,14 +12,19 @@ help:  ## what there is
 train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
 	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
 
-test: .venv/test  ## run the tests
-	@$(BIN)/python -m pytest -q -m "not soak"
+quick: .venv/test  ## run the quick tests: after each edit
+	@$(BIN)/python -m pytest -q -m "not slow and not soak"
+
+WORKERS ?= 2
+test: .venv/test  ## run all tests (WORKERS=1: one after the other)
+	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --dist loadgroup
 
 lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python docs/api.py --check
 
 types: .venv/dev  ## check types
 	@$(BIN)/pyrefly check
@@ -27,8 +32,12 @@ types: .venv/dev  ## check types
 horovod: .venv/train  ## build Horovod's last release for engine=horovod (four minutes, a C++ compiler)
 	@scripts/build_horovod.sh
 
-docs: .venv/test  ## regenerate the README's tables
+operators: .venv/test  ## compile DeepSpeed's operators for engine=deepspeed (three minutes, a C++ compiler)
+	@$(BIN)/python -m tests.operators
+
+docs: .venv/test  ## regenerate the README's tables and docs/api.md
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/api.py
 
 KILLS ?= 5000
 soak: .venv/test  ## thousands of kills, and every pair of plans to resume under (hours; KILLS=1000 for less)
@@ -66,4 +75,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train test lint types horovod docs soak bench slurm-up slurm-down clean
+.PHONY: help train quick test lint types horovod operators docs soak bench slurm-up slurm-down clean

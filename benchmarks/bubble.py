@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.figures import table
-from grappe import Arrays, Task, engines, launch
+from grappe import Arrays, Task, engines
 from grappe.checkpoint.initial import built
-from grappe.data.feed import training_feed
-from grappe.engines.base import Setting
-from grappe.pipeline.rules import stages_each
-from grappe.place import Place
+from grappe.data.loader import training_loader
+from grappe.engines.base import EngineSetup
+from grappe.launch import local
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import join
+from grappe.parallel.pipeline.rules import stages_each
 from grappe.plan import Plan
-from grappe.world import join
 
 SECONDS = 0.1
 STEPS = 2  # behind one that warms up
@@ -119,21 +120,23 @@ class Sleepers(Task):
         return list(range(1, stages))
 
 
-def measured(asked: tuple[str, float], place: Place, meet: Path) -> float:
+def measured(request: tuple[str, float], process: ProcessRank, rendezvous_folder: Path) -> float:
     """The idle share of a plan's steps, the smaller of two: what else the machine does only adds. Collective."""
-    text, seconds = asked
+    text, seconds = request
     plan = Plan.parse(f"{text},threads=1,device=cpu")
-    world = join(plan, place, meet)
+    world = join(plan, process, rendezvous_folder)
     each = stages_each(plan)
     task = Sleepers(units_=plan.pipeline * each, seconds=seconds / each, batch_size=2 * plan.microbatches)
-    feed = training_feed(task, task.data("train", meet), plan, world)
+    loader = training_loader(task, task.data("train", rendezvous_folder), plan, world)
     engine = engines.check(plan)(
-        Setting(task=task, plan=plan, world=world, weights=built(task), total_steps=9, flag=lambda: 0.0)
+        EngineSetup(
+            task=task, plan=plan, world=world, weights=built(task), total_steps=9, stop_requested=lambda: 0.0
+        )
     )
-    engine.train(feed.batches(0, 1), lambda result: False)
+    engine.train(loader.batches(0, 1), lambda result: False)
     shares = []
     for step in range(1, STEPS + 1):
-        (batch,) = feed.batches(step, step + 1)
+        (batch,) = loader.batches(step, step + 1)
         busy.clear()
         world.barrier()
         began = time.perf_counter()
@@ -154,11 +157,11 @@ def expected(plan: Plan) -> float:
 
 
 def main() -> None:
-    launch.warm()
+    local.start_server()
     rows = []
     for text in sys.argv[1:] or PLANS:
         plan = Plan.parse(text)
-        found = launch.local("benchmarks.bubble:measured", (text, SECONDS), plan.processes)
+        found = local.local("benchmarks.bubble:measured", (text, SECONDS), plan.processes)
         wanted = expected(plan)
         rows.append((text, f"{wanted:.1%}", f"{found:.1%}", f"{100 * (found - wanted):+.1f}"))
         print("\t".join(rows[-1]), flush=True)

@@ -27,7 +27,7 @@ from grappe.checkpoint import tensor_file
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
-from grappe.world import Place, World
+from grappe.launch.world import ProcessRank, World
 
 BLOCKING, COST, HASHING = 1.2, 0.01, 0.03  # aims: copies of the state; share of the steps; share of the write
 NAMES = {
@@ -70,7 +70,7 @@ def parts(folder: Path, rounds: int) -> list[dict[str, float]]:
     """Seconds of one save's parts and of one copy of the same memory, in turns, each round."""
     tensors = state()
     copies = {name: torch.empty_like(value) for name, value in tensors.items()}
-    world = World(place=Place(), device=torch.device("cpu"))
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
     (folder / "saves").mkdir()
     saver = Saver(folder / "saves", world, "bench", Keep(last=1), lambda: None)
     pieces = [Piece(name, value, tuple(value.shape), (0,) * value.dim()) for name, value in tensors.items()]

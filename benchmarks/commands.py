@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from grappe.run import Run
+from grappe.training.run import Run
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -35,8 +35,8 @@ def launched(size: int) -> list[str]:
 
 def of_page(script: str, torchvision: Path = TORCHVISION) -> tuple[list[str], dict[str, str]]:
     """How a script of the page is started, and the environment in which it finds torchvision."""
-    here = Path(__file__).parent
-    words = [sys.executable, str(here / "torchvision_on_cpu.py"), str(here / "scripts" / script)]
+    world = Path(__file__).parent
+    words = [sys.executable, str(world / "torchvision_on_cpu.py"), str(world / "scripts" / script)]
     return words, {"PYTHONPATH": paths(torchvision)}
 
 

@@ -43,8 +43,8 @@ def images_per_second(processes: int, threads: int, batch: int, steps: int, chan
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(processes)
     with context.Pool(processes, initializer=_remember, initargs=(together,)) as pool:
-        asked = [(rows, threads, steps, channels_last)] * processes
-        times = pool.starmap(_steps_together, asked, chunksize=1)
+        request = [(rows, threads, steps, channels_last)] * processes
+        times = pool.starmap(_steps_together, request, chunksize=1)
     return steps * rows * processes / (max(ended for _, ended in times) - min(began for began, _ in times))
 
 

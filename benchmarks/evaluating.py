@@ -45,7 +45,7 @@ def normalised(x: Tensor) -> Tensor:
     return (x.float() / 255 - 0.5) / 0.5
 
 
-def place() -> tuple[int, int]:
+def process() -> tuple[int, int]:
     """This process's rank, and how many there are."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -66,7 +66,7 @@ def total(net: nn.Module, batches: Iterable[Any]) -> tuple[float, float]:
 
 def handwritten() -> Pass:
     """Rows of a tensor in memory, cut into slices by hand."""
-    rank, size = place()
+    rank, size = process()
     if size > 1:
         dist.init_process_group("gloo")
     (x, y), net = images(), model()
@@ -79,7 +79,7 @@ def loader() -> Pass:
     from torch.utils.data import DataLoader, TensorDataset
     from torch.utils.data.distributed import DistributedSampler
 
-    _, size = place()
+    _, size = process()
     rows, net = TensorDataset(*images()), model()
     sampler = None
     if size > 1:
@@ -94,7 +94,7 @@ def accelerate() -> Pass:
     from accelerate import Accelerator
     from torch.utils.data import DataLoader, TensorDataset
 
-    made, (_, size) = Accelerator(cpu=True), place()
+    made, (_, size) = Accelerator(cpu=True), process()
     net, batches = made.prepare(model(), DataLoader(TensorDataset(*images()), batch_size=BATCH // size))
 
     def once() -> tuple[float, float]:
@@ -139,7 +139,7 @@ def trainer() -> Pass:
             self.log("loss", self.loss)
             self.log("accuracy", self.accuracy)
 
-    _, size = place()
+    _, size = process()
     made = Trainer(
         accelerator="cpu",
         devices=size,
@@ -168,37 +168,37 @@ class Random(Cifar10):
     batch_size: int = BATCH
 
     def data(self, split: str, folder: Path) -> Arrays:
-        return Arrays(*images(), prepare=normalise((0.5,) * 3, (0.5,) * 3))
+        return Arrays(*images(), transform=normalise((0.5,) * 3, (0.5,) * 3))
 
 
 def grappe() -> Pass:
     """What `grappe evaluate` runs in each process."""
     from grappe import engines
     from grappe.checkpoint.initial import built
-    from grappe.data import feed
-    from grappe.engines.base import Setting
-    from grappe.place import place_from_environment
+    from grappe.data import loader
+    from grappe.engines.base import EngineSetup
+    from grappe.launch.folders import rendezvous_folder_of
+    from grappe.launch.rank import rank_from_environment
+    from grappe.launch.world import ProcessRank, join
     from grappe.plan import Plan
-    from grappe.verbs.session import meeting_place
-    from grappe.world import Place, join
 
-    _, size = place()
+    _, size = process()
     plan = Plan.parse(f"device=cpu,threads=1,replicate={size}")
-    where = place_from_environment() or Place()
-    here = join(plan, where, meeting_place(where, None))
+    where = rank_from_environment() or ProcessRank()
+    world = join(plan, where, rendezvous_folder_of(where, None))
     task = Random()
-    batches = feed.evaluation_feed(task, task.data("test", Path()), plan, here)
-    setting = Setting(
-        task=task, plan=plan, world=here, weights=built(task), total_steps=1, flag=lambda: 0.0,
-        example=batches.example(),
+    batches = loader.evaluation_loader(task, task.data("test", Path()), plan, world)
+    setup = EngineSetup(
+        task=task, plan=plan, world=world, weights=built(task), total_steps=1, stop_requested=lambda: 0.0,
+        sample_inputs=batches.example(),
     )  # fmt: skip
-    engine = engines.check(plan)(setting)
+    engine = engines.check(plan)(setup)
 
     def every() -> Iterator[Any]:
-        return batches.batches(0, batches.ledger.steps_per_epoch)
+        return batches.batches(0, batches.order.steps_per_epoch)
 
     def once() -> tuple[float, float]:
-        found = engine.evaluate(every(), batches.ledger.length)
+        found = engine.evaluate(every(), batches.order.length)
         return found.samples, found.loss
 
     return once
@@ -222,7 +222,7 @@ def main() -> None:
             found = once()
             seconds.append(time.perf_counter() - began)
         os.chdir("/")
-    if place()[0] == 0:
+    if process()[0] == 0:
         print(json.dumps({"seconds": seconds[1:], "samples": found[0], "loss": found[1]}), flush=True)
     if dist.is_initialized():
         dist.barrier()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
+class Quartiles:
     """The middle of several figures, and between which values half of them lie."""
 
     median: float
@@ -30,12 +30,12 @@ class Spread:
         return f"{form.format(self.median)} ({form.format(self.low)} to {form.format(self.high)})"
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> Quartiles:
     """Median and quartiles of at least one value."""
     if len(values) == 1:
-        return Spread(median=values[0], low=values[0], high=values[0], count=1)
+        return Quartiles(median=values[0], low=values[0], high=values[0], count=1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median=median, low=low, high=high, count=len(values))
+    return Quartiles(median=median, low=low, high=high, count=len(values))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

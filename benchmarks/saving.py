@@ -131,11 +131,11 @@ def lightning(steps: int, folder: Path, clock: Clock) -> None:
 def grappe(steps: int, folder: Path, clock: Clock) -> None:
     """What `grappe train` runs in each process, checkpoints flushed, hashed and committed."""
     from grappe import Arrays, Task
-    from grappe.options import Options
-    from grappe.training import Training
-    from grappe.verbs.train import request
-    from grappe.verbs.worker import worker
-    from grappe.world import Place
+    from grappe.launch.world import ProcessRank
+    from grappe.training.options import Options
+    from grappe.training.request import make_request
+    from grappe.training.training import Training
+    from grappe.training.worker import worker
 
     class Wide(Task):
         def model(self) -> nn.Module:
@@ -161,9 +161,9 @@ def grappe(steps: int, folder: Path, clock: Clock) -> None:
     # One step more than is timed: the last one evaluates and waits for the disk.
     task = Wide(epochs=NEVER, batch_size=BATCH)
     options = Options(evaluate_every=NEVER, save_every=EVERY, steps=steps + 1, keep=1)
-    asked = request(task, "device=cpu,threads=1", folder / "run", options=options)
-    place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
-    worker(asked, place, folder)
+    request = make_request(task, "device=cpu,threads=1", folder / "run", options=options)
+    process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
+    worker(request, process, folder)
     clock._ends.pop()
 
 

@@ -18,9 +18,9 @@ import torch
 import grappe
 from benchmarks.figures import table
 from grappe import Arrays
-from grappe.options import Options
-from grappe.run import Run
 from grappe.tasks.pysource import PySource
+from grappe.training.options import Options
+from grappe.training.run import Run
 
 PLANS = [
     "",
@@ -54,7 +54,7 @@ class Short(PySource):
 
     def data(self, split: str, folder: Path) -> Arrays:
         whole = super().data(split, folder)
-        return Arrays(whole.inputs[: 8 * STEPS], whole.targets[: 8 * STEPS], prepare=torch.Tensor.long)
+        return Arrays(whole.inputs[: 8 * STEPS], whole.targets[: 8 * STEPS], transform=torch.Tensor.long)
 
 
 def row(plan: str, folder: Path) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def row(plan: str, folder: Path) -> tuple[str, ...]:
     disk.mkdir()
     text = f"{plan.format(disk=disk)},device=cpu,threads=1".lstrip(",")
     run: Run = grappe.train(Short(), text, folder, options=Options(steps=STEPS))
-    most = max(run.description["costs"], key=lambda one: one["peak"]["host"])
+    most = max(run.read_description()["costs"], key=lambda one: one["peak"]["host"])
     peak, held = most["peak"]["host"], most["held"]
     told = (peak, held["parameters"], held["gradients"], held["optimizer"], peak - sum(held.values()))
     seconds = sorted(one["seconds"] for one in run.records() if one["kind"] == "step")[: STEPS - 1]

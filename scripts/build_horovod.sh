@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the last release of Horovod (0.28.1, 2023) against the torch in .venv, on gloo alone, and installs it there.
-# Horovod is not maintained: its sources ask for C++14, which today's torch headers are not.
+# Does nothing where it is there and works. Horovod is not maintained: its sources ask for C++14, which today's torch
+# headers are not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,6 +9,10 @@ python=$PWD/${1:-.venv}/bin/python
 constraints=$PWD/constraints.txt
 pip() { "$python" -m pip --disable-pip-version-check --quiet "$1" --constraint "$constraints" "${@:2}"; }
 
+if "$python" -c 'import horovod.torch as hvd; hvd.init(); assert hvd.gloo_built()' 2>/dev/null; then
+    echo "Horovod is there"
+    exit
+fi
 command -v g++ >/dev/null || { echo "a C++ compiler is missing: install g++ (on a cluster: module load gcc)" >&2; exit 2; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WAIT_SECONDS = 60
 
 
 def found() -> str | None:

@@ -14,9 +14,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.patience import PATIENCE_SECONDS
+
 GRAPPE = str(Path(sys.executable).with_name("grappe"))
 SLOW = str(Path(__file__).with_name("slow.py"))
-PATIENCE_SECONDS = 240.0  # the machine may be busy with other tests
 
 
 class Command:
@@ -44,9 +45,15 @@ class Command:
         out, err = self.process.communicate(self.text, timeout=PATIENCE_SECONDS)
         return self.process.returncode, out, err
 
-    def interrupt(self) -> None:
+    def stop_signal(self) -> None:
         """Ctrl-C: the terminal sends SIGINT to the whole foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
+
+    def has_pending(self, number: int) -> bool:
+        """Whether a signal that was sent to its first process has not reached it yet."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
     def members(self) -> list[int]:
         """The living processes that it started, itself included."""

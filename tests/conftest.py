@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import operators as compiled
+from tests import tiers
 from tests.processes import Pool
 
+pytest_plugins = ["tests.skips"]
 torch.set_num_threads(1)  # the same bits and no fights for two cores
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return (
+        True if "not slow" in config.option.markexpr and tiers.has_slow_tests_only(collection_path) else None
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.mark(items)
+    if config.pluginmanager.hasplugin("xdist"):
+        tiers.arrange(items)
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +41,4 @@ def pool() -> Iterator[Pool]:
 def operators() -> None:
     """DeepSpeed's operators, compiled before a pool is asked for what needs them: its calls may take two minutes."""
     pytest.importorskip("deepspeed")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from grappe.engines.deepspeed import library
-
-    for name in ("CPUAdamBuilder", "AsyncIOBuilder"):
-        library.builds(name)
+    compiled.build()

@@ -14,19 +14,18 @@ from typing import Any
 
 import cloudpickle
 
-from grappe import launch
-from grappe.place import Place
-
-CALL_SECONDS = 120
+from grappe.launch import local
+from grappe.launch.rank import ProcessRank
+from tests.patience import PATIENCE_SECONDS
 
 
 class Pool:
     """Processes that wait for functions ("package.module:name"), called as function(place, meet, *arguments)."""
 
     def __init__(self, size: int) -> None:
-        launch.warm()  # the server is one for all of this process: it must be the one that launching needs
+        local.start_server()  # the server is one for all of this process: it must be the one that launching needs
         self._context = multiprocessing.get_context("forkserver")
-        self._meet = Path(tempfile.mkdtemp(prefix="grappe-test-"))
+        self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="grappe-test-"))
         self._calls = itertools.count()
         self._size = size
         self._members: list[tuple[Any, Connection]] = []
@@ -46,12 +45,12 @@ class Pool:
         job = f"call{next(self._calls)}"
         members = self._members[:size]
         for rank, (_, pipe) in enumerate(members):
-            place = Place(rank=rank, size=size, local_rank=rank, local_size=size, job=job)
-            pipe.send(cloudpickle.dumps((function, place, self._meet, arguments)))
+            process = ProcessRank(rank=rank, size=size, local_rank=rank, local_size=size, job=job)
+            pipe.send(cloudpickle.dumps((function, process, self._rendezvous_folder, arguments)))
         answers: list[Any] = [None] * size
         missing = {pipe: rank for rank, (_, pipe) in enumerate(members)}
         while missing:
-            ready = wait(list(missing), CALL_SECONDS)
+            ready = wait(list(missing), PATIENCE_SECONDS)
             if not ready:
                 self._restart()
                 raise AssertionError(f"{function}: processes {sorted(missing.values())} hang")
@@ -81,7 +80,7 @@ class Pool:
     def close(self) -> None:
         """Ends the processes."""
         self._kill()
-        shutil.rmtree(self._meet, ignore_errors=True)
+        shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
 
 
 def _serve(pipe: Connection) -> None:
@@ -89,10 +88,10 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        function, place, meet, arguments = cloudpickle.loads(pipe.recv())
+        function, process, rendezvous_folder, arguments = cloudpickle.loads(pipe.recv())
         try:
             module, _, name = function.partition(":")
-            value = getattr(importlib.import_module(module), name)(place, meet, *arguments)
+            value = getattr(importlib.import_module(module), name)(process, rendezvous_folder, *arguments)
             pipe.send((True, cloudpickle.dumps(value)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

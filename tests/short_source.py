@@ -22,4 +22,4 @@ class Short(PySource):
 
     def data(self, split: str, folder: Path) -> Arrays:
         whole = super().data(split, folder)
-        return Arrays(whole.inputs[:8], whole.targets[:8], prepare=torch.Tensor.long)
+        return Arrays(whole.inputs[:8], whole.targets[:8], transform=torch.Tensor.long)

@@ -92,8 +92,8 @@ class Sleeping(Task):
     """Seconds more that process 1 takes for each forward."""
 
     def model(self) -> nn.Module:
-        here = os.environ.get("SLEEPING_LATE"), multiprocessing.current_process().name
-        late = self.late if here[0] == "1" or here[1] == "grappe-rank-1" else 0.0
+        world = os.environ.get("SLEEPING_LATE"), multiprocessing.current_process().name
+        late = self.late if world[0] == "1" or world[1] == "grappe-rank-1" else 0.0
         return Net(self.forward + late, self.backward)
 
     def units(self, model: Net) -> list[nn.Module]:

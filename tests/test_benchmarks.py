@@ -20,6 +20,7 @@ from benchmarks.rotation import Pace, installed, rotate
 from benchmarks.sections import Sections
 
 from grappe.data.formats import cifar10_python
+from tests.patience import PATIENCE_SECONDS
 
 MILLISECOND = 1e-3
 
@@ -49,27 +50,40 @@ def test_rows_compare_within_a_round_and_take_the_slower_process():
     ]
 
 
-def test_a_pacer_times_its_block_and_nothing_else():
+class Clock:
+    """A clock that goes only when told to: how long a test is kept waiting does not count."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "process_time", lambda: self.now / 2)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_pacer_times_its_block_and_nothing_else(monkeypatch):
+    clock = Clock(monkeypatch)
     ours, theirs = multiprocessing.Pipe()
     pacer = Pacer(theirs, warmup=3, block=10)
     stops = []
 
     def loop() -> None:
         for _ in range(27):
-            time.sleep(MILLISECOND)
+            clock.advance(MILLISECOND)
             stops.append(pacer.tick())
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
     assert ours.recv() is None
     for _ in range(2):
-        time.sleep(100 * MILLISECOND)  # the others' turns
+        clock.advance(100 * MILLISECOND)  # the others' turns
         ours.send("go")
         took = ours.recv()
-        assert MILLISECOND <= took.wall < 9 * MILLISECOND
-        assert took.cpu < took.wall
+        assert took.wall == pytest.approx(MILLISECOND)
+        assert took.cpu == pytest.approx(MILLISECOND / 2)
     ours.send("go")
-    thread.join(10)
+    thread.join(PATIENCE_SECONDS)
     assert [index for index, stop in enumerate(stops) if stop] == [0, 13, 26]
 
 
@@ -100,14 +114,15 @@ def test_rivals_take_turns(module, tmp_path):
     assert len(blocks[1][0]) == 2
 
 
-def test_a_section_is_charged_for_its_own_time_only():
+def test_a_section_is_charged_for_its_own_time_only(monkeypatch):
+    clock = Clock(monkeypatch)
     sections = Sections()
-    inner = sections.wrapped(lambda: time.sleep(20 * MILLISECOND), "inner")
-    outer = sections.wrapped(lambda: (time.sleep(10 * MILLISECOND), inner()), "outer")
+    inner = sections.wrapped(lambda: clock.advance(20 * MILLISECOND), "inner")
+    outer = sections.wrapped(lambda: (clock.advance(10 * MILLISECOND), inner()), "outer")
     outer()
     assert sections.calls == {"inner": 1, "outer": 1}
-    assert sections.seconds["inner"] >= 20 * MILLISECOND
-    assert 10 * MILLISECOND <= sections.seconds["outer"] < 20 * MILLISECOND
+    assert sections.seconds["inner"] == pytest.approx(20 * MILLISECOND)
+    assert sections.seconds["outer"] == pytest.approx(10 * MILLISECOND)
 
 
 def test_cifar_files_are_as_the_official_ones(tmp_path):

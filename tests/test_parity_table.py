@@ -1,30 +1,21 @@
-"""The README's parity table: every engine is in it, nothing in it is beyond the tolerance, and it is still so."""
+"""docs/parity.json: every engine is in it, nothing in it is beyond the tolerance, and it still holds."""
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from grappe import engines
 from grappe.plan import Plan
-from tests.parity import reference
-from tests.parity.cell import TOLERANCE, difference
-from tests.parity.tasks import Tokens
+from tests.parity import table
+from tests.parity.cell import TOLERANCE
 from tests.processes import Pool
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from docs import parity
-
-GAPS = json.loads(parity.FILE.read_text())["gaps"]
 
 
 def test_every_engine_and_every_plan_is_in_the_table() -> None:
-    assert set(GAPS) == set(parity.PLANS)
-    assert {Plan.parse(plan).engine for plan in GAPS} == set(engines.names())
-    assert all(0 <= gap <= TOLERANCE for gap in GAPS.values())
+    gaps = table.known()
+    assert tuple(gaps) == table.PLANS
+    assert {Plan.parse(plan).engine for plan in gaps} == set(engines.names())
+    assert all(0 <= gap <= TOLERANCE for gap in gaps.values())
 
 
 @pytest.mark.parametrize(
@@ -36,10 +27,6 @@ def test_every_engine_and_every_plan_is_in_the_table() -> None:
         "engine=lightning,shard=2",
     ],
 )
-def test_it_is_still_so(pool: Pool, plan: str) -> None:
-    wanted = reference.train(Tokens(), parity.STEPS)["weights"]
-    found = pool.run("tests.parity.cell:train", Plan.parse(plan).processes, Tokens(), plan, parity.STEPS)[0][
-        "weights"
-    ]
-    gap, _ = difference(wanted, found)
-    assert gap <= max(10 * GAPS[plan], 1e-7), "far from what the README says"
+def test_it_still_holds(pool: Pool, plan: str) -> None:
+    gap = table.measure(pool, plan)
+    assert gap <= max(10 * table.known()[plan], 1e-7), "far from what docs/parity.md says"

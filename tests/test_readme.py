@@ -1,7 +1,8 @@
-"""What the README and the guides show is true: the task runs, every file is listed, every link leads somewhere."""
+"""What the README and the guides show is true: the task and the watcher run, commands exist, links lead somewhere."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from grappe import cli, engines
+from grappe import engines
+from grappe.cli import commands
 from grappe.plan import Plan
+from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+WATCHER = ROOT / "examples" / "slowest_steps.py"
 
 
 def test_the_task_in_the_readme_learns(tmp_path) -> None:
@@ -31,10 +38,72 @@ def test_the_task_in_the_readme_learns(tmp_path) -> None:
         "--plan",
         "threads=1,device=cpu",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
     accuracy = re.search(r"accuracy +([\d.]+)%", done.stdout)
     assert accuracy, done.stdout
     assert float(accuracy[1]) > 90
+
+
+def test_the_watcher_of_the_guide_runs(tmp_path: Path) -> None:
+    arguments = [
+        "digits",
+        "--watch",
+        f"{WATCHER}:SlowestSteps",
+        "--steps",
+        "3",
+        "--plan",
+        "threads=1,device=cpu",
+    ]
+    command = [sys.executable, "-m", "grappe", "train", *arguments, "--run", "run"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads((tmp_path / "run" / "slowest_steps.json").read_text())
+    assert sorted(one["step"] for one in found) == [1, 2, 3]
+    assert all(one["seconds"] > 0 for one in found)
+
+
+def test_the_guide_shows_the_example_whole() -> None:
+    code = WATCHER.read_text().partition('"""\n\n')[2]
+    assert f"```python\n{code}```" in (ROOT / "docs" / "watchers.md").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 160
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        "activation checkpointing",
+        "callback",
+        "gradient accumulation",
+        "loss scaling",
+        "mixed precision",
+        "padding",
+    ],
+)
+def test_terms_of_the_field_lead_to_a_guide(term: str) -> None:
+    guides = re.findall(r"^\| (.+) \| .*\]\((docs/[a-z-]+\.md)\).* \|$", README.read_text(), re.MULTILINE)
+    pages = [ROOT / page for words, page in guides if term in words]
+    assert pages, f"no guide of the README names {term}"
+    assert any(term in page.read_text().lower() for page in pages)
+
+
+def test_docs_need_no_tests() -> None:
+    for page in (ROOT / "docs").glob("*.py"):
+        assert not re.search(r"^ *(from|import) tests\b", page.read_text(), re.MULTILINE), page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_make_targets_that_are_shown_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join(re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL))
+    lines = [
+        *re.findall(r"^make ([a-z -]+?)(?:  |$)", code, re.MULTILINE),
+        *re.findall(r"`make ([a-z-]+)", page.read_text()),
+    ]
+    assert {name for line in lines for name in line.split()} <= targets
 
 
 def test_generated_parts_are_up_to_date() -> None:
@@ -57,7 +126,7 @@ def test_plans_that_are_shown_can_be_asked_for(page: Path) -> None:
         if re.search(r"=[A-Z]+\b", text):  # replicate=N
             continue
         plan = Plan.parse(text)
-        assert plan.asked() - {"engine"} <= engines.find(plan.engine).axes, text
+        assert plan.changed_keys() - {"engine"} <= engines.find(plan.engine).supported_keys, text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -65,4 +134,4 @@ def test_commands_that_are_shown_exist(page: Path) -> None:
     code = "\n".join(re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL))
     inline = re.findall(r"`grappe ([a-z]+)", page.read_text())
     for verb in {*re.findall(r"^grappe ([a-z]+)", code, re.MULTILINE), *inline}:
-        assert verb in cli.app, verb
+        assert verb in commands.app, verb

@@ -11,12 +11,12 @@ from pathlib import Path
 from benchmarks import tiny
 from benchmarks.pacer import Pacer, Seat
 from benchmarks.tiny_task import TinyTask
-from grappe.loop import StepResult
-from grappe.options import Options
-from grappe.training import Training
-from grappe.verbs.train import request
-from grappe.verbs.worker import worker
-from grappe.world import Place
+from grappe.launch.rank import ProcessRank
+from grappe.step.result import StepResult
+from grappe.training.options import Options
+from grappe.training.request import make_request
+from grappe.training.training import Training
+from grappe.training.worker import worker
 
 NEVER = 10**9
 TERMINAL = "terminal"
@@ -31,16 +31,16 @@ def run(seat: Seat, pacer: Pacer) -> None:
     train(seat)
 
 
-def train(seat: Seat) -> None:
-    """A training that nothing ends, of `worker`'s own making: only evaluation and saving are put off."""
+def train(seat: Seat, steps: int | None = None) -> None:
+    """A training of `worker`'s own making, without evaluation and saving until it ends: after `steps`, or never."""
     plan = "device=cpu,threads=1" + (f",replicate={seat.size}" if seat.size > 1 else "")
     task = TinyTask(epochs=NEVER, batch_size=tiny.BATCH * seat.size)
-    options = Options(evaluate_every=NEVER, save_every=NEVER)
-    asked = request(task, plan, seat.folder / "run", options=options)
-    place = Place(
+    options = Options(evaluate_every=NEVER, save_every=NEVER, steps=steps)
+    request = make_request(task, plan, seat.folder / "run", options=options)
+    process = ProcessRank(
         rank=seat.rank, size=seat.size, local_rank=seat.rank, local_size=seat.size, launcher="torchrun"
     )
-    worker(asked, place, seat.folder)
+    worker(request, process, seat.folder)
 
 
 def with_behind_each_step(tick: Callable[[], bool]) -> None:
@@ -52,7 +52,7 @@ def with_behind_each_step(tick: Callable[[], bool]) -> None:
         if tick():
             # The others' turns are no step of ours: as one, they would bring forward what is drawn and
             # written every so many seconds, out of the steps that are timed.
-            self.chronometer.forget()
+            self.chronometer.begin()
         return stop
 
     Training.after = paced  # type: ignore[method-assign]

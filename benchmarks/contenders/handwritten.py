@@ -14,7 +14,7 @@ def run(seat: Seat, pacer: Pacer) -> None:
     """Steps for ever; the pacer ends it."""
     net = tiny.network()
     if seat.size > 1:
-        meet = f"file://{seat.folder / 'meet'}"
-        dist.init_process_group("gloo", init_method=meet, rank=seat.rank, world_size=seat.size)
+        rendezvous_folder = f"file://{seat.folder / 'meet'}"
+        dist.init_process_group("gloo", init_method=rendezvous_folder, rank=seat.rank, world_size=seat.size)
         net = DistributedDataParallel(net)
     tiny.loop(net, tiny.optimizer(net), torch.Tensor.backward, seat, pacer)

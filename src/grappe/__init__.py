@@ -10,25 +10,32 @@ from grappe.plan import Plan
 from grappe.task import Task
 
 if TYPE_CHECKING:
-    from grappe.carried import from_lightning
     from grappe.data.arrays import Arrays, normalise
-    from grappe.data.draw import draw, partners
-    from grappe.own_loop import Loop, parallelize
+    from grappe.data.draw import draw, mixup_pairs
+    from grappe.tasks.lightning_module import from_lightning
+    from grappe.training.options import Options
+    from grappe.training.own_loop import Loop, parallelize
+    from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 __version__ = "0.1.0"
 __all__ = [
     "Arrays",
     "GrappeError",
     "Loop",
+    "Options",
+    "Outcome",
     "Plan",
+    "Record",
+    "RunInfo",
     "Task",
+    "Watcher",
     "draw",
     "evaluate",
     "from_lightning",
     "load",
+    "mixup_pairs",
     "normalise",
     "parallelize",
-    "partners",
     "predict",
     "train",
     "verify",
@@ -39,15 +46,20 @@ _LAZY = {
     "Arrays": "grappe.data.arrays",
     "normalise": "grappe.data.arrays",
     "draw": "grappe.data.draw",
-    "partners": "grappe.data.draw",
-    "from_lightning": "grappe.carried",
-    "Loop": "grappe.own_loop",
-    "parallelize": "grappe.own_loop",
+    "mixup_pairs": "grappe.data.draw",
+    "from_lightning": "grappe.tasks.lightning_module",
+    "Options": "grappe.training.options",
+    "Loop": "grappe.training.own_loop",
+    "parallelize": "grappe.training.own_loop",
+    "Outcome": "grappe.training.watchers.base",
+    "Record": "grappe.training.watchers.base",
+    "RunInfo": "grappe.training.watchers.base",
+    "Watcher": "grappe.training.watchers.base",
     "train": "grappe.verbs.train",
     "evaluate": "grappe.verbs.evaluate",
     "predict": "grappe.verbs.predict",
     "load": "grappe.verbs.load",
-    "verify": "grappe.verbs.verify",
+    "verify": "grappe.verbs.verify.verify",
 }
 
 

@@ -1,7 +1,7 @@
-"""`python -m grappe`: what torchrun starts."""
+"""Runs the command line: `python -m grappe`, which torchrun starts."""
 
 from __future__ import annotations
 
-from grappe.cli import main
+from grappe.cli.commands import main
 
 main()

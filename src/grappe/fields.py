@@ -1,13 +1,22 @@
-"""Reads `name=value` texts into the typed fields of a dataclass: the one grammar of plans and of tasks' fields."""
+"""Reads text into the typed fields of a dataclass: the one grammar of plans, of tasks' fields and of durations."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import re
+import textwrap
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grappe.errors import UsageError, nearest
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+PLAIN = re.compile(r"(\d+(?:\.\d*)?|\.\d+) *([smhd]?)", re.ASCII)
+CLOCK = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 
 
 def hints(cls: type) -> dict[str, Any]:
@@ -96,6 +105,92 @@ def check_choices(value: Any) -> None:
             raise UsageError(
                 f"{type(value).__name__}: {name}={found!r} is not one of {', '.join(map(str, get_args(kind)))}"
             )
+
+
+def docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, by the field's name, in the order of the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def seconds(text: str, name: str) -> float:
+    """The seconds that a duration says: 90, 90s, 30m, 2h, and 1-02:30:00 as Slurm writes it.
+
+    Args:
+        name: what the user calls the option.
+
+    Raises:
+        UsageError: it says none.
+    """
+    if plain := PLAIN.fullmatch(text.strip()):
+        found = float(plain[1]) * UNITS[plain[2]]
+    elif clock := CLOCK.fullmatch(text.strip()):
+        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+        found = days * 86400.0 + hours * 3600.0 + minutes * 60.0 + rest
+    else:
+        found = 0.0
+    if found <= 0:
+        raise UsageError(f"{name}={text}: give seconds, or a time like 90s, 30m, 2h or 02:30:00")
+    return found
+
+
+def comma_separated(text: str, name: str) -> tuple[str, ...]:
+    """The parts of "tensorboard,wandb"."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+def whole_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
+    """The numbers of "32,64,128".
+
+    Raises:
+        UsageError: one of them is none, or below `least`.
+    """
+    parts = comma_separated(text, name)
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise UsageError(f"{name}={text}: give whole numbers from {least}, with commas between")
+    return tuple(map(int, parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextForm:
+    """Marks a type that the command line writes in a form of its own; `read(text, name of the option)` reads it."""
+
+    read: Callable[[str, str], Any]
+
+
+Duration = Annotated[float, TextForm(seconds)]
+Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
+Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
+Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
+
+
+def text_form(kind: Any) -> TextForm | None:
+    """The form of an annotation, `Duration | None` say; None where its type alone says how text is read."""
+    for one in (kind, *get_args(kind)):
+        for mark in getattr(one, "__metadata__", ()):
+            if isinstance(mark, TextForm):
+                return mark
+    return None
+
+
+def at_least(instance: Any, least: int, *names: str) -> None:
+    """Checks numbers of an options' dataclass; None is allowed.
+
+    Raises:
+        UsageError: one is below `least`; the message names the option as the command line does.
+    """
+    for name in names:
+        value = getattr(instance, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')}={value}: it must be at least {least}")
 
 
 def _choice(choices: tuple[Any, ...], text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Plan: how one optimizer step is spread over processes. Frozen, pure, with one text form used everywhere."""
+"""Defines Plan: how one optimizer step is spread over processes. Frozen, pure, with one text form everywhere."""
 
 from __future__ import annotations
 
@@ -11,35 +11,55 @@ from grappe.errors import PlanError, UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one optimizer step is spread. Processes = pipeline x replicate x shard x tensor."""
+    """How one optimizer step is spread. Processes = pipeline x replicate x shard x tensor.
+
+    `grappe engines` shows the keys, with the docstring under each as its help, and the engines that honour it.
+    """
 
     engine: str = "native"
+    """The library that trains: native, deepspeed, horovod, lightning or textbook."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto, cpu or cuda."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """auto, gloo, nccl or mpi: what carries the collectives."""
     replicate: int = 1
+    """Data parallelism: copies of the model, each on its slice of the batch."""
     shard: int = 1
+    """Sharded data parallelism: processes share parameters, gradients and optimizer state."""
     zero: Literal[1, 2, 3] = 3
+    """ZeRO stage, what shard splits: 1 optimizer state, 2 gradients too, 3 parameters too."""
     pipeline: int = 1
+    """Pipeline parallelism: processes that hold the model's stages, one after the other."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Pipeline schedule: gpipe, 1f1b, interleaved or zero_bubble."""
     stages: int | None = None
-    """Pipeline stages of each process; None: 2 under schedule=interleaved, else 1."""
+    """Pipeline stages of each process; auto: 2 under schedule=interleaved, else 1."""
     tensor: int = 1
+    """Tensor parallelism: processes that split the matrices, where the task says how."""
     microbatches: int = 1
+    """Microbatches of a process's slice: gradient accumulation, or what a pipeline passes on."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """fp32, tf32, or mixed precision: bf16, fp16 (with loss scaling)."""
     batchnorm: Literal["local", "sync"] = "local"
+    """Batch normalisation's statistics: of a process (local) or of the global batch (sync)."""
     channels_last: bool = False
+    """Images as NHWC in memory."""
     recompute: bool = False
+    """Activation checkpointing: keep each unit's inputs only, and run it again in backward."""
     compile: bool = False
+    """torch.compile on each unit."""
     offload: str = "none"
+    """cpu or nvme:FOLDER: parameters and optimizer state in host memory, or on a disk."""
     config: str = "none"
-    """A file of the engine's own settings; it may not contradict the plan."""
+    """A file of the engine's own settings, DeepSpeed's ds_config.json; it may not contradict the plan."""
     per_device: int = 1
+    """Processes that share a GPU."""
     exact: int = 0
-    """Into how many fixed pieces each batch is cut, so that any number of processes gives the same bits."""
+    """Fixed pieces of each batch, for the same bits on any number of processes; 0: off."""
     threads: int | None = None
-    """CPU threads of each process; None: the cores this process has, divided among its node's processes."""
+    """CPU threads of each process; auto: the cores, divided among the node's processes."""
     workers: int | None = None
-    """Data-loading processes of each process; None: chosen from the cores; 0: the process loads by itself."""
+    """Data-loading processes of each process; auto: from the cores; 0: the process loads by itself."""
 
     def __post_init__(self) -> None:
         for name in ("replicate", "shard", "pipeline", "tensor", "microbatches", "per_device"):
@@ -80,23 +100,7 @@ class Plan:
         """Whether it was chosen to save memory."""
         return self.shard > 1 or self.offload != "none"
 
-    def exact_places(self, data_rank: int) -> range:
-        """Of an exact plan: which of the `exact` pieces of a batch belong to a data slice.
-
-        In a row; or, where parameters are sharded, every so-manieth, so that the pieces that are reduced together
-        are neighbours in the tree.
-        """
-        share = self.exact // self.data_parallel
-        if self.shard > 1:
-            return range(data_rank, self.exact, self.data_parallel)
-        return range(data_rank * share, (data_rank + 1) * share)
-
-    def exact_order(self) -> list[int]:
-        """Where each of an exact plan's pieces is among those of slice 0, then slice 1, and so on."""
-        there = [piece for rank in range(self.data_parallel) for piece in self.exact_places(rank)]
-        return sorted(range(self.exact), key=there.__getitem__)
-
-    def asked(self) -> frozenset[str]:
+    def changed_keys(self) -> frozenset[str]:
         """The names of the keys that differ from their default."""
         return frozenset(
             field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default

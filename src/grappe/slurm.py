@@ -1,23 +1,23 @@
-"""grappe.slurm: Slurm jobs from a notebook. Submit, sweeps over numbers of GPUs, the queue, logs."""
+"""Submits Slurm jobs from a notebook, also one for each number of GPUs; lists the queue and the logs."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shlex
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from grappe import cli_slurm
-from grappe.cli import app
+from grappe.cli.training import read_submission
 from grappe.sites import slurm
 from grappe.sites.slurm import Entry
 from grappe.verbs import jobs
 from grappe.verbs.logs import files, lines
-from grappe.verbs.submit import Submission
-from grappe.verbs.submit import submit as submit_verb
+from grappe.verbs.submission import JobOptions
+from grappe.verbs.submit import submit_all
+
+__all__ = ["Job", "JobOptions", "logs", "queue", "submit"]
 
 BASE = Path("runs")
 
@@ -46,34 +46,32 @@ class Job:
 
 
 def submit(
-    commands: str | Iterable[str], gpus: int | Iterable[int] | None = None, **options: Any
+    commands: str | Iterable[str],
+    gpus: int | Iterable[int] | None = None,
+    *,
+    run: Path | str | None = None,
+    **options: Any,
 ) -> list[Job]:
-    """Submits a job for each command and each number of GPUs.
+    """Submits a job for each command and each number of GPUs; all are checked before the first is submitted.
 
     Args:
         commands: what follows `grappe train`: "digits lr=0.2 --plan precision=bf16"; or several of them. A task of
             a notebook's cell belongs into a file first: a job starts after the notebook has gone.
         gpus: GPUs in all, or several numbers for a sweep; None: as each plan says.
-        options: as of `grappe submit`: site, account, time, nodes, queue, name, environment, wheels, stage, chain,
-            restarts, doctor, run, base.
+        run: the run's folder; None makes a new one, as `--run` among the commands' words does.
+        options: the other fields of JobOptions, as `grappe submit` has them: site, account, time, ...
 
     Raises:
-        GrappeError: something is wrong with what was asked, or sbatch refuses.
+        GrappeError: a command or an option is wrong, or sbatch refuses.
     """
     several = [commands] if isinstance(commands, str) else list(commands)
     numbers = (gpus,) if isinstance(gpus, int) else tuple(gpus or ())
-    asked = [Submission(**_read(one), gpus=numbers, **options) for one in several]
-    for one in asked:
-        for _ in submit_verb(one, show=True):  # all are checked before the first is submitted
-            pass
-    made = itertools.chain.from_iterable(submit_verb(one) for one in asked)
+    job = JobOptions(gpus=numbers, **options)
+    submissions = [read_submission(("train", *shlex.split(command)), job) for command in several]
+    if run is not None:
+        submissions = [dataclasses.replace(one, run=Path(run)) for one in submissions]
+    made = submit_all(submissions)
     return [Job(run=one.run, job=one.job, cost=one.cost) for one in made]
-
-
-def _read(command: str) -> dict[str, Any]:
-    words = shlex.split(command)
-    told = cli_slurm.read_training(app, ("train", *words))
-    return {name: value for name, value in told.items() if value is not None}
 
 
 def queue(

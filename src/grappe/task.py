@@ -1,4 +1,4 @@
-"""Task: what is learned. A dataclass whose fields are hyperparameters and whose methods are the parts."""
+"""Defines Task: what is learned. A dataclass: its fields are hyperparameters, its methods are the parts."""
 
 from __future__ import annotations
 

@@ -56,8 +56,9 @@ def started(folder: Path, given: Path | None = None, task: Task | None = None) -
     build(task or Small(), folder / "checkpoints", given)
     checkpoint = latest(folder / "checkpoints")
     assert checkpoint is not None
-    assert (checkpoint.step, checkpoint.values) == (0, {"step": 0})
-    return {name: checkpoint.model.read(name) for name in checkpoint.model}
+    assert (checkpoint.step, checkpoint.read_values()) == (0, {"step": 0})
+    model = checkpoint.read_model()
+    return {name: model.read(name) for name in model}
 
 
 def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -68,9 +69,9 @@ def test_the_model_is_made_in_a_child(tmp_path) -> None:
     MADE_BY.clear()
     weights = started(tmp_path)
     assert MADE_BY == []  # nothing of the child's memory is ours
-    here = built(Small())
+    world = built(Small())
     assert set(MADE_BY) == {os.getpid()}
-    assert alike(weights, {name: here.read(name) for name in here})
+    assert alike(weights, {name: world.read(name) for name in world})
     assert "hidden" in weights
     assert alike(weights, started(tmp_path / "again"))
     assert not alike(weights, started(tmp_path / "seed", task=Small(seed=8)))

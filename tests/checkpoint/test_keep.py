@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grappe.checkpoint.commit import commit, write_new
-from grappe.checkpoint.format import found, latest, step_folder
+from grappe.checkpoint.format import latest, list_checkpoints, step_folder
 from grappe.checkpoint.keep import Keep
 
 
@@ -20,7 +20,7 @@ def made(folder: Path, step: int, loss: object = None) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    return [one.step for one in found(folder)]
+    return [one.step for one in list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize(

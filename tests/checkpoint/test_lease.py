@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from grappe.checkpoint import lease as module
-from grappe.checkpoint.format import found
+from grappe.checkpoint.format import list_checkpoints
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.lease import FILE, STALE_SECONDS, Lease
 from grappe.checkpoint.saver import Saver
 from grappe.errors import RunError
-from grappe.world import Place, World
+from grappe.launch.world import ProcessRank, World
 from tests.commands import until
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -145,14 +146,14 @@ def test_a_taken_lease_stops_the_next_commit(tmp_path) -> None:
     (tmp_path / "checkpoints").mkdir()
     lease = Lease(tmp_path)
     lease.take()
-    world = World(place=Place(), device=torch.device("cpu"))
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
     saver = Saver(tmp_path / "checkpoints", world, lease.token, Keep(), lease.check)
     saver.save(1, {"model.w": torch.ones(2)}, {}, {})
     assert saver.wait() is None
     held(tmp_path)
     saver.save(2, {"model.w": torch.ones(2)}, {}, {})
     assert "this one writes nothing more" in (saver.wait() or "")
-    assert [one.step for one in found(tmp_path / "checkpoints")] == [1]
+    assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")] == [1]
     lease.release()
 
 
@@ -179,7 +180,7 @@ def test_of_several_at_once_one_gets_it(tmp_path) -> None:
     contenders = [context.Process(target=_contend, args=(tmp_path, start, answers)) for _ in range(4)]
     for process in contenders:
         process.start()
-    told = [answers.get(timeout=60) for _ in contenders]
+    told = [answers.get(timeout=PATIENCE_SECONDS) for _ in contenders]
     for process in contenders:
         process.join()
     assert sum(told) == 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from grappe.checkpoint.pieces import mine
+from grappe.checkpoint.pieces import pieces_to_write
 from grappe.checkpoint.tensor_file import Piece
+from grappe.launch.world import ProcessRank, World, join
 from grappe.plan import Plan
-from grappe.world import Place, World, join
 
 PLANS = [
     ("", 1),
@@ -55,12 +55,14 @@ def ways(world: World, dims: int) -> Iterable[tuple[str, tuple[str, ...], list]]
         yield "same", ("shard", "tensor"), [Replicate(), Shard(0)]
 
 
-def pieces(place: Place, meet: Path, text: str) -> tuple[dict[str, torch.Tensor], list[Piece], list[str]]:
+def pieces(
+    process: ProcessRank, rendezvous_folder: Path, text: str
+) -> tuple[dict[str, torch.Tensor], list[Piece], list[str]]:
     """Of one process: the whole tensors, its pieces, and the names of what is spread."""
-    world = join(Plan.parse(f"{text},threads=1" if text else "threads=1"), place, meet)
+    world = join(Plan.parse(f"{text},threads=1" if text else "threads=1"), process, rendezvous_folder)
     whole, spread = states(world)
-    own = {f"local.{place.rank}.count": torch.tensor(place.rank)}
-    taken = [piece._replace(data=piece.data.clone()) for piece in mine(spread, own, world)]
+    own = {f"local.{process.rank}.count": torch.tensor(process.rank)}
+    taken = [piece._replace(data=piece.data.clone()) for piece in pieces_to_write(spread, own, world)]
     world.gather(None)  # process 0 has the store: it may not leave before all have met
     world.leave()
     return whole, taken, [name for name, tensor in spread.items() if isinstance(tensor, DTensor)]
@@ -86,11 +88,11 @@ def test_all_pieces_together_are_each_tensor_once(pool, text: str, size: int) ->
     assert all(writers[name] == 1 for name, tensor in whole.items() if not tensor.numel())
 
 
-def loads(place: Place, meet: Path, text: str) -> int:
+def loads(process: ProcessRank, rendezvous_folder: Path, text: str) -> int:
     """Bytes that one process writes of 200 tensors that every process has, from 4 to 4,000 bytes."""
-    world = join(Plan.parse(f"{text},threads=1"), place, meet)
+    world = join(Plan.parse(f"{text},threads=1"), process, rendezvous_folder)
     tensors = {f"t{index}": torch.zeros((index * 37) % 1000 + 1) for index in range(200)}
-    written = sum(piece.data.numel() * 4 for piece in mine(tensors, {}, world))
+    written = sum(piece.data.numel() * 4 for piece in pieces_to_write(tensors, {}, world))
     world.gather(None)  # process 0 has the store: it may not leave before all have met
     world.leave()
     return written
@@ -104,7 +106,7 @@ def test_what_all_have_is_written_by_all(pool, text: str) -> None:
 
 
 def test_one_process_of_a_slice_alone_needs_no_mesh() -> None:
-    world = World(place=Place(), device=torch.device("cpu"))
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
     tensor = torch.ones(3, 2).t()
-    (piece,) = mine({"t": tensor}, {}, world)
+    (piece,) = pieces_to_write({"t": tensor}, {}, world)
     assert (piece.shape, piece.offset) == ((2, 3), (0, 0))

@@ -1,4 +1,4 @@
-"""Saving behind the training's back: what is copied when, what is told, what is left."""
+"""Saving in the background: what is copied when, what is reported, what is left."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import found, latest
+from grappe.checkpoint.format import latest, list_checkpoints
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver, leftovers
 from grappe.checkpoint.snapshot import Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
+from grappe.launch.world import ProcessRank, World, join
 from grappe.plan import Plan
-from grappe.world import Place, World, join
 from tests.commands import until
 
-ALONE = World(place=Place(), device=torch.device("cpu"))
+ALONE = World(process=ProcessRank(), device=torch.device("cpu"))
 
 
 def saver(folder: Path, may_commit: Callable[[], None] = lambda: None, keep: int = 3) -> Saver:
@@ -58,9 +58,9 @@ def test_a_save_is_committed_and_holds_what_was_given(tmp_path) -> None:
     assert names(tmp_path) == ["step-000005"]
     newest = latest(tmp_path)
     assert newest is not None
-    assert newest.values == {"step": 5, "engine": {"x": 1.5}}
-    assert torch.equal(newest.tensors.read("model.w"), weights)
-    assert torch.equal(newest.tensors.read("local.0.n"), count)
+    assert newest.read_values() == {"step": 5, "engine": {"x": 1.5}}
+    assert torch.equal(newest.read_tensors().read("model.w"), weights)
+    assert torch.equal(newest.read_tensors().read("local.0.n"), count)
 
 
 def test_training_goes_on_while_it_writes(tmp_path) -> None:
@@ -73,16 +73,16 @@ def test_training_goes_on_while_it_writes(tmp_path) -> None:
     values["seen"] = 2
     assert gate.reached.wait(60)
     weights += 1
-    assert found(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
     gate.opened.set()
     assert to.save(2, {"model.w": weights}, {}, values) is None
     weights += 1
     assert to.wait() is None
-    second, first = found(tmp_path)
+    second, first = list_checkpoints(tmp_path)
     assert verify(first.folder) is verify(second.folder) is None
-    assert bool((first.tensors.read("model.w") == 0).all())
-    assert bool((second.tensors.read("model.w") == 2).all())
-    assert (first.values["seen"], second.values["seen"]) == (1, 2)
+    assert bool((first.read_tensors().read("model.w") == 0).all())
+    assert bool((second.read_tensors().read("model.w") == 2).all())
+    assert (first.read_values()["seen"], second.read_values()["seen"]) == (1, 2)
 
 
 def test_a_failed_save_is_told_by_the_next_and_the_run_goes_on(tmp_path) -> None:
@@ -95,8 +95,8 @@ def test_a_failed_save_is_told_by_the_next_and_the_run_goes_on(tmp_path) -> None
     assert problem.startswith("step 2 could not be saved: ")
     assert "File exists" in problem
     assert to.wait() is None
-    assert [one.step for one in found(tmp_path)] == [3, 1]
-    assert all(verify(one.folder) is None for one in found(tmp_path))
+    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
+    assert all(verify(one.folder) is None for one in list_checkpoints(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_no_kind_of_failure_is_taken_for_a_commit(tmp_path, tensor, value, words
     problem = to.wait()
     assert (problem is None) == (words is None)
     assert words is None or words in (problem or "")
-    assert [one.step for one in found(tmp_path)] == ([] if words else [4])
+    assert [one.step for one in list_checkpoints(tmp_path)] == ([] if words else [4])
     assert leftovers(tmp_path) == []
 
 
@@ -125,7 +125,7 @@ def test_nothing_is_deleted_before_a_commit(tmp_path) -> None:
     to = saver(tmp_path, gate, keep=1)
     save(to, 2)
     assert gate.reached.wait(60)
-    assert [one.step for one in found(tmp_path)] == [1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
     gate.opened.set()
     assert to.wait() is None
     assert names(tmp_path) == ["step-000002"]
@@ -151,7 +151,7 @@ def test_a_folder_that_vanished_does_not_come_back_in_part(tmp_path) -> None:
 
 
 def test_a_folder_that_vanishes_while_others_are_waited_for_ends_the_wait(tmp_path) -> None:
-    waiting = World(place=Place(size=2), device=torch.device("cpu"))
+    waiting = World(process=ProcessRank(size=2), device=torch.device("cpu"))
     to = Saver(tmp_path, waiting, "token", Keep(), lambda: None)
     thread = threading.Thread(target=to._write, args=(1, [], {}), daemon=True)
     thread.start()
@@ -163,7 +163,7 @@ def test_a_folder_that_vanishes_while_others_are_waited_for_ends_the_wait(tmp_pa
 
 
 def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:
-    waiting = World(place=Place(size=2), device=torch.device("cpu"))
+    waiting = World(process=ProcessRank(size=2), device=torch.device("cpu"))
     to = Saver(tmp_path, waiting, "token", Keep(), lambda: None)
     to._thread = threading.Thread(target=to._write, args=(1, [], {}), daemon=True)
     to._thread.start()
@@ -172,16 +172,16 @@ def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:
     assert names(tmp_path) == []
 
 
-def two_save(place: Place, meet: Path, folder: Path, failing: int) -> list[str | None]:
+def two_save(process: ProcessRank, rendezvous_folder: Path, folder: Path, failing: int) -> list[str | None]:
     """Three saves of which the second fails on the process `failing`; what each wait told."""
-    world = join(Plan.parse(f"replicate={place.size},threads=1"), place, meet)
+    world = join(Plan.parse(f"replicate={process.size},threads=1"), process, rendezvous_folder)
     to = Saver(folder, world, "token", Keep(), lambda: None)
     told = []
     for step in (1, 2, 3):
-        if step == 2 and place.rank == failing:
+        if step == 2 and process.rank == failing:
             (folder / f".step-000002.token/rank-{failing}.safetensors").mkdir(parents=True)
         world.gather(None)
-        own = {f"local.{place.rank}.n": torch.tensor(step)}
+        own = {f"local.{process.rank}.n": torch.tensor(step)}
         to.save(step, {"model.w": torch.full((3,), float(step))}, own, {})
         told.append(to.wait())
     to.close()
@@ -199,7 +199,7 @@ def test_one_that_fails_abandons_the_save_on_both(pool, tmp_path, failing: int) 
     assert names(tmp_path) == ["step-000001", "step-000003"]
     third = latest(tmp_path)
     assert third is not None
-    assert [int(third.tensors.read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
+    assert [int(third.read_tensors().read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
 
 
 def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_path) -> None:
@@ -219,15 +219,15 @@ def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_pat
     assert to.wait() is None
     newest = latest(tmp_path)
     assert newest is not None
-    assert newest.values == {"step": 7, "x": 1}
+    assert newest.read_values() == {"step": 7, "x": 1}
     for step in range(8):
-        assert newest.tensors.read(f"model.{step}").eq(step).all()
-    assert newest.tensors.read("local.0.n") == 3
+        assert newest.read_tensors().read(f"model.{step}").eq(step).all()
+    assert newest.read_tensors().read("local.0.n") == 3
 
 
-def two_stream(place: Place, meet: Path, folder: Path, failing: int) -> list[str | None]:
+def two_stream(process: ProcessRank, rendezvous_folder: Path, folder: Path, failing: int) -> list[str | None]:
     """As two_save, of values that both must be there for."""
-    world = join(Plan.parse(f"replicate={place.size},threads=1"), place, meet)
+    world = join(Plan.parse(f"replicate={process.size},threads=1"), process, rendezvous_folder)
     to = Saver(folder, world, "token", Keep(), lambda: None)
     names = [f"model.{index}" for index in range(5)]
 
@@ -239,10 +239,10 @@ def two_stream(place: Place, meet: Path, folder: Path, failing: int) -> list[str
 
     told = []
     for step in (1, 2, 3):
-        if step == 2 and place.rank == failing:
+        if step == 2 and process.rank == failing:
             (folder / f".step-000002.token/rank-{failing}.safetensors").mkdir(parents=True)
         world.gather(None)
-        own = {f"local.{place.rank}.n": torch.tensor(step)}
+        own = {f"local.{process.rank}.n": torch.tensor(step)}
         to.save(step, {name: torch.empty(3, device="meta") for name in names}, own, {}, stream)
         told.append(to.wait())
     to.close()
@@ -259,7 +259,7 @@ def test_one_that_cannot_write_its_part_goes_on_gathering_for_the_other(pool, tm
     assert names(tmp_path) == ["step-000001", "step-000003"]
     third = latest(tmp_path)
     assert third is not None
-    assert all(third.tensors.read(f"model.{index}").eq(2).all() for index in range(5))
+    assert all(third.read_tensors().read(f"model.{index}").eq(2).all() for index in range(5))
 
 
 def test_leftovers_are_what_kills_left(tmp_path) -> None:

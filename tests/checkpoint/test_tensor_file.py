@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grappe.checkpoint.commit import fingerprint
 from grappe.checkpoint.tensor_file import NAMES, Piece, TensorFiles, write
 from grappe.errors import RunError
-from grappe.memory import data_size
+from grappe.profiling.memory import data_size
 
 
 def whole(name: str, tensor: torch.Tensor) -> Piece:

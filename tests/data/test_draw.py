@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grappe.data.draw import draw, mix, mix_steps, partners, sample_keys
-from grappe.data.ledger import Ledger, cut
+from grappe.data.draw import draw, mix, mix_steps, mixup_pairs, sample_keys
+from grappe.data.order import SampleOrder, cut
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -95,16 +95,16 @@ def test_a_draw_depends_on_its_key_and_place_alone(keys: list[int], n: int, data
 def test_dividing_a_step_changes_no_draw_and_no_pair(
     length: int, batch_size: int, parts: int, microbatches: int
 ) -> None:
-    ids = Ledger(seed=1, length=length, batch_size=batch_size).ids(2, 0)
+    ids = SampleOrder(seed=1, length=length, batch_size=batch_size).ids(2, 0)
     drawn, partner = [], []
     for part in range(parts):
         start, stop = cut(len(ids), parts, part)
         for microbatch in range(microbatches):
             low, high = (start + edge for edge in cut(stop - start, microbatches, microbatch))
             drawn.append(draw(torch.from_numpy(sample_keys(1, 2, ids[low:high])), 3))
-            partner.append(partners(high - low) + low)
+            partner.append(mixup_pairs(high - low) + low)
     assert torch.equal(torch.cat(drawn), draw(torch.from_numpy(sample_keys(1, 2, ids)), 3))
-    assert torch.equal(torch.cat(partner), partners(len(ids)))
+    assert torch.equal(torch.cat(partner), mixup_pairs(len(ids)))
 
 
 def test_draws_are_uniform_and_independent() -> None:
@@ -121,17 +121,17 @@ def test_draws_are_uniform_and_independent() -> None:
 
 
 def test_rows_are_mixed_two_by_two() -> None:
-    assert partners(6).tolist() == [1, 0, 3, 2, 5, 4]
-    assert partners(5).tolist() == [1, 0, 3, 2, 4]
-    assert partners(1).tolist() == [0]
-    assert partners(0).tolist() == []
+    assert mixup_pairs(6).tolist() == [1, 0, 3, 2, 5, 4]
+    assert mixup_pairs(5).tolist() == [1, 0, 3, 2, 4]
+    assert mixup_pairs(1).tolist() == [0]
+    assert mixup_pairs(0).tolist() == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_draws_the_same_bits() -> None:
     keys = torch.from_numpy(sample_keys(0, 0, np.arange(100_000)))
     assert torch.equal(draw(keys.cuda(), 5).cpu(), draw(keys, 5))
-    assert torch.equal(partners(101, "cuda").cpu(), partners(101))
+    assert torch.equal(mixup_pairs(101, "cuda").cpu(), mixup_pairs(101))
 
 
 def test_seeds_of_many_steps_are_those_of_each() -> None:

@@ -6,10 +6,10 @@ import gc
 import os
 from pathlib import Path
 
-from grappe.data.feed import training_feed
-from grappe.place import Place
+from grappe.data.loader import training_loader
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import join
 from grappe.plan import Plan
-from grappe.world import join
 from tests.faults.resume_cell import Loaded
 
 
@@ -29,14 +29,14 @@ def test_workers_leave_their_parents_garbage_alone(tmp_path: Path) -> None:
     """A forked worker that collects a dead process group of its parent's crashes."""
     plan = Plan.parse("workers=1,threads=1,device=cpu")
     task = Loaded()
-    feed = training_feed(task, task.data("train", tmp_path), plan, join(plan, Place(), tmp_path))
+    loader = training_loader(task, task.data("train", tmp_path), plan, join(plan, ProcessRank(), tmp_path))
     gc.collect()
     gc.disable()
     Grave()
     eager = [True]  # a hook cannot be taken back
     os.register_at_fork(after_in_child=lambda: eager and (gc.set_threshold(1), gc.enable()))
     try:
-        assert len(list(feed.batches(0, 3))) == 3
+        assert len(list(loader.batches(0, 3))) == 3
     finally:
         eager.clear()
         gc.enable()

@@ -6,15 +6,23 @@ import gc
 import resource
 from pathlib import Path
 
-from grappe.options import Options
-from grappe.place import Place
+from grappe.launch.rank import ProcessRank
 from grappe.task import Task
+from grappe.training.options import Options
 from tests.faults.resume_cell import part
 
 REFUSED = "out of memory: "
 
 
-def train(place: Place, meet: Path, task: Task, text: str, run: Path, options: Options, room: int) -> str:
+def train(
+    process: ProcessRank,
+    rendezvous_folder: Path,
+    task: Task,
+    text: str,
+    run: Path,
+    options: Options,
+    room: int,
+) -> str:
     """What the user is told, or REFUSED and how memory was refused.
 
     Args:
@@ -26,7 +34,7 @@ def train(place: Place, meet: Path, task: Task, text: str, run: Path, options: O
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + room, hard))
     try:
-        return part(place, meet, task, text, run, options, None)
+        return part(process, rendezvous_folder, task, text, run, options, None)
     except Exception as error:
         if "memory" not in str(error):
             raise

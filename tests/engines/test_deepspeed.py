@@ -70,11 +70,11 @@ def test_a_folder_that_cannot_be_written_directly_is_refused(
 def test_a_full_disk_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grappe.place import Place
-    from grappe.world import World
+    from grappe.launch.rank import ProcessRank
+    from grappe.launch.world import World
 
     alone = World(
-        place=Place(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu")
+        process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu")
     )
     monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
@@ -88,25 +88,27 @@ def test_a_full_disk_is_refused_before_anything_is_written(
 def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grappe.place import Place
-    from grappe.world import World
+    from grappe.launch.rank import ProcessRank
+    from grappe.launch.world import World
 
     name = f"{disk.PREFIX}{disk.socket.gethostname()}"
-    gone, here, other = (tmp_path / one for one in (f"{name}-999999999", f"{name}-1", "grappe-elsewhere-1"))
-    for folder in (gone, here, other):
+    gone, world, other = (tmp_path / one for one in (f"{name}-999999999", f"{name}-1", "grappe-elsewhere-1"))
+    for folder in (gone, world, other):
         folder.mkdir()
     monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
-    place = Place(rank=0, size=1, local_rank=0, local_size=1, job="x")
-    scratch = disk.Scratch(plan(f"offload=nvme:{tmp_path}"), World(place=place, device=torch.device("cpu")))
+    process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x")
+    scratch = disk.Scratch(
+        plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu"))
+    )
     said: dict = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     scratch.make(1000, said)
     assert not gone.exists()
-    assert here.exists()
+    assert world.exists()
     assert other.exists()
     mine = Path(said["zero_optimization"]["offload_param"]["nvme_path"])
     assert mine.is_dir()
     scratch.close()
-    assert sorted(tmp_path.iterdir()) == sorted([here, other])
+    assert sorted(tmp_path.iterdir()) == sorted([world, other])
 
 
 def test_without_libaio_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,32 +11,40 @@ import pytest
 from grappe import engines
 from grappe.checkpoint.initial import built
 from grappe.data.batch import Batch
-from grappe.data.feed import training_feed
+from grappe.data.loader import training_loader
 from grappe.engines import lightning
-from grappe.engines.base import Setting
-from grappe.engines.lightning import Item, Lightning
+from grappe.engines.base import EngineSetup
+from grappe.engines.lightning import Lightning
+from grappe.engines.lightning.steps import Item
 from grappe.errors import PlanError
-from grappe.place import Place, place_from_environment
+from grappe.launch.rank import ProcessRank, rank_from_environment
+from grappe.launch.world import World, join
 from grappe.plan import Plan
-from grappe.run import Run
-from grappe.world import World, join
+from grappe.training.run import Run
 from tests.commands import GRAPPE, SLOW, Command, pids_in_training
 from tests.parity.tasks import Images
 from tests.processes import Pool
-from tests.test_training import train
+from tests.training.test_training import train
 
 STEPS = 6
 
 
-def made(plan: str, place: Place | None = None, meet: Path | None = None) -> tuple[Lightning, list[Batch]]:
+def made(
+    plan: str, process: ProcessRank | None = None, rendezvous_folder: Path | None = None
+) -> tuple[Lightning, list[Batch]]:
     """An engine, and the batches of all steps."""
     task, parsed = Images(), Plan.parse(plan)
-    world = join(parsed, place or Place(), meet or Path())
-    feed = training_feed(task, task.data("train", Path()), parsed, world)
-    setting = Setting(
-        task=task, plan=parsed, world=world, weights=built(task), total_steps=STEPS, flag=lambda: 0.0
+    world = join(parsed, process or ProcessRank(), rendezvous_folder or Path())
+    loader = training_loader(task, task.data("train", Path()), parsed, world)
+    setup = EngineSetup(
+        task=task,
+        plan=parsed,
+        world=world,
+        weights=built(task),
+        total_steps=STEPS,
+        stop_requested=lambda: 0.0,
     )
-    return Lightning(setting), list(feed.batches(0, STEPS))
+    return Lightning(setup), list(loader.batches(0, STEPS))
 
 
 def test_the_trainer_runs_the_loop_and_reads_no_batch_before_its_turn(monkeypatch) -> None:
@@ -68,14 +76,14 @@ def test_it_trains_again_where_it_was_stopped() -> None:
         assert whole.equal(parts)
 
 
-def strategies(place: Place, meet: Path, plan: str) -> tuple[str, int, int, int]:
+def strategies(process: ProcessRank, rendezvous_folder: Path, plan: str) -> tuple[str, int, int, int]:
     """What the Trainer of a plan says of itself."""
     from grappe.engines.lightning.fit import make_trainer
 
-    engine, (first, *_) = made(plan, place, meet)
-    trainer = make_trainer(engine, [], Item(first, first.microbatches[0], True))
+    engine, (first, *_) = made(plan, process, rendezvous_folder)
+    trainer = make_trainer(engine._parts, [], Item(first, first.microbatches[0], True))
     kind = type(trainer.strategy).__mro__[2].__name__
-    engine.world.leave()
+    engine._parts.steps.setup.world.leave()
     return kind, trainer.num_devices, trainer.num_nodes, trainer.world_size
 
 
@@ -109,11 +117,11 @@ def test_under_slurm_it_stands_where_srun_put_it() -> None:
 
     from grappe.engines.lightning.fit import Here
 
-    place = place_from_environment(SLURM)
-    assert place is not None
-    here = Here(World(place=place, device=torch.device("cpu")))
-    assert (here.global_rank(), here.local_rank(), here.node_rank(), here.world_size()) == (6, 2, 1, 8)
-    assert here.creates_processes_externally
+    process = rank_from_environment(SLURM)
+    assert process is not None
+    world = Here(World(process=process, device=torch.device("cpu")))
+    assert (world.global_rank(), world.local_rank(), world.node_rank(), world.world_size()) == (6, 2, 1, 8)
+    assert world.creates_processes_externally
 
 
 def test_patience_stops_it(tmp_path: Path) -> None:

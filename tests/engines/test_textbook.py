@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from grappe import Arrays, Task, engines
 from grappe.checkpoint.initial import built
-from grappe.data.feed import training_feed
+from grappe.data.loader import training_loader
 from grappe.engines import textbook
-from grappe.engines.base import Setting
+from grappe.engines.base import EngineSetup
 from grappe.engines.textbook import Textbook, naive_all_reduce, ring_all_reduce
 from grappe.errors import PlanError
-from grappe.place import Place
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import join
 from grappe.plan import Plan
-from grappe.world import join
 from tests.processes import Pool
 
 LENGTHS = (0, 1, 2, 3, 1000)
@@ -30,14 +30,14 @@ def vector_of(rank: int, length: int) -> Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(1000 * rank + length))
 
 
-def all_reduced(place: Place, meet: Path) -> dict[tuple[str, int], Tensor]:
+def all_reduced(process: ProcessRank, rendezvous_folder: Path) -> dict[tuple[str, int], Tensor]:
     """Every vector of LENGTHS, summed in both ways; run on several processes."""
-    world = join(Plan(replicate=place.size, device="cpu", threads=1), place, meet)
+    world = join(Plan(replicate=process.size, device="cpu", threads=1), process, rendezvous_folder)
     sums = {}
     for name, all_reduce in ALL_REDUCES.items():
         for length in LENGTHS:
-            vector = vector_of(place.rank, length)
-            all_reduce(vector, place.rank, place.size)
+            vector = vector_of(process.rank, length)
+            all_reduce(vector, process.rank, process.size)
             sums[name, length] = vector
     world.leave()
     return sums
@@ -98,20 +98,27 @@ class Switched(Task):
         return torch.optim.AdamW(named_parameters, lr=0.1, weight_decay=0.5)
 
 
-def trained(place: Place, meet: Path, all_reduce: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list]:
+def trained(
+    process: ProcessRank, rendezvous_folder: Path, all_reduce: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list]:
     """Weights before and after training, and the steps' sums; run on several processes."""
-    plan = Plan(engine="textbook", replicate=place.size, device="cpu", threads=1)
-    world = join(plan, place, meet)
+    plan = Plan(engine="textbook", replicate=process.size, device="cpu", threads=1)
+    world = join(plan, process, rendezvous_folder)
     task = Switched()
-    feed = training_feed(task, task.data("train", Path()), plan, world)
-    setting = Setting(
-        task=task, plan=plan, world=world, weights=built(task), total_steps=3, flag=lambda: place.rank + 1.0
+    loader = training_loader(task, task.data("train", Path()), plan, world)
+    setup = EngineSetup(
+        task=task,
+        plan=plan,
+        world=world,
+        weights=built(task),
+        total_steps=3,
+        stop_requested=lambda: process.rank + 1.0,
     )
     with mock.patch.object(textbook, "ring_all_reduce", ALL_REDUCES[all_reduce]):
-        engine = Textbook(setting)
+        engine = Textbook(setup)
     before = {name: tensor.clone() for name, tensor in engine.export()}
     results = []
-    engine.train(feed.batches(0, 3), lambda result: bool(results.append(result)))
+    engine.train(loader.batches(0, 3), lambda result: bool(results.append(result)))
     after = {name: tensor.clone() for name, tensor in engine.export()}
     engine.close()
     world.leave()

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grappe.errors import GrappeError
-from grappe.place import Place
+from grappe.launch.rank import ProcessRank
 from grappe.task import Task
 from tests.parity.cell import train
 
 
-def told(place: Place, meet: Path, task: Task, text: str, steps: int) -> str:
+def told(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, steps: int) -> str:
     """The error's class and words; empty without one."""
     try:
-        train(place, meet, task, text, steps)
+        train(process, rendezvous_folder, task, text, steps)
     except GrappeError as error:
         if dist.is_initialized():
             dist.destroy_process_group()

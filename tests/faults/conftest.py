@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grappe.options import Options
 from grappe.plan import Plan
+from grappe.training.options import Options
 from tests.faults.resume_cell import hashes
 from tests.faults.trace import Recorder, merged
 from tests.parity.tasks import Images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 Cell = dict[str, str]
@@ -28,7 +29,8 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     seldom = {pair: sum(pair in found for _, found in each) for pair in missing}
     chosen = []
     while missing:
-        worth = lambda one: sum(1 / seldom[pair] for pair in one[1] & missing)  # noqa: E731
+        # fsum: the same for every order of a set, so that all test processes choose the same cells.
+        worth = lambda one: math.fsum(1 / seldom[pair] for pair in one[1] & missing)  # noqa: E731
         cell, found = max(each, key=worth)
         chosen.append(cell)
         missing -= found

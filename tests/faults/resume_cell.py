@@ -19,16 +19,16 @@ from torch.utils.data import Dataset
 
 from grappe import Arrays
 from grappe.checkpoint.format import Checkpoint
-from grappe.interrupt import SIGNALS
-from grappe.loop import StepResult
-from grappe.options import Options
-from grappe.place import Place
+from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import SIGNALS
 from grappe.plan import Plan
-from grappe.run import Run
+from grappe.step.result import StepResult
 from grappe.task import Task
-from grappe.training import Training
-from grappe.verbs import worker as verb
-from grappe.verbs.session import TaskReference
+from grappe.training import worker as verb
+from grappe.training.options import Options
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.training.training import Training
 from tests.faults.trace import Recorder, recording
 from tests.parity.tasks import Images
 
@@ -61,8 +61,8 @@ Happening = Callable[[], object]
 
 
 def part(
-    place: Place,
-    meet: Path,
+    process: ProcessRank,
+    rendezvous_folder: Path,
     task: Task,
     text: str,
     run: Path,
@@ -76,7 +76,7 @@ def part(
         happenings: by process and step: what happens to it behind that step, when no save is under way.
     """
     plan = Plan.parse(f"{text},threads=1" if text else "threads=1")
-    asked = verb.Request(
+    request = verb.Request(
         task=TaskReference.of(task),
         plan=plan,
         run=run,
@@ -86,16 +86,16 @@ def part(
         options=options,
     )
     # Another launcher than ours, so that the pool's own output is left alone.
-    place = dataclasses.replace(place, launcher="test")
+    process = dataclasses.replace(process, launcher="test")
 
     class Mortal(Training):
         def after(self, result: StepResult) -> bool:
             stop = super().after(result)
             step = result.batch.step + 1
-            mine = (happenings or {}).get((place.rank, step))
+            mine = (happenings or {}).get((process.rank, step))
             if step == dies_at or any(at == step for _, at in happenings or ()):
                 # Else it were chance what is saved by then.
-                self._heed(self._saver.wait())
+                self.saving.wait()
             if mine is not None:
                 mine()
             if step == dies_at:
@@ -105,17 +105,19 @@ def part(
     told = io.StringIO()
     with _as_if_started(), mock.patch.object(verb, "Training", Mortal), contextlib.redirect_stdout(told):
         try:
-            verb.worker(asked, place, meet)
+            verb.worker(request, process, rendezvous_folder)
         except Given:
             if dist.is_initialized():
                 dist.destroy_process_group()
     return told.getvalue()
 
 
-def recorded(place: Place, meet: Path, task: Task, text: str, run: Path, options: Options) -> Recorder:
+def recorded(
+    process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, run: Path, options: Options
+) -> Recorder:
     """Trains to the end; what this process did to the run's folder of checkpoints, which is there."""
     with recording(run / "checkpoints") as recorder:
-        part(place, meet, task, text, run, options, None)
+        part(process, rendezvous_folder, task, text, run, options, None)
     return recorder
 
 
@@ -144,9 +146,10 @@ def hashes(run: Path, step: int) -> dict[str, str]:
 
 def hashes_of(checkpoint: Checkpoint) -> dict[str, str]:
     """As `hashes`, of one that is there."""
-    found = {"json": json.dumps(checkpoint.values, sort_keys=True)}
-    for name in checkpoint.tensors:
-        tensor = checkpoint.tensors.read(name)
+    found = {"json": json.dumps(checkpoint.read_values(), sort_keys=True)}
+    tensors = checkpoint.read_tensors()
+    for name in tensors:
+        tensor = tensors.read(name)
         bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         words = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
         found[name] = hashlib.sha256(words + bits).hexdigest()
@@ -164,7 +167,7 @@ def curves(run: Path) -> list[dict]:
 def samples(run: Path) -> dict[int, list[int]]:
     """By step: the sample ids that all processes took, in the order of their slices."""
     steps: dict[int, list[int]] = {}
-    files = sorted((run / "ledger").iterdir(), key=lambda file: int(file.stem.partition("-")[2]))
+    files = sorted((run / "samples").iterdir(), key=lambda file: int(file.stem.partition("-")[2]))
     for file in files:
         for line in file.read_text().splitlines():
             one = json.loads(line)

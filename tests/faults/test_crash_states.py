@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from grappe.checkpoint.commit import read_json, write_json
-from grappe.checkpoint.format import MODEL, STATE, found, latest
+from grappe.checkpoint.format import STATE, latest, list_checkpoints
 from grappe.checkpoint.initial import _save
 from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.names import MODEL
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
-from grappe.world import Place, World
+from grappe.launch.world import ProcessRank, World
 from tests.faults.conftest import END, PLANS
 from tests.faults.resume_cell import hashes, hashes_of
 from tests.faults.trace import Operation, Recorder, Tree, left, rebuild, recording, unsynced
@@ -30,7 +31,7 @@ SAMPLE = 2**ALL_SUBSETS
 def save(folder: Path, step: int, size: int = 1, keep: int = 1) -> None:
     """A save of `size` processes, process 0 last, as the commit waits for the others."""
     for rank in reversed(range(size)):
-        world = World(place=Place(rank=rank, size=size), device=torch.device("cpu"))
+        world = World(process=ProcessRank(rank=rank, size=size), device=torch.device("cpu"))
         saver = Saver(folder, world, "token", Keep(last=keep), lambda: None)
         pieces = [Piece(f"{MODEL}{rank}", torch.full((9,), float(step)), (9,), (0,))]
         saver._write(step, pieces, {"size": size})
@@ -42,7 +43,7 @@ def loaded(folder: Path) -> int | None:
     newest = latest(folder)
     if newest is None:
         return None
-    state, tensors = newest.values, newest.tensors
+    state, tensors = newest.read_values(), newest.read_tensors()
     assert state["step"] == newest.step
     assert set(tensors) == {f"{MODEL}{rank}" for rank in range(state["size"])}
     for name in tensors:
@@ -144,7 +145,7 @@ def test_whatever_a_crash_leaves_a_run_goes_on_to_the_same_bits(tmp_path, record
     """Processes that save side by side; the run goes on from the fullest of the states that lead to a step."""
     was = recorded(plan)
     recorder, folder = was.recorder, was.run / "checkpoints"
-    wanted = {one.step: hashes_of(one) for one in found(folder)}
+    wanted = {one.step: hashes_of(one) for one in list_checkpoints(folder)}
     assert set(wanted) == {3, 6}
     committed, fullest = commit_of(recorder), dict[int, Tree]()
     for count, (done, tree) in enumerate(states(recorder)):
@@ -185,7 +186,7 @@ def test_step_0_is_there_or_not(tmp_path) -> None:
         newest = latest(tmp_path / f"state{count}")
         outcomes.add(newest is None)
         if newest is not None:
-            assert all(torch.equal(newest.model.read(n), p) for n, p in model.named_parameters())
+            assert all(torch.equal(newest.read_model().read(n), p) for n, p in model.named_parameters())
     assert outcomes == {True, False}
 
 

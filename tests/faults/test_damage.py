@@ -12,7 +12,7 @@ import torch
 
 from grappe.checkpoint.format import Checkpoint
 from grappe.errors import RunError
-from grappe.run import Run
+from grappe.training.run import Run
 from tests.faults.conftest import END, PLANS, Recorded
 from tests.faults.resume_cell import hashes
 
@@ -33,8 +33,8 @@ def run(tmp_path, was: Recorded) -> Run:
 
 
 def content(checkpoint: Checkpoint) -> Content:
-    tensors = checkpoint.tensors
-    return {name: tensors.read(name) for name in tensors}, checkpoint.values
+    tensors = checkpoint.read_tensors()
+    return {name: tensors.read(name) for name in tensors}, checkpoint.read_values()
 
 
 def alike(a: Content, b: Content) -> bool:
@@ -150,12 +150,12 @@ def test_damage_to_the_curves_loses_a_line_at_most(run) -> None:
 
 def test_damage_to_the_description_is_said_or_harmless(run) -> None:
     file = run.folder / "run.json"
-    good, whole = file.read_bytes(), run.description
+    good, whole = file.read_bytes(), run.read_description()
     for text in (*flips(good, 200), good[:-20], b""):
         file.write_bytes(text)
         try:
             assert {
-                name: run.description.get(name) for name in whole
+                name: run.read_description().get(name) for name in whole
             } == whole  # a flip in the key of the hash
         except RunError as error:
             assert "run.json cannot be read" in str(error) or "run.json is damaged" in str(error)
@@ -163,4 +163,4 @@ def test_damage_to_the_description_is_said_or_harmless(run) -> None:
         assert newest is not None
         assert newest.step == 6
     file.write_bytes(good)
-    assert run.description == whole
+    assert run.read_description() == whole

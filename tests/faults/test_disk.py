@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import found, latest
+from grappe.checkpoint.format import latest, list_checkpoints
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver, leftovers
 from grappe.errors import RunError
-from grappe.options import Options
-from grappe.run import Run
-from grappe.world import Place, World
+from grappe.launch.world import ProcessRank, World
+from grappe.training.options import Options
+from grappe.training.run import Run
 from tests.commands import until
 from tests.faults.conftest import PLANS
 from tests.faults.resume_cell import curves, hashes, part
 from tests.parity.tasks import Images
 from tests.processes import Pool
-from tests.test_training import same, train, weights
+from tests.training.test_training import same, train, weights
 
 AT: dict[int, Callable[[], object]] = {}
 CALLS = [0]
@@ -99,8 +99,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(disk, capsys) -> No
     assert "step 6 could not be saved: [Errno 28]" in out
     assert "the checkpoint before it is whole, training goes on" in out
     run = Run(result.run)
-    assert [one.step for one in found(run.checkpoints)] == [9, 3, 0]
-    assert all(verify(one.folder) is None for one in found(run.checkpoints))
+    assert [one.step for one in list_checkpoints(run.checkpoints)] == [9, 3, 0]
+    assert all(verify(one.folder) is None for one in list_checkpoints(run.checkpoints))
     assert leftovers(run.checkpoints) == []
     assert [one["step"] for one in run.records("step")] == list(range(1, 10))  # the curves waited for room
     at()
@@ -168,10 +168,10 @@ def may_write(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def told(place: Place, meet: Path, *arguments: Any) -> str:
+def told(process: ProcessRank, rendezvous_folder: Path, *arguments: Any) -> str:
     """What a user sees of a training in a pool's process, an error that ends it too."""
     try:
-        return part(place, meet, *arguments)
+        return part(process, rendezvous_folder, *arguments)
     except RunError as error:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -189,9 +189,9 @@ def on_two(request: pytest.FixtureRequest, pool: Pool) -> Callable[..., list[str
         pytest.importorskip("deepspeed")
 
     def run(folder: Path, dies_at: int | None = None, happenings: object = None, **options: bool):
-        asked = Options(save_every=2, **options)
+        chosen = Options(save_every=2, **options)
         function = "tests.faults.test_disk:told"
-        return pool.run(function, 2, PARTED, request.param, folder, asked, dies_at, happenings)
+        return pool.run(function, 2, PARTED, request.param, folder, chosen, dies_at, happenings)
 
     return run
 
@@ -208,8 +208,8 @@ def test_processes_whose_saves_fail_go_on_and_lose_nothing(disk, tmp_path, on_tw
     assert "step 8 could not be saved: [Errno 27]" in out
     assert out.count("the checkpoint before it is whole, training goes on") == 2, out
     run = Run(disk / "run")
-    assert [one.step for one in found(run.checkpoints)] == [6, 2, 0]
-    assert all(verify(one.folder) is None for one in found(run.checkpoints))
+    assert [one.step for one in list_checkpoints(run.checkpoints)] == [6, 2, 0]
+    assert all(verify(one.folder) is None for one in list_checkpoints(run.checkpoints))
     assert leftovers(run.checkpoints) == []
     assert "going on from step 6" in on_two(disk / "run")[0]
     on_two(tmp_path / "whole")
@@ -226,7 +226,7 @@ def test_processes_stop_when_that_was_asked_and_where_the_last_save_fails(disk, 
     for one in second:
         assert re.match(r"grappe: step 12 could not be saved: .*free some space, and start again", one)
     (disk / "ballast").unlink()
-    assert not Run(disk / "run").finished
+    assert not Run(disk / "run").is_finished()
     assert "going on from step 10" in on_two(disk / "run")[0]
     on_two(tmp_path / "whole")
     assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
@@ -238,7 +238,9 @@ def limited(folder: Path) -> str | None:
     if os.fork() == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        saver = Saver(folder, World(place=Place(), device=torch.device("cpu")), "t", Keep(), lambda: None)
+        saver = Saver(
+            folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Keep(), lambda: None
+        )
         told = [saver.save(1, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
         told += [saver.save(2, {"model.w": torch.ones(10_000)}, {}, {}) or saver.wait()]
         told += [saver.save(3, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
@@ -256,7 +258,7 @@ def test_a_quota(tmp_path) -> None:
     assert told is not None
     assert told.startswith("[None, 'step 2 could not be saved: [Errno 27] File too large")
     assert told.endswith(", None]")
-    assert [one.step for one in found(tmp_path)] == [3, 1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
     newest = latest(tmp_path)
     assert newest is not None
     assert newest.step == 3

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from grappe import cli
+from grappe.checkpoint import tensor_file
+from grappe.checkpoint.commit import commit, write_new
+from grappe.checkpoint.format import STATE, step_folder
+from grappe.cli import commands
 from grappe.plan import Plan
-from grappe.verbs import drill
+from grappe.training.run import Run
+from grappe.verbs.drill import drill
 from tests.commands import GRAPPE, Command
 from tests.faults.stuck import Quick
+from tests.patience import PATIENCE_SECONDS
 
 STUCK = str(Path(__file__).with_name("stuck.py"))
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
-MINUTES = 10 * 60
 
 
 class Dicey(Quick):
@@ -29,7 +34,7 @@ class Dicey(Quick):
 def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
     command = Command(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN, cwd=tmp_path)
     try:
-        out, err = command.process.communicate(timeout=MINUTES)
+        out, err = command.process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         command.close()
     rows = [line.split("  ") for line in out.splitlines()[1:]]
@@ -51,7 +56,7 @@ def test_what_is_not_recovered_is_said(
 ) -> None:
     killed = next(one for one in drill.all_faults(Plan()) if one.name == "all processes killed")
     monkeypatch.setattr(drill, "all_faults", lambda plan: [killed])
-    code = cli.app(["drill", f"{__file__}:Dicey", "--plan", "threads=1,workers=0,device=cpu"])
+    code = commands.app(["drill", f"{__file__}:Dicey", "--plan", "threads=1,workers=0,device=cpu"])
     assert code == 1
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.split()[:4] == ["all", "processes", "killed", "NO"]
@@ -78,3 +83,36 @@ def test_fewer_and_more_processes(plan: str, fewer: str | None, more: str) -> No
     assert others.pop("killed, resumed with more processes") == more
     assert others.pop("killed, resumed with fewer processes", None) == fewer
     assert not others
+
+
+def saved(run: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A run with one checkpoint of two files, each tensor in one of them."""
+    Run.create(run, {})
+    beside, names = run / "checkpoints" / ".beside", sorted(tensors)
+    beside.mkdir()
+    files = {STATE: write_new(beside / STATE, b'{"step": 1}')}
+    for rank in (0, 1):
+        pieces = [
+            tensor_file.Piece(name, tensors[name], tuple(tensors[name].shape), (0,) * tensors[name].dim())
+            for name in names[rank::2]
+        ]
+        file = beside / f"rank-{rank}.safetensors"
+        files[file.name] = tensor_file.write(file, pieces)
+    commit(beside, step_folder(run / "checkpoints", 1), files)
+    return run
+
+
+def test_each_file_is_opened_once_however_many_tensors_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"model.{index}": torch.full((3,), float(index)) for index in range(8)}
+    a, b = (saved(tmp_path / name, tensors) for name in "ab")
+    opened = []
+
+    def counting(file: Path, **options: str) -> object:
+        opened.append(file)
+        return safe_open(file, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tensor_file, "safe_open", counting)
+    assert drill.difference(a, b, whole=True) == 0
+    assert len(opened) == len(set(opened)) == 4

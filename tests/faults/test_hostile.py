@@ -19,16 +19,16 @@ from grappe.checkpoint.commit import MANIFEST, fingerprint, json_hash
 from grappe.checkpoint.format import STATE
 from grappe.checkpoint.initial import build
 from grappe.errors import GrappeError
+from grappe.launch.world import ProcessRank
 from grappe.plan import Plan
-from grappe.run import Run
+from grappe.training.run import Run
 from grappe.verbs import evaluate
 from grappe.verbs.load import load
 from grappe.verbs.runs import describe, listing
-from grappe.world import Place
 from tests.parity.tasks import Images
-from tests.test_training import train
+from tests.patience import PATIENCE_SECONDS
+from tests.training.test_training import train
 
-PATIENCE_SECONDS = 15
 DEEP = b"[" * 100_000
 TENSORS = "rank-0.safetensors"
 
@@ -135,7 +135,7 @@ def run(made, tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(PATIENCE_SECONDS)
+    signal.alarm(int(PATIENCE_SECONDS))
     yield tmp_path / "runs/run"
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -145,10 +145,10 @@ def run(made, tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def scores(folder: Path) -> object:
-    asked = evaluate.Request(
+    request = evaluate.EvaluateRequest(
         run=folder, task=None, plan=Plan.parse("threads=1"), split="validation", data=folder
     )
-    return evaluate.worker(asked, Place(launcher="test"), folder)
+    return evaluate.worker(request, ProcessRank(launcher="test"), folder)
 
 
 def told(verb: Callable[[], object]) -> str:
@@ -225,7 +225,7 @@ def test_state(run, case: str) -> None:
     seal(checkpoint)
     assert look(run) == ["", "", "", ""]  # weights need no state
     if case != "digits":
-        assert "state.json" in told(lambda: Run(run).latest().values)  # type: ignore[union-attr]
+        assert "state.json" in told(lambda: Run(run).latest().read_values())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

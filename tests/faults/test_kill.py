@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import Checkpoint, found, latest
+from grappe.checkpoint.format import Checkpoint, latest, list_checkpoints
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.saver import Saver, leftovers
-from grappe.world import Place, World
+from grappe.launch.world import ProcessRank, World
 
 KILLS = int(os.environ.get("GRAPPE_SOAK", "200"))
 KEPT = 2
@@ -34,7 +34,7 @@ def save_until_killed(folder: Path, pipe: int) -> None:
         shutil.rmtree(entry, ignore_errors=True)
     newest = latest(folder)
     step = newest.step if newest is not None else 0
-    world = World(place=Place(), device=torch.device("cpu"))
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
     saver = Saver(folder, world, f"start{os.getpid()}", Keep(last=KEPT), lambda: None)
     os.write(pipe, struct.pack("<q", step))
     while True:
@@ -67,10 +67,10 @@ def killed(folder: Path, seconds: float) -> list[int]:
 
 def is_whole(checkpoint: Checkpoint) -> bool:
     wanted = state(checkpoint.step)
-    tensors = checkpoint.tensors
+    tensors = checkpoint.read_tensors()
     return (
         verify(checkpoint.folder) is None
-        and checkpoint.values["step"] == checkpoint.step
+        and checkpoint.read_values()["step"] == checkpoint.step
         and set(tensors) == set(wanted)
         and all(torch.equal(tensors.read(name), tensor) for name, tensor in wanted.items())
     )
@@ -83,7 +83,7 @@ def test_nothing_committed_is_lost(tmp_path) -> None:
     for _ in range(KILLS):
         told = killed(tmp_path, generator.random() * LONGEST_SECONDS)
         committed |= {*told} - {0}
-        there = found(tmp_path)
+        there = list_checkpoints(tmp_path)
         assert all(map(is_whole, there))
         steps = [one.step for one in there]
         # It may have been killed between a commit and telling of it, never the other way round.

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.run import Run
+from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
+from tests.patience import PATIENCE_SECONDS
 
 SOAK = "GRAPPE_SOAK" in os.environ
 KILLS = int(os.environ["GRAPPE_SOAK"]) // 10 if SOAK else 0
 STEPS_BETWEEN = 4  # at least, so that it comes to an end
 TASK = str(Path(__file__).with_name("stuck.py")) + ":Quick"
-PATIENCE_SECONDS = 120.0
 
 
 def steps_in(run: Path) -> int:
@@ -28,7 +28,17 @@ def steps_in(run: Path) -> int:
 def train(folder: Path, kills: int, steps: int, plan: str, generator: random.Random) -> tuple[Path, int]:
     """Trains to the end through so many kills of the launcher or of one process; how many struck."""
     run, struck = folder / "run", 0
-    command_line = (GRAPPE, "train", TASK, "epochs=100000", "--plan", plan, "--run", str(run), "--ledger")
+    command_line = (
+        GRAPPE,
+        "train",
+        TASK,
+        "epochs=100000",
+        "--plan",
+        plan,
+        "--run",
+        str(run),
+        "--log-samples",
+    )
     while True:
         command = Command(*command_line, "--save-every", "3", "--steps", str(steps), cwd=folder)
         try:
@@ -84,12 +94,13 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan:
     one, other = Run(quiet).latest(), Run(killed).latest()
     assert one is not None and other is not None
     assert one.step == other.step == steps
-    assert set(one.tensors) == set(other.tensors)
-    for name in one.tensors:
-        assert torch.equal(one.tensors.read(name), other.tensors.read(name)), name
+    ours, theirs = one.read_tensors(), other.read_tensors()
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert torch.equal(ours.read(name), theirs.read(name)), name
     losses = [[(line["step"], line["loss"]) for line in Run(run).records("step")] for run in (quiet, killed)]
     assert losses[0] == losses[1]
     for rank in (0, 1):
-        assert (quiet / f"ledger/rank-{rank}.jsonl").read_text() == (
-            killed / f"ledger/rank-{rank}.jsonl"
+        assert (quiet / f"samples/rank-{rank}.jsonl").read_text() == (
+            killed / f"samples/rank-{rank}.jsonl"
         ).read_text()

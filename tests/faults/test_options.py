@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grappe import cli
-from grappe.options import Options
-from grappe.run import Run
+from grappe.cli import commands
+from grappe.training.options import Options
+from grappe.training.run import Run
 from grappe.verbs import train as verb
 from tests.commands import GRAPPE, Command
 
@@ -53,14 +53,14 @@ def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[verb.Request] = []
+    requests: list[verb.Request] = []
 
     def note(request: verb.Request) -> verb.Result:
-        asked.append(request)
+        requests.append(request)
         return verb.Result(run=tmp_path, status="finished", step=1)
 
     monkeypatch.setattr(verb, "run_training", note)
     options = "--time-limit 2h --stall-limit 5m --keep 7 --stop-on-failed-save"
-    assert cli.app(["train", "digits", *options.split()]) == 0
+    assert commands.app(["train", "digits", *options.split()]) == 0
     wanted = Options(time_limit=7200.0, stall_limit=300.0, keep=7, stop_on_failed_save=True)
-    assert asked[0].options == wanted
+    assert requests[0].options == wanted

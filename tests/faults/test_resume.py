@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.format import LOCAL, MODEL
-from grappe.options import Options
+from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.plan import Plan
-from grappe.run import Run
+from grappe.training.options import Options
+from grappe.training.run import Run
 from tests.faults.pairwise import Cell, grid, pairs, pairwise
 from tests.faults.resume_cell import Loaded, curves, hashes, samples
 from tests.parity.cell import TOLERANCE, difference
@@ -62,8 +62,8 @@ def task_of(cell: Cell) -> Images:
 def run(
     pool: Pool, task: Images, plan: str, folder: Path, dies_at: int | None = None, **options: int | None
 ) -> str:
-    asked = Options(ledger=True, keep=100, **options)
-    return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, asked, dies_at)[0]
+    request = Options(log_samples=True, keep=100, **options)
+    return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, request, dies_at)[0]
 
 
 def test_the_selection_has_every_pair_of_the_grid() -> None:
@@ -117,7 +117,8 @@ def model(folder: Path) -> dict:
     checkpoint = Run(folder).latest()
     assert checkpoint is not None
     assert checkpoint.step == BEYOND
-    return {name: checkpoint.tensors.read(name) for name in checkpoint.tensors if name.startswith(MODEL)}
+    tensors = checkpoint.read_tensors()
+    return {name: tensors.read(name) for name in tensors if name.startswith(MODEL)}
 
 
 @pytest.mark.parametrize("after", WORLDS)
@@ -146,9 +147,10 @@ def test_another_engine_takes_the_weights_over_and_says_so(
     assert f"from engine {before} to {after}: only the weights go over" in told
     fresh = Run(tmp_path / "run").latest()
     assert fresh is not None
+    tensors = fresh.read_tensors()
     counted = {
-        float(fresh.tensors.read(name))
-        for name in fresh.tensors
+        float(tensors.read(name))
+        for name in tensors
         if name.startswith("optimizer.") and name.endswith(".step")
     }
     assert counted == {1.0}, "Adam's step counters are not those of a fresh optimizer"

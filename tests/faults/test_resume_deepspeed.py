@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.format import MODEL
-from grappe.options import Options
+from grappe.checkpoint.names import MODEL
 from grappe.plan import Plan
-from grappe.run import Run
 from grappe.task import Task
+from grappe.training.options import Options
+from grappe.training.run import Run
 from tests.faults.resume_cell import curves, hashes, samples
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images
@@ -41,8 +41,8 @@ CELLS = [
 def run(
     pool: Pool, task: Task, plan: str, folder: Path, dies_at: int | None = None, **options: int | None
 ) -> str:
-    asked = Options(ledger=True, keep=100, **options)
-    return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, asked, dies_at)[0]
+    request = Options(log_samples=True, keep=100, **options)
+    return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, request, dies_at)[0]
 
 
 @pytest.mark.parametrize(("plan", "task"), CELLS, ids=[plan for plan, _ in CELLS])
@@ -64,7 +64,8 @@ def model(folder: Path, step: int) -> dict:
     checkpoint = Run(folder).latest()
     assert checkpoint is not None
     assert checkpoint.step == step
-    return {name: checkpoint.tensors.read(name) for name in checkpoint.tensors if name.startswith(MODEL)}
+    tensors = checkpoint.read_tensors()
+    return {name: tensors.read(name) for name in tensors if name.startswith(MODEL)}
 
 
 WANDERER = Images(rule="adam", epochs=4, clip=0.5)

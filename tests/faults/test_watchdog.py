@@ -8,14 +8,18 @@ import os
 import queue
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from grappe.run import Run
-from grappe.watchdog import Standstill, Watchdog, sentence
+from grappe.errors import user_code
+from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
+from grappe.training.run import Run
+from grappe.training.watchdog import Standstill, Watchdog, sentence, waits_in
 from tests.commands import GRAPPE, Command, pids_in_training, until
+from tests.patience import PATIENCE_SECONDS
 
 STUCK = str(Path(__file__).with_name("stuck.py"))
 HERE = "threads=1,workers=0,device=cpu"
@@ -28,8 +32,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Command] = []
 
     def begin(name: str, *arguments: str, plan: str = "replicate=2") -> Command:
-        asked = ("--plan", f"{plan},{HERE}", "--run", "run", *arguments)
-        started.append(Command(GRAPPE, "train", f"{STUCK}:{name}", *asked, cwd=tmp_path))
+        request = ("--plan", f"{plan},{HERE}", "--run", "run", *arguments)
+        started.append(Command(GRAPPE, "train", f"{STUCK}:{name}", *request, cwd=tmp_path))
         return started[-1]
 
     yield begin
@@ -45,10 +49,10 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
     assert found[3] == STUCK
     assert "in __getitem__(): time.sleep(3600); the others wait for it" in err
     reports = [(tmp_path / f"run/logs/stall-rank-{rank}.txt").read_text() for rank in range(2)]
-    guilty = int(found[1])
-    assert '"waits": false' in reports[guilty]
-    assert '"waits": true' in reports[1 - guilty]
-    assert "__getitem__" in reports[guilty]
+    causes = int(found[1])
+    assert '"waits": false' in reports[causes]
+    assert '"waits": true' in reports[1 - causes]
+    assert "__getitem__" in reports[causes]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_all_stopped_for_longer_than_the_limit_is_no_standstill(start: Start, tm
         os.kill(pid, signal.SIGCONT)
     log = tmp_path / "run/logs/rank-0.log"
     until(lambda: log.read_text().count("step in") > steps + 200, "it goes on")
-    command.interrupt()
+    command.stop_signal()
     assert command.end()[0] == 75
     assert not list((tmp_path / "run/logs").glob("stall-*"))
 
@@ -114,23 +118,29 @@ def test_a_slow_evaluation_is_no_standstill(start: Start, tmp_path: Path) -> Non
     assert not list((tmp_path / "run/logs").glob("stall-*"))
 
 
+def watchdog(folder: Path, **options) -> Watchdog:
+    defaults = {"limit": None, "end": print, "phase": lambda: FORWARD, "writing": lambda: False}
+    return Watchdog(folder=folder, token="a", **{**defaults, **options})
+
+
 def test_the_bound_is_learned_and_generous(tmp_path: Path) -> None:
-    dog = Watchdog(rank=0, size=1, folder=tmp_path, token="a", limit=None, end=print)
+    phase = FORWARD
+    dog = watchdog(tmp_path, rank=0, size=1, phase=lambda: phase)
     assert dog.bound() == 900, "the first step may compile"
     dog._seen |= {"step", "save"}
     assert dog.bound() == 60
     dog._longest = 10.0
     assert dog.bound() == 200
-    with dog.doing("evaluation"):
-        assert dog.bound() == 900, "the first evaluation may compile"
-    with dog.doing("save"):
-        assert dog.bound() == 900
+    phase = EVALUATION
+    assert dog.bound() == 900, "the first evaluation may compile"
+    phase = CHECKPOINT
+    assert dog.bound() == 900
 
 
 def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
     """Process 0 writes to a terminal that was paused by Ctrl-S; once it answers no more, it is at fault."""
     ended: queue.Queue[str] = queue.Queue()
-    dog = Watchdog(rank=1, size=2, folder=tmp_path, token="a", limit=0.2, end=ended.put)
+    dog = watchdog(tmp_path, rank=1, size=2, limit=0.2, end=ended.put)
     report = tmp_path / "stall-rank-0.txt"
     paused = dataclasses.replace(told(0), excused=True)
     report.write_text(json.dumps({"token": "a", **dataclasses.asdict(paused)}) + "\n")
@@ -138,7 +148,7 @@ def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
     with pytest.raises(queue.Empty):
         ended.get(timeout=2)
     report.unlink()
-    assert "process 0 of 2 does not answer" in ended.get(timeout=60)
+    assert "process 0 of 2 does not answer" in ended.get(timeout=PATIENCE_SECONDS)
 
 
 def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
@@ -162,3 +172,30 @@ def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
 )
 def test_who_is_blamed(tmp_path: Path, found: list[Standstill], wanted: str) -> None:
     assert wanted in sentence({one.rank: one for one in found}, 2, tmp_path, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "file", "waits"),
+    [
+        (COMMUNICATION, "task.py", True),
+        (FORWARD, "task.py", False),
+        (FORWARD, "/x/torch/distributed/distributed_c10d.py", True),
+        (EVALUATION, "/x/torch/distributed/distributed_c10d.py", True),
+        (BACKWARD, "/x/torch/autograd/graph.py", True),
+        (BACKWARD, str(user_code.PACKAGE / "step/any.py"), True),
+        (FORWARD, str(user_code.PACKAGE / "step/any.py"), False),
+        (BACKWARD, "task.py", False),
+    ],
+)
+def test_who_waits(phase: int, file: str, waits: bool) -> None:
+    stack = traceback.StackSummary.from_list([("worker.py", 1, "worker", ""), (file, 2, "f", "")])
+    assert waits_in(phase, stack) is waits
+
+
+def test_what_a_process_says_of_itself(tmp_path: Path) -> None:
+    one = watchdog(tmp_path, rank=0, size=2, writing=lambda: True)._standstill(traceback.extract_stack())
+    assert (one.excused, one.waits, one.phase) == (True, False, "step")
+    dog = watchdog(tmp_path, rank=0, size=2, phase=lambda: CHECKPOINT)
+    dog.waiting = True
+    two = dog._standstill(traceback.extract_stack())
+    assert (two.excused, two.waits, two.phase) == (False, True, "save")

@@ -9,39 +9,39 @@ import torch
 
 from grappe import engines
 from grappe.checkpoint.initial import built
-from grappe.data.feed import evaluation_feed, training_feed
-from grappe.engines.base import Setting
-from grappe.place import Place
+from grappe.data.loader import evaluation_loader, training_loader
+from grappe.engines.base import EngineSetup
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import join
 from grappe.plan import Plan
 from grappe.task import Task
-from grappe.world import join
 
 TOLERANCE = 1e-5  # contract 7: per tensor, in norm, after at most 10 steps in fp32
 
 
-def train(place: Place, meet: Path, task: Task, text: str, steps: int) -> dict[str, Any]:
+def train(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, steps: int) -> dict[str, Any]:
     """Losses, norms and, on process 0, the final weights; the evaluation's scores too."""
     plan = Plan.parse(text + (",threads=1" if text else "threads=1"))
-    world = join(plan, place, meet)
+    world = join(plan, process, rendezvous_folder)
     dataset = task.data("train", Path())
-    feed = training_feed(task, dataset, plan, world)
-    setting = Setting(
+    loader = training_loader(task, dataset, plan, world)
+    setup = EngineSetup(
         task=task,
         plan=plan,
         world=world,
         weights=built(task),
-        total_steps=task.epochs * feed.ledger.steps_per_epoch,
-        flag=lambda: 0.0,
-        example=feed.example(),
+        total_steps=task.epochs * loader.order.steps_per_epoch,
+        stop_requested=lambda: 0.0,
+        sample_inputs=loader.example(),
         samples=len(dataset),
     )
-    engine = engines.check(plan)(setting)
+    engine = engines.check(plan)(setup)
     results = []
-    engine.train(feed.batches(0, steps), lambda result: bool(results.append(result)))
+    engine.train(loader.batches(0, steps), lambda result: bool(results.append(result)))
     losses = [result.sums.read()[0] / float(result.batch.count) for result in results]
     norms = [float(result.norm) if result.norm is not None else None for result in results]
-    held_out = evaluation_feed(task, dataset, plan, world)
-    scores = engine.evaluate(held_out.batches(0, held_out.ledger.steps_per_epoch), held_out.ledger.length)
+    held_out = evaluation_loader(task, dataset, plan, world)
+    scores = engine.evaluate(held_out.batches(0, held_out.order.steps_per_epoch), held_out.order.length)
     weights = {name: tensor.clone() for name, tensor in engine.export()}
     ids = [result.batch.ids.tolist() for result in results]
     told = {"skipped": [result.skipped for result in results], "lr": [result.lr for result in results]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grappe import Arrays
-from grappe.data.ledger import Ledger
+from grappe.data.order import SampleOrder
 from tests.parity.tasks import Images
 
 LOUD_STEP = 1
@@ -20,6 +20,6 @@ class Loud(Images):
 
     def data(self, split: str, folder: Path) -> Arrays:
         data = super().data(split, folder)
-        ledger = Ledger(seed=self.seed, length=self.samples, batch_size=self.batch_size)
-        data.inputs[int(ledger.ids(0, LOUD_STEP)[-1])] *= 1e6
+        order = SampleOrder(seed=self.seed, length=self.samples, batch_size=self.batch_size)
+        data.inputs[int(order.ids(0, LOUD_STEP)[-1])] *= 1e6
         return data

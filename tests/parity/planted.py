@@ -1,4 +1,4 @@
-"""Faults, planted into engines, the feed and tasks, for verify to find; and the processes that they are planted in."""
+"""Faults, planted into engines, the loader and tasks, for verify to find; and the processes they are planted in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils.data import Dataset
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
-from grappe.data.feed import Feed
-from grappe.data.ledger import Ledger
-from grappe.engines import native
-from grappe.losses import Losses
-from grappe.place import Place
+from grappe.data.loader import BatchLoader
+from grappe.data.order import SampleOrder
+from grappe.engines.native import whole as native
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.world import World
+from grappe.step.losses import Losses
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -31,27 +31,27 @@ Planted = Callable[[], contextlib.AbstractContextManager]
 def runner(pool: Pool, fault: str = "") -> Callable[[str, Any, Plan], Any]:
     """What starts processes for verify: a pool's, with a fault planted."""
 
-    def run(function: str, asked: Any, plan: Plan) -> Any:
-        return pool.run(f"{__name__}:planted", plan.processes, function, asked, fault)[0]
+    def run(function: str, request: Any, plan: Plan) -> Any:
+        return pool.run(f"{__name__}:planted", plan.processes, function, request, fault)[0]
 
     return run
 
 
-def planted(place: Place, meet: Path, function: str, asked: Any, fault: str) -> Any:
+def planted(process: ProcessRank, rendezvous_folder: Path, function: str, request: Any, fault: str) -> Any:
     """One process."""
     import importlib
 
     module, _, name = function.partition(":")
     work = getattr(importlib.import_module(module), name)
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        return work(asked, place, meet)
+        return work(request, process, rendezvous_folder)
 
 
-# ---- In engines and the feed; one plain process shares none of these -------------------------------------
+# ---- In engines and the loader; one plain process shares none of these -------------------------------------
 
 
 def no_synchronised_batchnorm() -> Any:
-    return mock.patch("grappe.prepare.synchronise_batchnorm", lambda *_: None)
+    return mock.patch("grappe.parallel.parallelize.synchronise_batchnorm", lambda *_: None)
 
 
 def alike_dropout() -> Any:
@@ -79,59 +79,59 @@ def fresh_dropout() -> Any:
 
 def means_of_means() -> Any:
     """Each process divides by its own slice's size, as a loss that averages under DDP does."""
-    seed = Losses.seed
+    gradient = Losses._output_gradient
 
     def local(self: Losses, values: Any, micro: Microbatch, batch: Batch, rows: int, scale: float) -> Any:
         mine = batch._replace(count=float(2 * len(batch.ids)))
-        return seed(self, values, micro, mine, rows, scale)
+        return gradient(self, values, micro, mine, rows, scale)
 
-    return mock.patch.object(Losses, "seed", local)
+    return mock.patch.object(Losses, "_output_gradient", local)
 
 
 def silent_bf16() -> Any:
-    return mock.patch("grappe.prepare.autocast", lambda *_: torch.autocast("cpu", torch.bfloat16))
+    return mock.patch.object(native, "autocast", lambda *_: torch.autocast("cpu", torch.bfloat16))
 
 
 def no_division_by_microbatches() -> Any:
-    seed = Losses.seed
+    gradient = Losses._output_gradient
 
     def summed(self: Losses, values: Any, micro: Microbatch, batch: Batch, rows: int, scale: float) -> Any:
-        return seed(self, values, micro, batch, rows, scale * len(batch.microbatches))
+        return gradient(self, values, micro, batch, rows, scale * len(batch.microbatches))
 
-    return mock.patch.object(Losses, "seed", summed)
+    return mock.patch.object(Losses, "_output_gradient", summed)
 
 
 def off_by_one() -> Any:
-    ids = Ledger.ids
+    ids = SampleOrder.ids
 
-    def shifted(self: Ledger, epoch: int, step: int) -> np.ndarray:
+    def shifted(self: SampleOrder, epoch: int, step: int) -> np.ndarray:
         whole = self.order(epoch, 0, self.length)
         start = step * self.batch_size + 1
         return whole[start : start + len(ids(self, epoch, step))]
 
-    return mock.patch.object(Ledger, "ids", shifted)
+    return mock.patch.object(SampleOrder, "ids", shifted)
 
 
 def doubled_sample() -> Any:
     """The second slice's first sample is the first slice's last."""
-    slices = Feed.slices
+    slices = BatchLoader.slices
 
-    def doubled(self: Feed, start: int, stop: int) -> Iterator:
+    def doubled(self: BatchLoader, start: int, stop: int) -> Iterator:
         for part in slices(self, start, stop):
             if self._world.data_rank == 1:
                 ids = part.ids.copy()
-                everyone = self.ledger.ids(part.epoch, part.step % self.ledger.steps_per_epoch)
+                everyone = self.order.ids(part.epoch, part.step % self.order.steps_per_epoch)
                 ids[0] = everyone[len(everyone) - len(ids) - 1]
                 yield part._replace(ids=ids, pieces=(ids,))
             else:
                 yield part
 
-    return mock.patch.object(Feed, "slices", doubled)
+    return mock.patch.object(BatchLoader, "slices", doubled)
 
 
 def dropped_last_batch() -> Any:
     return mock.patch.object(
-        Ledger, "steps_per_epoch", property(lambda self: max(1, self.length // self.batch_size))
+        SampleOrder, "steps_per_epoch", property(lambda self: max(1, self.length // self.batch_size))
     )
 
 

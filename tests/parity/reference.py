@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grappe.data.ledger import Ledger, cut
+from grappe.data.order import SampleOrder, cut
 from grappe.task import Task
 
 
@@ -28,12 +28,12 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
     model = task.model().train()
     models = [model, *(copy.deepcopy(model) for _ in range(ways - 1))]
     dataset = task.data("train", Path())
-    ledger = Ledger(seed=task.seed, length=len(dataset), batch_size=task.batch_size)
+    order = SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size)
     optimizer = task.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    schedule = task.schedule(optimizer, task.epochs * ledger.steps_per_epoch)
+    schedule = task.schedule(optimizer, task.epochs * order.steps_per_epoch)
     losses, norms = [], []
     for step in range(steps):
-        ids = torch.from_numpy(ledger.ids(*divmod(step, ledger.steps_per_epoch)).copy())
+        ids = torch.from_numpy(order.ids(*divmod(step, order.steps_per_epoch)).copy())
         inputs, targets = dataset.inputs[ids], dataset.targets[ids]
         counts = task.counts(targets)
         total = len(ids) if counts is None else counts.sum()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.place import Place
+from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference, train
@@ -118,10 +118,12 @@ def test_a_parameter_that_nothing_reaches_is_named(pool: Pool) -> None:
         )
 
 
-def bits_around(place: Place, meet: Path, task: Tokens, text: str) -> float:
+def bits_around(process: ProcessRank, rendezvous_folder: Path, task: Tokens, text: str) -> float:
     """How far a plain training moves, in the same process, by another that was there before it."""
     before, _, after = (
-        train(dataclasses.replace(place, job=f"{place.job}-{turn}"), meet, task, plan, STEPS)["weights"]
+        train(
+            dataclasses.replace(process, job=f"{process.job}-{turn}"), rendezvous_folder, task, plan, STEPS
+        )["weights"]
         for turn, plan in enumerate(("", text, ""))
     )
     return difference(before, after)[0]

@@ -11,8 +11,8 @@ import torch
 
 from grappe import draw, engines
 from grappe.errors import PlanError
-from grappe.options import Options
 from grappe.plan import Plan
+from grappe.training.options import Options
 from tests.faults.resume_cell import Loaded, curves, hashes
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference

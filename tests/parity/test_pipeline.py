@@ -85,7 +85,7 @@ class Prose(PySource):
         whole = super().data(split, folder)
         first = int((whole.targets == IGNORED).any(1).nonzero()[0])
         chosen = slice(first, first + 17)
-        return Arrays(whole.inputs[chosen], whole.targets[chosen], prepare=torch.Tensor.long)
+        return Arrays(whole.inputs[chosen], whole.targets[chosen], transform=torch.Tensor.long)
 
 
 GPT = Prose(width=16, depth=2, heads=2, context=32, megabytes=0.3, batch_size=7, epochs=3)

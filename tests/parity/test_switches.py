@@ -1,4 +1,4 @@
-"""What verify switches off: modules that mix a batch's samples are found, and random draws give their mean."""
+"""What verify switches off: modules that couple a batch's samples are found, and random draws give their mean."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from grappe.parity.draws import Draws
-from grappe.parity.mixing import Mixing, mixing_modules
+from grappe.verbs.verify.batch_coupling import BatchCoupling, batch_coupled_modules
+from grappe.verbs.verify.random_ops import RandomOps
 from tests.parity.planted import Whitening
 
 ROWS = 12
@@ -26,9 +26,9 @@ class Steps(nn.Module):
         return (output[0] if isinstance(output, tuple) else output).mean(0)
 
 
-def found(module: nn.Module) -> Mixing:
+def found(module: nn.Module) -> BatchCoupling:
     torch.manual_seed(0)
-    return mixing_modules(nn.Sequential(nn.Linear(8, 8), module), torch.randn(ROWS, 8), ROWS)
+    return batch_coupled_modules(nn.Sequential(nn.Linear(8, 8), module), torch.randn(ROWS, 8), ROWS)
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def found(module: nn.Module) -> Mixing:
         Steps(nn.LSTM(8, 8, 2, dropout=0.2)),
     ],
 )
-def test_what_keeps_samples_apart_is_not_taken_for_mixing(module: nn.Module) -> None:
-    assert found(module) == Mixing(found={}, apart=True)
+def test_what_leaves_samples_independent_is_not_taken_for_coupled(module: nn.Module) -> None:
+    assert found(module) == BatchCoupling(modules={}, independent_rows=True)
 
 
-def test_what_mixes_samples_is_found_whether_evaluation_stops_it_or_not() -> None:
+def test_what_couples_samples_is_found_whether_evaluation_stops_it_or_not() -> None:
     normal, always = found(nn.BatchNorm1d(8)), found(Whitening())
-    assert normal.found == {"1": None}
-    assert not normal.apart and not always.apart
-    company = always.found["1"]
-    assert company is not None
-    alone = company.keep(Whitening())
+    assert normal.modules == {"1": None}
+    assert not normal.independent_rows and not always.independent_rows
+    companions = always.modules["1"]
+    assert companions is not None
+    alone = companions.wrap(Whitening())
     x = torch.randn(5, 8)
     assert torch.allclose(alone(x)[2:3], alone(x[2:3]), atol=1e-6)
     assert not torch.allclose(Whitening()(x)[2:3], alone(x[2:3]), atol=1e-2)
@@ -74,6 +74,6 @@ def test_what_mixes_samples_is_found_whether_evaluation_stops_it_or_not() -> Non
 def test_draws_that_are_switched_off_are_the_same_each_time(draw) -> None:
     x = torch.rand(3, 4) + 1
     assert not torch.equal(draw(x), draw(x))
-    with Draws(off=True) as draws:
+    with RandomOps(off=True) as random_ops:
         assert torch.equal(draw(x), draw(x))
-    assert draws.seen
+    assert random_ops.seen

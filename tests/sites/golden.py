@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from grappe.plan import Plan
-from grappe.sites.layout import Layout, Wish, layout
+from grappe.sites.layout import Layout, ResourceRequest, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, render
 from tests.slurm.shapes import live
@@ -33,7 +33,7 @@ def script(site: Site, size: str, **changes: int) -> Script:
     """The script of a site and a size; `changes` are made to its layout behind the checks."""
     number = gpus(site, size)
     plan = Plan(replicate=number)
-    made = layout(plan, site, Wish(seconds=1800, account=account(site)))
+    made = layout(plan, site, ResourceRequest(seconds=1800, account=account(site)))
     return Script(
         site=site,
         layout=dataclasses.replace(made, **changes) if changes else made,
@@ -47,7 +47,7 @@ def script(site: Site, size: str, **changes: int) -> Script:
         python="/home/me/.venv/bin/python",
         account=account(site),
         chain=0 if site.job.requeue else 3,
-        asked=f"grappe submit --site {site.name} -- train digits epochs=3",
+        command=f"grappe submit --site {site.name} -- train digits epochs=3",
     )
 
 

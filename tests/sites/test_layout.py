@@ -7,7 +7,7 @@ import pytest
 from grappe import sites
 from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.sites.layout import Wish, fit, layout
+from grappe.sites.layout import ResourceRequest, fit, layout
 
 ACCOUNTS = {
     "narval": "def-x",
@@ -20,7 +20,7 @@ ACCOUNTS = {
 
 
 def made(site: str, plan: str, **wish):
-    return layout(Plan.parse(plan), sites.find(site), Wish(**{"account": ACCOUNTS[site], **wish}))
+    return layout(Plan.parse(plan), sites.find(site), ResourceRequest(**{"account": ACCOUNTS[site], **wish}))
 
 
 def test_one_gpu_brings_its_share_of_the_node() -> None:
@@ -60,9 +60,9 @@ def test_the_first_queue_that_admits_a_job_is_taken() -> None:
 
 
 def test_gpus_make_a_plan() -> None:
-    assert str(fit(Plan(), Wish(gpus=4))) == "replicate=4"
-    assert str(fit(Plan.parse("per_device=2"), Wish(gpus=2))) == "replicate=4,per_device=2"
-    assert str(fit(Plan.parse("shard=4"), Wish(gpus=4))) == "shard=4"
+    assert str(fit(Plan(), ResourceRequest(gpus=4))) == "replicate=4"
+    assert str(fit(Plan.parse("per_device=2"), ResourceRequest(gpus=2))) == "replicate=4,per_device=2"
+    assert str(fit(Plan.parse("shard=4"), ResourceRequest(gpus=4))) == "shard=4"
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_what_a_site_forbids(site: str, plan: str, wish: dict, words: str) -> No
 
 def test_gpus_against_the_plan() -> None:
     with pytest.raises(GrappeError, match="use --gpus 4"):
-        fit(Plan.parse("shard=4"), Wish(gpus=2))
+        fit(Plan.parse("shard=4"), ResourceRequest(gpus=2))
 
 
 def test_a_retired_site_names_its_follower() -> None:
     with pytest.raises(GrappeError, match="replaced by fir"):
-        layout(Plan(), sites.find("cedar"), Wish(account="def-x"))
+        layout(Plan(), sites.find("cedar"), ResourceRequest(account="def-x"))

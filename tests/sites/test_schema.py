@@ -74,6 +74,6 @@ def test_an_unknown_site_is_answered_with_the_nearest() -> None:
 
 
 def test_login_nodes_are_known_by_their_variables() -> None:
-    assert sites.here({"CC_CLUSTER": "narval"}) == "narval"
-    assert sites.here({"NERSC_HOST": "perlmutter"}) == "perlmutter"
-    assert sites.here({}) == "generic"
+    assert sites.current({"CC_CLUSTER": "narval"}) == "narval"
+    assert sites.current({"NERSC_HOST": "perlmutter"}) == "perlmutter"
+    assert sites.current({}) == "generic"

@@ -12,7 +12,7 @@ import pytest
 from grappe import sites
 from grappe.errors import UsageError
 from grappe.plan import Plan
-from grappe.sites.layout import Wish, layout
+from grappe.sites.layout import ResourceRequest, layout
 from grappe.sites.script import Script, clock, notice, render
 from tests.sites.golden import FOLDER, SIZES, script
 from tests.slurm.shapes import live
@@ -115,13 +115,13 @@ def test_line_breaks_are_refused_wherever_they_come() -> None:
     ):
         with pytest.raises(UsageError, match="line break"):
             render(narval(**changes))
-    assert "hacked" not in render(narval(asked="x\nhacked")).replace("?hacked", "")
+    assert "hacked" not in render(narval(command="x\nhacked")).replace("?hacked", "")
 
 
 def test_processes_that_share_a_gpu_ask_for_what_mps_needs() -> None:
     site = sites.find("jean-zay-a100")
     plan = Plan(replicate=8, per_device=8)
-    made = layout(plan, site, Wish(account="x@a100"))
+    made = layout(plan, site, ResourceRequest(account="x@a100"))
     text = render(dataclasses.replace(script(site, "1-gpu"), plan=plan, layout=made))
     options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --constraint=a100&mps" in options

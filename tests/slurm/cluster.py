@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests.patience import PATIENCE_SECONDS
 from tests.slurm import configuration
 from tests.slurm.configuration import CPUS, GPUS, Shape
 
@@ -23,7 +24,6 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 FOR_ACCOUNTING = ("slurmdbd", "mariadbd")
 MARK = "GRAPPE_CLUSTER"  # the variable that finds all that belongs to a cluster
 HOME = Path("/tmp/grappe-slurm")  # of the cluster that `make slurm-up` starts
-PATIENCE_SECONDS = 60.0
 
 
 def missing(accounting: bool = False) -> list[str]:
@@ -195,12 +195,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("what", choices=["up", "down"])
     parser.add_argument("--accounting", action="store_true", help="keep jobs in a database, for sacct")
-    asked = parser.parse_args()
-    cluster = Cluster(HOME, accounting=asked.accounting)
-    if asked.what == "down":
+    request = parser.parse_args()
+    cluster = Cluster(HOME, accounting=request.accounting)
+    if request.what == "down":
         cluster.down()
         return
-    if lacks := missing(asked.accounting):
+    if lacks := missing(request.accounting):
         sys.exit(f"this machine lacks {', '.join(lacks)}: apt-get install slurm-wlm munge (see .ci/run)")
     if HOME.exists():
         sys.exit(f"there is one in {HOME}: make slurm-down ends it")

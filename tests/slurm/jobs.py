@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grappe.run import Run
+from grappe.training.run import Run
 from tests.commands import SLOW
+from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 
-PATIENCE_SECONDS = 150.0
 EPOCHS = 5
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
 
@@ -27,7 +27,7 @@ def grappe(*words: str, cwd: Path, code: int | None = 0) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     if code is not None:
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}{done.stderr}"
@@ -53,7 +53,7 @@ class Job:
             f"pause={pause}",
             "--save-every",
             "4",
-            "--ledger",
+            "--log-samples",
             "--run",
             str(self.run),
             "--plan",
@@ -93,7 +93,7 @@ class Job:
 
     def restarts(self) -> int:
         """How often it was started again."""
-        return int(Run(self.run).description["restarts"]) if Run.is_run(self.run) else 0
+        return int(Run(self.run).read_description()["restarts"]) if Run.is_run(self.run) else 0
 
     def pids(self) -> list[int]:
         """Its training processes, by what they say of themselves, the newest start's only."""
@@ -114,16 +114,16 @@ class Job:
         assert ids(self.run, steps) == self._undisturbed(), "other samples than without any stop"
 
     def _undisturbed(self) -> list[list[int]]:
-        from grappe.data.ledger import Ledger
+        from grappe.data.order import SampleOrder
 
-        ledger = Ledger(length=32, batch_size=4, seed=0)
-        return [sorted(map(int, ledger.ids(step // 8, step % 8))) for step in range(self.total)]
+        order = SampleOrder(length=32, batch_size=4, seed=0)
+        return [sorted(map(int, order.ids(step // 8, step % 8))) for step in range(self.total)]
 
 
 def ids(run: Path, steps: list[int]) -> list[list[int]]:
     """The samples that each step took, of all processes together."""
     taken: dict[int, list[int]] = {step: [] for step in steps}
-    for file in sorted((run / "ledger").glob("*.jsonl")):
+    for file in sorted((run / "samples").glob("*.jsonl")):
         for line in file.read_text().splitlines():
             record = json.loads(line)
             if record["kind"] == "step":

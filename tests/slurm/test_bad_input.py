@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe import cli
+from grappe.cli import commands
 from grappe.errors import GrappeError
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
@@ -17,7 +17,7 @@ TRAIN = ("--", "train", SLOW)
 
 def refused(*words: str) -> str:
     with pytest.raises(GrappeError) as refusal:
-        cli.app(["submit", *words], exit_on_error=False, print_error=False)
+        commands.app(["submit", *words], exit_on_error=False, print_error=False)
     assert refusal.value.exit_code == 2
     return str(refusal.value)
 
@@ -36,7 +36,7 @@ def refused(*words: str) -> str:
             ("--site", "narval", "--account", "def-x", *TRAIN, "--plan", "replicate=5"),
             "do not divide into 2 nodes",
         ),
-        (("--site", "narval", "--account", "def-x", "--gpus", "a", *TRAIN), "give a number, or several"),
+        (("--site", "narval", "--account", "def-x", "--gpus", "a", *TRAIN), "give whole numbers"),
         (("--site", "narval", "--account", "def-x", "--name", "$(touch hacked)", *TRAIN), "--name="),
         (("--site", "narval", "--account", "def-x", *TRAIN, "--run", "a;touch hacked"), "--run"),
         (("--site", "narval", "--account", "def-x", *TRAIN, "epocs=3"), "did you mean epochs"),

@@ -9,10 +9,11 @@ import pytest
 
 from grappe import slurm as notebook
 from grappe.errors import GrappeError, ProcessDied
-from grappe.run import Run
 from grappe.sites import slurm
+from grappe.training.run import Run
 from grappe.verbs.jobs import wait
 from tests.commands import SLOW
+from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PLAN, grappe
 
@@ -51,7 +52,7 @@ def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Pat
     with pytest.raises(ProcessDied, match="was cancelled"):
         wait(run, query_every=1.0)
     assert grappe("queue", cwd=tmp_path) == "no job of yours is in the queue\n"
-    assert not Run(run).finished
+    assert not Run(run).is_finished()
     assert "back into the queue" not in grappe("logs", "runs/mine", cwd=tmp_path)
 
 
@@ -87,7 +88,7 @@ def test_accounting_knows_how_jobs_ended(
     script.write_text("#!/bin/bash\n#SBATCH --account=def-test --time=5\nexit 3\n")
     job = slurm.submit(script)
     found = None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while found is None and time.monotonic() < deadline:
         found = slurm._accounted(job)
         time.sleep(0.2)

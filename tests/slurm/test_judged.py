@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grappe.sites.script import render
+from tests.patience import PATIENCE_SECONDS
 from tests.sites.golden import SIZES, layout_of, script
 from tests.slurm.cluster import Cluster
 from tests.slurm.shapes import hours, live
@@ -17,7 +18,7 @@ def judge(text: str, partition: str, folder: Path) -> subprocess.CompletedProces
     file = folder / "job.sh"
     file.write_text(text)
     command = ["sbatch", "--test-only", f"--partition={partition}", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("site", live(), ids=lambda site: site.name)

@@ -7,10 +7,11 @@ import re
 import time
 from pathlib import Path
 
-from grappe.run import Run
+from grappe.training.run import Run
 from tests.commands import SLOW
+from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import PATIENCE_SECONDS, grappe
+from tests.slurm.jobs import grappe
 
 
 def test_points_become_jobs_and_jobs_become_points(cluster: Cluster, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from grappe.run import Run
+from grappe.training.run import Run
 from tests.commands import SLOW
+from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import CPUS
 from tests.slurm.jobs import grappe
@@ -18,7 +19,7 @@ from tests.slurm.jobs import grappe
 WHERE = str(Path(__file__).with_name("where.py"))
 PLAIN = "threads=1,workers=0,device=cpu"
 GRAPPE = (sys.executable, "-m", "grappe")
-MODULES = Path(__file__).parents[1] / "carried" / "modules.py"
+MODULES = Path(__file__).parents[1] / "tasks" / "modules.py"
 CARRIED = MODULES.read_text() + "\n\nimport grappe\n\nMine = grappe.from_lightning(Net(), Data(), epochs=2)\n"
 
 
@@ -88,10 +89,10 @@ def test_other_ways_into_slurm(cluster: Cluster, tmp_path: Path, how: str, proce
     plan = f"{PLAIN},replicate={processes}"
     train = ["train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", plan]
     done = subprocess.run(
-        [*words, *train], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        [*words, *train], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert Run(tmp_path / "run").finished
+    assert Run(tmp_path / "run").is_finished()
     assert f"Slow on {processes} process{'es' if processes > 1 else ''} (cpu" in done.stdout
     assert done.stdout.count("finished, 8 steps") == 1
 
@@ -106,7 +107,8 @@ def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
     }
     done = subprocess.run(
         [*GRAPPE, "train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", PLAIN],
-        cwd=tmp_path, env={**os.environ, **stale}, capture_output=True, text=True, check=False, timeout=120,
+        cwd=tmp_path, env={**os.environ, **stale}, capture_output=True, text=True, check=False,
+        timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Slow on 1 process (cpu" in done.stdout
@@ -175,7 +177,7 @@ def test_an_environment_and_data_on_the_node(
     )  # fmt: skip
     grappe("wait", "run", cwd=tmp_path)
     assert (local / "data" / "images").read_text() == "data"
-    assert Run(tmp_path / "run").description["data"] == str(local / "data")
+    assert Run(tmp_path / "run").read_description()["data"] == str(local / "data")
     name = "MY_NAME=it's $HOME"
     assert said.read_text().splitlines() == [
         f"virtualenv --no-download --clear {local}/env",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import Job
 
@@ -48,7 +49,7 @@ def test_a_signal_during_a_save(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, "save", "--time", "10m")
     job.trains(0)
     saves = job.run / "checkpoints"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not list(saves.glob(".*")) and time.monotonic() < deadline:
         time.sleep(0.0005)
     cluster.run("scancel", "--signal=USR2", job.job)

@@ -14,7 +14,7 @@ import torch
 
 from grappe import Arrays, Task, tasks
 from grappe.data.draw import sample_keys
-from grappe.data.ledger import cut
+from grappe.data.order import cut
 from grappe.errors import DataError, TaskError
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.fashion_mnist import FashionMnist

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import RunError
-from grappe.run import Run
+from grappe.training.run import Run
 from grappe.verbs import follow as verb
 from grappe.verbs.curves import write_csv
 

@@ -26,10 +26,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_what_is_remembered_is_found(run: Path) -> None:
-    jobs.remember(run, "12", "generic", "nothing")
+    jobs.record_job(run, "12", "generic", "nothing")
     with (run / "logs" / jobs.JOBS).open("a") as stream:
         stream.write('half a li\n[]\n{"job": "$(x)"}\n')
-    jobs.remember(run, "13", "generic", "nothing")
+    jobs.record_job(run, "13", "generic", "nothing")
     assert [one["job"] for one in jobs.submitted(run)] == ["12", "13"]
     assert jobs.newest_job(run) == "13"
     assert jobs.runs_of(run.parent) == {"12": run, "13": run}
@@ -43,7 +43,7 @@ def test_a_run_that_was_never_submitted(run: Path) -> None:
 
 
 def test_the_end_that_the_script_wrote_is_believed(run: Path) -> None:
-    jobs.remember(run, "12", "generic", "nothing")
+    jobs.record_job(run, "12", "generic", "nothing")
     (run / "logs" / "job-12.end").write_text("3\n")
     assert jobs.wait(run) == 3
     (run / "done").touch()
@@ -65,7 +65,7 @@ def test_logs_of_jobs_and_of_processes(run: Path) -> None:
 
 
 def test_a_log_is_followed_until_the_job_ends(run: Path) -> None:
-    jobs.remember(run, "12", "generic", "nothing")
+    jobs.record_job(run, "12", "generic", "nothing")
     log, end = run / "logs" / "job-12.out", run / "logs" / "job-12.end"
     log.write_text("0: first\n0: sec")
     seen = []

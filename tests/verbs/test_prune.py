@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grappe import cli
 from grappe.checkpoint.lease import Lease
-from grappe.run import Run
+from grappe.cli import commands
+from grappe.training.run import Run
 from tests.parity.tasks import Images
-from tests.test_training import train
+from tests.training.test_training import train
 
 
 def names(run: Path) -> list[str]:
@@ -30,10 +30,10 @@ def run(tmp_path: Path) -> Path:
 def test_prune_keeps_the_newest_that_verify_and_the_best(run: Path, capsys: pytest.CaptureFixture) -> None:
     before = names(run)
     capsys.readouterr()
-    assert cli.app(["prune", str(run), "--keep", "2", "--dry-run"]) == 0
+    assert commands.app(["prune", str(run), "--keep", "2", "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert names(run) == before
-    assert cli.app(["prune", str(run), "--keep", "2"]) == 0
+    assert commands.app(["prune", str(run), "--keep", "2"]) == 0
     told = capsys.readouterr().out
     assert told.split()[1:] == planned.split()[2:], "it did something else than it said"
     best = min(
@@ -44,7 +44,7 @@ def test_prune_keeps_the_newest_that_verify_and_the_best(run: Path, capsys: pyte
     assert latest is not None
     assert latest.step == 8
     assert ".step-000010.dead" in told
-    cli.app(["prune", str(run), "--keep", "2"])
+    commands.app(["prune", str(run), "--keep", "2"])
     assert capsys.readouterr().out == "nothing to remove\n"
 
 
@@ -53,7 +53,7 @@ def test_a_run_that_is_written_is_left_alone(run: Path) -> None:
     lease = Lease(run)
     lease.take()
     try:
-        assert cli.app(["prune", "--base", str(run.parent), "--keep", "1"]) == 0
+        assert commands.app(["prune", "--base", str(run.parent), "--keep", "1"]) == 0
     finally:
         lease.release()
     assert names(run) == before
@@ -62,7 +62,7 @@ def test_a_run_that_is_written_is_left_alone(run: Path) -> None:
 def test_runs_says_what_changed_and_what_verifies(run: Path, capsys: pytest.CaptureFixture) -> None:
     train(run, Images(epochs=4, dropout=0.5), steps=10)
     capsys.readouterr()
-    assert cli.app(["runs", str(run)]) == 0
+    assert commands.app(["runs", str(run)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "restarts 1" in told
     assert "restart 1 at step 8: field epochs: 3 -> 4" in told

@@ -1,1 +1,1 @@
-"""Checkpoints: committed whole, or not there."""
+"""Writes and reads checkpoints, each committed whole in one rename."""

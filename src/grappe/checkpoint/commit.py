@@ -35,7 +35,7 @@ def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None
 
 
 def write_new(file: Path, content: bytes) -> Fingerprint:
-    """Writes a new file and flushes it to disk; its fingerprint."""
+    """Writes a new file and flushes it to disk; returns its fingerprint."""
     with file.open("xb") as stream:
         stream.write(content)
         stream.flush()
@@ -44,7 +44,7 @@ def write_new(file: Path, content: bytes) -> Fingerprint:
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a committed folder; None when every file is as its manifest says."""
+    """Checks a committed folder against its manifest: returns what is wrong, or None."""
     try:
         manifest = read_json(folder / MANIFEST)
         files = manifest["files"]
@@ -62,12 +62,12 @@ def verify(folder: Path) -> str | None:
 
 
 def json_hash(content: Mapping[str, Any]) -> str:
-    """The XXH3 hash of what is written as JSON, whatever the order of its keys."""
+    """Hashes what is written as JSON with XXH3, whatever the order of its keys."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
-    """A file's size in bytes and its XXH3 hash; a file that has not the `size` expected is not read."""
+    """Reads a file's size in bytes and its XXH3 hash; a file that has not the `size` expected is not read."""
     actual = file.stat().st_size
     if size is not None and actual != size:
         return {"bytes": actual}
@@ -88,7 +88,7 @@ def write_json(file: Path, content: object) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
         RunError: it cannot be read, or is no JSON object.

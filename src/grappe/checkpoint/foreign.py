@@ -1,4 +1,4 @@
-"""Weights from files that grappe did not write: safetensors, or a state dict that torch reads as weights only."""
+"""Reads weights that grappe did not write: safetensors, or a state dict that torch reads as weights only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from grappe.checkpoint.tensor_file import TensorFiles
+from grappe.checkpoint.weights import InMemory, Under, Weights
 from grappe.errors import RunError
-from grappe.weights import InMemory, Under, Weights
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
 
 
 def foreign_weights(file: Path) -> Weights:
-    """The weights in a .safetensors file, a Lightning .ckpt, or a .pt state dict.
+    """Reads the weights in a .safetensors file, a Lightning .ckpt, or a .pt state dict.
 
     A pickle is only read through torch's `weights_only` unpickler, which makes tensors and plain containers, and
     runs nothing.
@@ -60,7 +60,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
 
 
 def _wrapping(names: Iterable[str]) -> str:
-    """What wrappers put before all names: DDP, Lightning modules, torch.compile; a compiled model in DDP has two."""
+    """Returns the prefix that DDP, Lightning or torch.compile put before all names; two wrappers make one prefix."""
     found, names = "", list(names)
     while prefix := next((p for p in PREFIXES if names and all(n.startswith(found + p) for n in names)), ""):
         found += prefix

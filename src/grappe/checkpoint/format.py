@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how it is found: tensors in safetensors, everything else in JSON."""
+"""Finds checkpoints on disk and reads them: tensors in safetensors, everything else in JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from grappe.checkpoint.tensor_file import TensorFiles
 
 STATE = "state.json"
-MODEL, OPTIMIZER, LOCAL = "model.", "optimizer.", "local."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,29 +23,26 @@ class Checkpoint:
     step: int
     """Optimizer steps done when it was saved."""
 
-    @property
-    def tensors(self) -> TensorFiles:
-        """Its tensors, read when asked for."""
+    def read_tensors(self) -> TensorFiles:
+        """Opens its files and checks their headers; each tensor is read when asked for."""
         from grappe.checkpoint.tensor_file import TensorFiles
 
         names = read_json(self.folder / MANIFEST).get("files", {})
         return TensorFiles([self.folder / name for name in sorted(names) if name.endswith(".safetensors")])
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """Its JSON."""
+    def read_values(self) -> dict[str, Any]:
+        """Reads its JSON."""
         return read_json(self.folder / STATE)
 
-    @property
-    def model(self) -> ModelWeights:
-        """The model's parameters and buffers, as one model."""
+    def read_model(self) -> ModelWeights:
+        """Opens the model's parameters and buffers, as one model."""
         from grappe.checkpoint.model_weights import ModelWeights
 
-        return ModelWeights(self.tensors)
+        return ModelWeights(self.read_tensors())
 
 
-def found(folder: Path) -> list[Checkpoint]:
-    """The committed checkpoints in `folder`, newest first; not yet verified."""
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Lists the committed checkpoints in `folder`, newest first; not yet verified."""
     checkpoints = []
     try:
         entries = list(folder.iterdir())
@@ -62,10 +58,10 @@ def found(folder: Path) -> list[Checkpoint]:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that verifies: never a pointer, never a guess."""
-    return next((one for one in found(folder) if verify(one.folder) is None), None)
+    """Finds the newest checkpoint that verifies, by its files alone: there is no pointer to it that could be wrong."""
+    return next((one for one in list_checkpoints(folder) if verify(one.folder) is None), None)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is committed."""
+    """Returns where the checkpoint of `step` is committed."""
     return folder / f"step-{step:06d}"

@@ -1,4 +1,4 @@
-"""The weights that a training begins with: made once by a short-lived builder, saved as the checkpoint of step 0."""
+"""Makes the weights that a training begins with, in a process of their own, and saves them as step 0."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from grappe.aside import in_a_child
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import commit, write_new
 from grappe.checkpoint.foreign import foreign_weights
-from grappe.checkpoint.format import LOCAL, MODEL, STATE, latest, step_folder
+from grappe.checkpoint.format import STATE, latest, step_folder
+from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
+from grappe.checkpoint.weights import InMemory, Weights, named_tensors
 from grappe.errors import RunError, TaskError
+from grappe.launch.fork import run_in_fork
 from grappe.task import Task
-from grappe.weights import InMemory, Weights, named_tensors
 
 
 def build(task: Task, checkpoints: Path, given: Path | None) -> None:
@@ -29,11 +30,11 @@ def build(task: Task, checkpoints: Path, given: Path | None) -> None:
     Raises:
         GrappeError: the model cannot be made, or `given` does not fit it.
     """
-    in_a_child(lambda: _build(task, checkpoints, given))
+    run_in_fork(lambda: _build(task, checkpoints, given))
 
 
 def built(task: Task) -> Weights:
-    """The weights of a freshly made model, a function of the task's seed alone."""
+    """Returns the weights of a freshly made model, a function of the task's seed alone."""
     return InMemory({name: tensor.detach() for name, tensor in named_tensors(_made(task)).items()})
 
 
@@ -75,7 +76,7 @@ def _given_weights(given: Path) -> Weights:
     checkpoint = latest(given / "checkpoints")
     if checkpoint is None:
         raise RunError(f"--from {given}: there is no run with a checkpoint that verifies")
-    return checkpoint.model
+    return checkpoint.read_model()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest few, and the best."""
+"""Removes old checkpoints, but for the newest few and the best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import shutil
 from pathlib import Path
 
-from grappe.checkpoint.format import Checkpoint, found
+from grappe.checkpoint.format import Checkpoint, list_checkpoints
 from grappe.errors import RunError
 
 
@@ -25,7 +25,8 @@ class Keep:
         lest they push out what is whole.
         """
         removed = []
-        for checkpoint in superfluous([one for one in found(folder) if one.step <= committed], self.last):
+        candidates = [one for one in list_checkpoints(folder) if one.step <= committed]
+        for checkpoint in superfluous(candidates, self.last):
             # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
             doomed = checkpoint.folder.with_name(f".old-{checkpoint.folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
@@ -37,14 +38,14 @@ class Keep:
 
 
 def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
-    """Those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
+    """Returns those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
     best = min(checkpoints, key=_loss, default=None)
     return [one for one in checkpoints[last:] if one is not best or _loss(one) == math.inf]
 
 
 def _loss(checkpoint: Checkpoint) -> float:
     try:
-        loss = checkpoint.values.get("validation_loss")
+        loss = checkpoint.read_values().get("validation_loss")
     except RunError:
         return math.inf
     return float(loss) if isinstance(loss, float) and math.isfinite(loss) else math.inf

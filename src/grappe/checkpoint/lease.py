@@ -1,4 +1,4 @@
-"""Lease: one writer a run. Another node can judge from the file alone whether its holder still lives."""
+"""Keeps a second process from writing a run; another node can tell from the lease file whether its holder lives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STALE_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who writes a run."""
+    """The process that writes a run."""
 
     token: str
     host: str

@@ -1,4 +1,4 @@
-"""ModelWeights: the model in a checkpoint's tensors, as one model however many processes it was spread over."""
+"""Reads a checkpoint's tensors as one model, however many processes wrote them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from grappe.checkpoint.format import LOCAL, MODEL
-from grappe.weights import Under, Weights, agreed
+from grappe.checkpoint.names import LOCAL, MODEL
+from grappe.checkpoint.weights import Under, Weights, agreed
 
 
 class ModelWeights:
-    """A model's parameters, and its buffers: the mean of the processes' own where they differ.
+    """Parameters and buffers of a model; a buffer that differs between processes is their mean.
 
     Names: `model.NAME` for parameters, `local.SLICE.NAME` for buffers.
     """

@@ -1,4 +1,4 @@
-"""Which pieces of a state this process writes, so that every byte is written once, by as many as there are."""
+"""Chooses which pieces of a state this process writes, so that every byte is written once, by all processes alike."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.tensor_file import Piece
-from grappe.weights import part_of
-from grappe.world import World
+from grappe.launch.world import World
+from grappe.private_api.torch import local_shape_and_offset
 
 
-def mine(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World) -> Iterator[Piece]:
-    """This process's pieces: its share of what is sharded, its turn of what several have, and all of its own.
+def pieces_to_write(
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World
+) -> Iterator[Piece]:
+    """Yields this process's pieces: its share of sharded tensors, its turn of replicated ones, and all of its own.
 
-    A pure function of names and shapes, so that processes agree without a word: what several processes have
-    alike is written by the one of them that has the least to write so far.
+    A pure function of names and shapes, so that processes agree without communication: what several
+    processes have alike is written by the one of them that has the least to write so far.
     """
     loads: dict[int, list[int]] = {}
     for name, tensor in tensors.items():
@@ -31,7 +33,7 @@ def mine(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World)
 
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
-    """How many processes have what this process has of the tensor, and which of them this one is."""
+    """Returns how many processes have what this process has of the tensor, and which of them this one is."""
     split = {"pipeline"}  # what a stage has, no other has
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -46,13 +48,13 @@ def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
 def _piece(name: str, tensor: Tensor) -> Piece | None:
     if not isinstance(tensor, DTensor):
         return _whole(name, tensor)
-    local = tensor._local_tensor.detach()
+    local = tensor.to_local().detach()
     if local.numel() == 0:
-        # An empty part of a tensor is nobody's; an empty tensor is still a tensor, and has one writer.
+        # Nobody writes an empty part of a tensor; an empty tensor is still a tensor, and one process writes it.
         places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
         first = all(place == 0 for place, placed in places if not placed.is_replicate())
         return _whole(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
-    shape, offset = part_of(tensor)
+    shape, offset = local_shape_and_offset(tensor)
     assert tuple(local.shape) == shape, (name, local.shape, shape)
     return Piece(name, local, tuple(tensor.shape), offset)
 

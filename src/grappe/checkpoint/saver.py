@@ -1,4 +1,4 @@
-"""Saver: writes checkpoints behind the training's back, commits them once all processes' files are on disk.
+"""Writes checkpoints in the background, and commits each once all processes' files are on disk.
 
 Each process writes a file of its own and then, beside it, the file's fingerprint. Process 0 waits for all the
 fingerprints and commits. Nothing else is sent between processes, so nothing disturbs the steps under way.
@@ -23,11 +23,11 @@ from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Fingerprint, commit, read_json, write_json, write_new
 from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.pieces import mine
+from grappe.checkpoint.pieces import pieces_to_write
 from grappe.checkpoint.snapshot import Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
-from grappe.world import World
+from grappe.launch.world import World
 
 POLL_SECONDS = 0.01
 Stream = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -62,7 +62,7 @@ class Saver:
         values: Mapping[str, Any],
         stream: Stream | None = None,
     ) -> str | None:
-        """Copies the state and returns; writing goes on in the background.
+        """Copies the state and returns; a thread writes the copy.
 
         With `stream`, which gives the values of `tensors`, they are written while they come, and only the commit
         is left to the background: they have no room in memory together.
@@ -71,7 +71,7 @@ class Saver:
             What went wrong with the save before this one, on any process; None: it is committed.
         """
         before = self.wait()
-        pieces, streamed, waits = list(mine(tensors, own, self._world)), None, False
+        pieces, streamed, waits = list(pieces_to_write(tensors, own, self._world)), None, False
         self._written.clear()
         self._abandoned.clear()
         self._beside = beside = self._folder / f".step-{step:06d}.{self._token}"
@@ -89,7 +89,7 @@ class Saver:
         return before
 
     def wait(self) -> str | None:
-        """Waits for the save under way, if there is one; what went wrong with it, on any process."""
+        """Waits for the save under way, if there is one; returns what went wrong with that save, on any process."""
         if self._thread is None:
             return None
         self._written.wait()
@@ -108,7 +108,7 @@ class Saver:
     def _stream(
         self, beside: Path, pieces: list[Piece], own: Mapping[str, Tensor], stream: Stream
     ) -> Callable[[], None]:
-        """Writes this process's part now; what raises its error again where errors are dealt with."""
+        """Writes this process's part now; returns a function for the thread, which raises the error of the write."""
         values = stream()
         names = {piece.name for piece in pieces}
         chosen = (value for name, value in values if name in names)
@@ -200,7 +200,7 @@ def _again(error: Exception | None) -> None:
 
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
-    """What saves that were killed left behind."""
+    """Lists the folders and files that killed saves left."""
     now = time.time()
     left = []
     with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now

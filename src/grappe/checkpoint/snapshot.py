@@ -1,4 +1,4 @@
-"""A snapshot: this process's pieces, copied to host memory in one go, so that training can go on."""
+"""Copies this process's pieces to host memory at once, so that training can go on while they are written."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None = None) -> Fingerprint:
-    """Writes tensors to a new file and flushes it to disk; its fingerprint.
+    """Writes tensors to a new file and flushes it to disk; returns its fingerprint.
 
     Args:
         values: the pieces' numbers, in their order, where `pieces` has shapes only; asked for one after the other.
@@ -219,7 +219,7 @@ class TensorFiles:
 
 
 def _within(box: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
-    """A box as slices of what begins at `offset`."""
+    """Returns a box as slices of what begins at `offset`."""
     return tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, offset, strict=True))
 
 
@@ -232,6 +232,6 @@ def _fits(local: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> 
 def _overlap(
     a: Sequence[int], a_shape: Sequence[int], b: Sequence[int], b_shape: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """The box that two boxes share, as (start, stop) by dimension; None where they share nothing."""
+    """Returns the box that two boxes share, as (start, stop) by dimension; None where they share nothing."""
     box = [(max(p, q), min(p + m, q + n)) for p, m, q, n in zip(a, a_shape, b, b_shape, strict=True)]
     return None if any(start >= stop for start, stop in box) else box

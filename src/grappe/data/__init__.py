@@ -1,1 +1,1 @@
-"""Which samples a step sees, and how they reach the device."""
+"""Chooses each step's samples, the same for any number of processes, and loads them."""

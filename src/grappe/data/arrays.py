@@ -1,4 +1,4 @@
-"""Arrays: a dataset that is in memory, gathered by whole batches instead of sample by sample."""
+"""Holds a dataset in memory and gathers whole batches instead of single samples."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset, TensorDataset
 
 from grappe.errors import TaskError
+from grappe.private_api.torch import tree_flatten, tree_map
 
 CPU = torch.device("cpu")
 DEVICE_SHARE = 0.25  # of a GPU's free memory that a dataset may take, so that gathers need no transfer
@@ -23,17 +23,17 @@ class Arrays(Dataset):
     Args:
         inputs: array or tensor [N, ...], or any nesting of them; small types (uint8) stay small.
         targets: likewise, of the same N.
-        prepare: makes a gathered batch of inputs what the model takes (normalisation, say); runs on the
+        transform: maps a gathered batch of inputs to what the model takes (normalisation, say); runs on the
             device, on [B, ...], and must treat each row by itself.
 
     Raises:
         TaskError: the arrays' lengths differ.
     """
 
-    def __init__(self, inputs: Any, targets: Any, *, prepare: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, inputs: Any, targets: Any, *, transform: Callable[[Any], Any] | None = None) -> None:
         self.inputs = tree_map(torch.as_tensor, inputs)
         self.targets = tree_map(torch.as_tensor, targets)
-        self.prepare = prepare
+        self.transform = transform
         lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
             raise TaskError(f"Arrays: inputs and targets have different lengths: {sorted(lengths)}")
@@ -48,7 +48,7 @@ class Arrays(Dataset):
         return tree_map(lambda leaf: leaf[0], (inputs, targets))
 
     def gather(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
-        """The samples `ids` [B] as a prepared batch on `device`."""
+        """Returns the samples `ids` [B] as a transformed batch on `device`."""
         index = torch.from_numpy(ids)
         if self._plain and device == CPU:
             inputs, targets = self.inputs.index_select(0, index), self.targets.index_select(0, index)
@@ -56,7 +56,7 @@ class Arrays(Dataset):
             inputs, targets = tree_map(
                 lambda stored: _pick(stored, index, device), (self.inputs, self.targets)
             )
-        return (self.prepare(inputs) if self.prepare else inputs), targets
+        return (self.transform(inputs) if self.transform else inputs), targets
 
     def to_device(self, device: torch.device) -> None:
         """Moves the arrays to a GPU when they take no more than a quarter of its free memory."""
@@ -67,7 +67,7 @@ class Arrays(Dataset):
 
 
 def in_memory(dataset: Dataset) -> Arrays | None:
-    """The dataset as Arrays, if its samples are in memory already; else None."""
+    """Returns the dataset as Arrays where its samples are in memory already; else None."""
     if isinstance(dataset, Arrays):
         return dataset
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
@@ -76,14 +76,14 @@ def in_memory(dataset: Dataset) -> Arrays | None:
 
 
 def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tensor], Tensor]:
-    """A `prepare` for images: uint8 [B, C, H, W] to float32, (x / 255 - mean) / std per channel."""
+    """Returns a `transform` for images: uint8 [B, C, H, W] to float32, (x / 255 - mean) / std per channel."""
     shift = torch.tensor(mean).view(-1, 1, 1) * 255
     scale = 1 / (torch.tensor(std).view(-1, 1, 1) * 255)
 
-    def prepare(images: Tensor) -> Tensor:
+    def transform(images: Tensor) -> Tensor:
         return images.float().sub_(shift.to(images.device)).mul_(scale.to(images.device))
 
-    return prepare
+    return transform
 
 
 def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:

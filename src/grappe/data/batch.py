@@ -1,4 +1,4 @@
-"""Batch: one optimizer step's worth of samples for this process."""
+"""Defines a batch: the samples of one optimizer step for this process, in microbatches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class Microbatch(NamedTuple):
-    """What goes through the model at once."""
+    """Samples that go through the model together."""
 
     inputs: Any
     """Tensors [B, ...] on the device, nested as the dataset nests them."""
     targets: Any
     rows: int
-    """How many of the B rows are samples, the first ones; the rest is filled in, and counts 0."""
+    """How many of the B rows are samples, the first ones; the others are padding rows and count 0."""
     weights: Tensor | None
-    """What each value of the loss counts; None: every row the same."""
+    """The weight of each value of the loss; None: every row counts the same."""
 
 
 class Batch(NamedTuple):
-    """One optimizer step's worth for this process."""
+    """The samples of one optimizer step for this process."""
 
     epoch: int
     step: int
@@ -34,6 +34,6 @@ class Batch(NamedTuple):
     samples: int
     """Samples in the global batch."""
     count: float | Tensor
-    """What the global sum of losses is divided by, known before the first backward."""
+    """The divisor of the global sum of losses, known before the first backward."""
     ids: np.ndarray
     """The sample ids of this process's slice, int64."""

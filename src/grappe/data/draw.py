@@ -1,4 +1,4 @@
-"""Randomness that belongs to a sample: the same bits whatever process, worker, slice or device draws them.
+"""Draws random numbers that belong to a sample: the same bits on whatever process, worker, slice or device.
 
 Nothing here has a state. Every number is a hash of what it is for: the finaliser of splitmix64 (Steele, Lea and
 Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) over a key and a counter.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # the ledger needs keys before torch is worth importing
+if TYPE_CHECKING:  # SampleOrder needs `mix` where torch is not imported
     import torch
 
 _WORD = (1 << 64) - 1
@@ -24,7 +24,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def mix(*words: int) -> int:
-    """A hash of integers, in order, to derive keys and seeds from: in [0, 2^63).
+    """Hashes integers, in order, into [0, 2^63): a key or a seed.
 
     Words are taken modulo 2^64, so negative ones may be given. Where all words but one are the same, no more than
     two values of that one share a hash: the chain is a bijection of each word, and the last bit is dropped.
@@ -33,7 +33,7 @@ def mix(*words: int) -> int:
 
 
 def mix_steps(seed: int, start: int, count: int, *rest: int) -> list[int]:
-    """`mix(seed, step, *rest)` for each of `count` steps from `start`, a tenth of the time of calling it so often."""
+    """Returns `mix(seed, step, *rest)` for `count` steps from `start`, in a tenth of the time of as many calls."""
     bits = np.full(count, _chain(2 + len(rest), (seed,)), dtype=np.uint64)
     words: list[Any] = [np.arange(start, start + count).astype(np.uint64)]
     words += [np.uint64(word & _WORD) for word in rest]
@@ -46,7 +46,7 @@ def mix_steps(seed: int, start: int, count: int, *rest: int) -> list[int]:
 
 
 def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The keys of samples: int64 (B,), each `mix(seed, epoch, id)`, for `ids` int64 (B,)."""
+    """Returns the keys of samples: int64 (B,), each `mix(seed, epoch, id)`, for `ids` int64 (B,)."""
     head = np.uint64(_chain(3, (seed, epoch)))
     bits = (ids.astype(np.uint64) ^ head) + np.uint64(_GAMMA)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
@@ -56,7 +56,7 @@ def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int
 
 
 def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float32 (B, n), multiples of 2^-24, on the device of `keys` int64 (B,).
+    """Draws uniform numbers in [0, 1), float32 (B, n), multiples of 2^-24, on the device of `keys` int64 (B,).
 
     Row i depends on `keys[i]` alone, and its first m numbers are those of `draw(keys, m)`. Drawing twice with the
     same keys gives the same numbers: draw once, as many as are needed.
@@ -73,10 +73,10 @@ def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
     return _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
 
 
-def partners(n: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Which row each of a slice's `n` rows is mixed with: int64 (n,), rows 2j and 2j+1 with each other.
+def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Pairs the `n` rows of a slice for mixup: int64 (n,), rows 2j and 2j+1 with each other.
 
-    The last row of an odd slice is its own partner. Since `grappe.data.ledger.cut` starts slices at even
+    The last row of an odd slice is paired with itself. Since `grappe.data.order.cut` starts slices at even
     positions, these are the pairs of the global batch, however it was divided.
     """
     import torch

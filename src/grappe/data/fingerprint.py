@@ -1,4 +1,4 @@
-"""A dataset's fingerprint: its length and a few samples' bytes, so that another dataset is noticed on resuming."""
+"""Computes a dataset's fingerprint, its length and a hash of three samples, to notice another dataset on resuming."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
-from grappe.data.keyed import Keyed
+from grappe.data.seeded import SeededDataset
+from grappe.private_api.torch import tree_flatten
 
 
 def fingerprint(dataset: Dataset[Any]) -> str:
-    """`LENGTH-HASH`, the hash over the first, the middle and the last sample, drawn as for epoch 0 and seed 0."""
+    """Returns `LENGTH-HASH`, the hash over the first, middle and last sample, drawn as for epoch 0 and seed 0."""
     length = len(dataset)  # type: ignore[arg-type]
     digest = xxhash.xxh3_64()
-    keyed = Keyed(dataset, seed=0)
-    for sample in keyed.__getitems__([(0, 0), (0, length // 2), (0, length - 1)]):
+    seeded = SeededDataset(dataset, seed=0)
+    for sample in seeded.__getitems__([(0, 0), (0, length // 2), (0, length - 1)]):
         for leaf in tree_flatten(sample)[0]:
             digest.update(_bytes(leaf))
     return f"{length}-{digest.hexdigest()}"

@@ -1,4 +1,4 @@
-"""The engines, found by their file's name: adding one is adding one file."""
+"""Finds engines, which execute optimizer steps, by their file's name: adding one is adding one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grappe.plan import Plan
 if TYPE_CHECKING:
     from grappe.engines.base import Engine
 
-NOT_ENGINES = frozenset({"base", "pipeline"})  # the native engine's other half
+NOT_ENGINES = frozenset({"base", "shared"})
 
 
 def names() -> list[str]:
@@ -43,11 +43,11 @@ def check(plan: Plan) -> type[Engine]:
         PlanError: it cannot; the message names engines that can.
     """
     engine = find(plan.engine)
-    for key in sorted(plan.asked() - {"engine"} - engine.axes):
-        able = [name for name in names() if key in find(name).axes]
+    for key in sorted(plan.changed_keys() - {"engine"} - engine.supported_keys):
+        able = [name for name in names() if key in find(name).supported_keys]
         others = f"engines that have: {', '.join(able)}" if able else "no engine has yet"
         raise PlanError(f"engine={plan.engine} has no {key}: {others}")
-    reason = engine.refuse(plan)
+    reason = engine.unsupported_reason(plan)
     if reason:
         raise PlanError(reason)
-    return engine.fitting(plan)
+    return engine

@@ -18,23 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grappe import evaluation, model_state
+from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
-from grappe.engines.base import COMMON, Saved, Setting, State, Stepper
-from grappe.loop import StepResult
-from grappe.losses import Losses
+from grappe.engines.base import COMMON, EngineSetup, Stepper
+from grappe.engines.shared.evaluation import evaluate
+from grappe.engines.shared.state import ModelState, trained_parameters
+from grappe.launch.world import choose_backend
+from grappe.parallel.batchnorm import statistics_frozen
+from grappe.parallel.materialise import fill, on_meta
 from grappe.plan import Plan
-from grappe.prepare.batchnorm import statistics_frozen
-from grappe.prepare.clip import bounding, exact_norm, scale
-from grappe.prepare.exact import Exact, refusal
-from grappe.prepare.materialise import fill, on_meta
-from grappe.prepare.precision import set_tf32
-from grappe.prepare.tally import RIDER_SIZE, Sums
-from grappe.scores import Scores
+from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.step.clip import bounding, scale
+from grappe.step.exact import rules
+from grappe.step.exact.sums import Exact
+from grappe.step.losses import Losses
+from grappe.step.precision import set_tf32
+from grappe.step.reduction import PAYLOAD_SIZE, Sums
+from grappe.step.result import StepResult
+from grappe.step.scores import Scores
 from grappe.task import Task
-from grappe.weights import Weights
-from grappe.world import choose_backend
 
 # ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
 
@@ -94,7 +97,7 @@ def naive_all_reduce(vector: Tensor, rank: int, size: int) -> None:
 # over a link one after the other, against 2 (W - 1) x n over that of process 0 above. It is never more than
 # 2 n, however many processes there are, and the least that they can do among themselves (Patarasuk and Yuan,
 # 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). The price: a short vector
-# waits for the latency of 2 (W - 1) messages, one behind the other.
+# waits for the latency of 2 (W - 1) messages, one after the other.
 #
 # Each chunk is summed up once, in one order, and then copied, so all processes get the same bits. If each
 # summed for itself, in an order of its own, they would not.
@@ -146,31 +149,37 @@ def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
 class Textbook(Stepper):
     """The whole model on every process, and the gradients summed by hand between backward and update."""
 
-    axes = COMMON | {"replicate", "microbatches", "exact"}
+    supported_keys = COMMON | {"replicate", "microbatches", "exact"}
     about = "replication written out by hand, with a ring all-reduce of its own: for reading"
 
     @classmethod
-    def refuse(cls, plan: Plan) -> str | None:
-        return refusal(plan)
+    def unsupported_reason(cls, plan: Plan) -> str | None:
+        return rules.unsupported_reason(plan)
 
-    def __init__(self, setting: Setting) -> None:
-        self._task, self._world, self._flag = setting.task, setting.world, setting.flag
-        set_tf32(setting.plan.precision)
-        self._model = get_params(self._task, setting.weights, self._world.device)
-        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup, self._task, self._world = setup, setup.task, setup.world
+        set_tf32(setup.plan.precision)
+        self._model = get_params(self._task, setup.weights, self._world.device)
+        named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._losses = Losses(self._task)
+        self._losses = Losses(self._task, setup.on_phase)
         self._optimizer = self._task.optimizer(named)
-        self._schedule = self._task.schedule(self._optimizer, setting.total_steps)
+        setup.on_optimizer(self._optimizer, named)
+        self._schedule = self._task.schedule(self._optimizer, setup.total_steps)
+        # What is saved: parameters and optimizer state once, since all have the same; the buffers of each process.
+        self.train_state = ModelState(
+            model=self._model, optimizer=self._optimizer, schedule=self._schedule, world=self._world
+        )
         self._all_reduce = ring_all_reduce  # naive_all_reduce gives the same sums, up to rounding
-        self._wire = _wire(setting)
-        plan = setting.plan
+        self._wire = _wire(setup)
+        plan = setup.plan
         self._exact = Exact(self._model, self._parameters, plan, self._world) if plan.exact else None
+        self._forward = self._model if self._exact is None else self._exact.forward
         self._model.train()
 
     def step(self, batch: Batch) -> StepResult:
-        # The book's split_batch would be here. The ledger has cut the batch before it was even read: `batch`
+        # The book's split_batch would be here. The loader has cut the batch before it was even read: `batch`
         # is this process's slice of the global one, which may be larger or smaller than another's, or empty.
         sums, norm = self._summed(batch) if self._exact is None else self._summed_exactly(batch, self._exact)
         lr = self._optimizer.param_groups[0]["lr"]
@@ -181,32 +190,35 @@ class Textbook(Stepper):
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
 
     def _summed(self, batch: Batch) -> tuple[Sums, Tensor | None]:
-        # Dropout must differ between slices, and be the same again when a training goes on after a stop.
+        # Dropout must differ between slices, and be the same again when a training is resumed.
         torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
         loss = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
+            self._setup.on_phase(FORWARD)
             if micro.rows:
                 loss += self._gradients(batch, micro)
-            else:  # one filled-in row that counts nothing; dropout draws for it, as it does on other engines
+            else:  # one padding row that counts nothing; dropout draws for it, as it does on other engines
                 with torch.no_grad(), statistics_frozen(self._model):
-                    self._model(micro.inputs)
+                    self._forward(micro.inputs)
         return self._sum_over_processes(loss)
 
     def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
-        """The same sum in an order that does not depend on W, so that neither do its bits: see prepare/exact.py.
+        """The same sum in an order that does not depend on W, so that neither do its bits: see step/exact.
 
         Neither the ring nor microbatches that add up as they come will do: (a + b) + c is not a + (b + c).
         """
         for index, micro in enumerate(batch.microbatches):
             loss = None
+            self._setup.on_phase(FORWARD)
             if micro.rows:
                 with exact.piece(index, batch.step, self._task.seed):
                     loss = self._gradients(batch, micro)
             exact.add(loss)
-        sums = exact.reduce(self._flag(), batch.samples)
+        sums = exact.reduce(self._setup.stop_requested(), batch.samples)
+        self._setup.on_phase(UPDATE)
         if self._task.clip is None:
             return sums, None
-        norm = exact_norm(self._parameters)
+        norm = exact.norm()
         scale(self._parameters, bounding(norm, self._task.clip))
         return sums, norm
 
@@ -217,9 +229,9 @@ class Textbook(Stepper):
         each loss, from 1 over the count of the *global* batch: the same, and any optimizer will do. The
         processes' mean of means over their slices would be wrong as soon as two slices differ in size.
         """
-        values = self._losses.values(self._model(micro.inputs), micro, micro.rows)
-        values.backward(self._losses.seed(values, micro, batch, micro.rows, 1.0))
-        return self._losses.total(values, micro, micro.rows)
+        loss = self._losses(self._forward(micro.inputs), micro, batch)
+        loss.values.backward(loss.output_gradient)
+        return loss.total
 
     @torch.no_grad()
     def _sum_over_processes(self, loss: Tensor) -> tuple[Sums, Tensor | None]:
@@ -230,11 +242,12 @@ class Textbook(Stepper):
 
             [ gradient of parameter 1 | ... | gradient of parameter P | loss, flag | reached, P numbers ]
 
-        `flag` is what this process wants the others to know; `reached` is 1 where a parameter has a gradient.
+        `flag` is above 0 where this process is to stop; `reached` is 1 where a parameter has a gradient.
         """
         wire = self._flat(loss).to(self._wire)
         self._all_reduce(wire, self._world.rank, self._world.size)
-        gradient, sums, reached = wire.split([sum(self._sizes), RIDER_SIZE, len(self._sizes)])
+        gradient, sums, reached = wire.split([sum(self._sizes), PAYLOAD_SIZE, len(self._sizes)])
+        self._setup.on_phase(UPDATE)
         norm = self._clip(gradient)
         pieces = gradient.split(self._sizes)
         for parameter, piece, count in zip(self._parameters, pieces, reached, strict=True):
@@ -246,7 +259,7 @@ class Textbook(Stepper):
 
     def _flat(self, loss: Tensor) -> Tensor:
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        notes = torch.tensor([self._flag(), *(p.grad is not None for p in self._parameters)])
+        notes = torch.tensor([self._setup.stop_requested(), *(p.grad is not None for p in self._parameters)])
         notes = notes.to(loss.device, non_blocking=True)
         return torch.cat([*(piece.reshape(-1) for piece in pieces), loss.reshape(1), notes])
 
@@ -269,29 +282,15 @@ class Textbook(Stepper):
         Sums and counts are added up over processes, and divided once. The models are the same, but for what
         they keep of the samples that they saw, batch normalisation's statistics: their mean is used.
         """
-        return evaluation.evaluate(self._model, self._task, self._world, batches, samples)
+        return evaluate(self._model, self._setup, batches, samples)
 
-    # ---- 5. Stopping and going on, which the book leaves out -----------------------------------------------
-
-    def state(self) -> State:
-        """Parameters and optimizer state once, since all have the same; the buffers of each process."""
-        tensors, own, values = model_state.save(self._model, self._optimizer, self._schedule, self._world)
-        return State(tensors=tensors, own=own, values=values)
-
-    def restore(self, saved: Saved) -> None:
-        model_state.restore(self._model, self._optimizer, self._schedule, self._world, saved)
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        return model_state.export(self._model, self._world)
-
-    def close(self) -> None:
-        self._optimizer.zero_grad()
+    # What the book leaves out, stopping and resuming, is `train_state`, the same for most engines.
 
 
-def _wire(setting: Setting) -> torch.device:
+def _wire(setup: EngineSetup) -> torch.device:
     """Where the vector must lie to be sent. Gloo's sends and receives know the CPU's memory only."""
-    device = setting.world.device
-    direct = setting.world.size == 1 or choose_backend(setting.plan, device) == "nccl"
+    device = setup.world.device
+    direct = setup.world.size == 1 or choose_backend(setup.plan, device) == "nccl"
     return device if direct else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""The sites, found by their file's name: shipped TOML files, and the user's own in ~/.config/grappe/sites."""
+"""Finds sites by the name of their TOML file: shipped ones, and the user's own in ~/.config/grappe/sites."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GENERIC = "generic"
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where a user's own sites are: $XDG_CONFIG_HOME/grappe/sites."""
+    """The folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
     base = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "grappe" / "sites"
 
 
 def files() -> dict[str, Path]:
-    """Every site's file by its name; the user's own win."""
+    """Maps each site's name to its file; the user's own files win."""
     found: dict[str, Path] = {}
     for folder in (SHIPPED, own_folder()):
         if folder.is_dir():
@@ -31,7 +31,7 @@ def files() -> dict[str, Path]:
 
 
 def find(name: str) -> Site:
-    """The site called `name`.
+    """Reads the site called `name`.
 
     Raises:
         UsageError: there is none, or its file is wrong.
@@ -50,8 +50,8 @@ def find(name: str) -> Site:
     return schema.site(name, content, str(file))
 
 
-def here(environment: Mapping[str, str] = os.environ) -> str:
-    """The name of the site that this is a login node of, by its variables; else generic."""
+def current(environment: Mapping[str, str] = os.environ) -> str:
+    """The site whose login node this machine is, by environment variables; else generic."""
     for name in files():
         try:
             expected = find(name).detect

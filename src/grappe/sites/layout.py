@@ -1,4 +1,4 @@
-"""Layout: a plan on a site's nodes. How many nodes, processes, cores and how much memory, or why it cannot be."""
+"""Lays a plan out on a site's nodes: how many nodes, processes, cores, and how much memory, or why it does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grappe.sites.schema import Node, Queue, Site
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a job asks for."""
+    """The resources of a job."""
 
     nodes: int
     processes: int
@@ -22,7 +22,7 @@ class Layout:
     cores: int
     """Of each process."""
     memory_gb: int | None
-    """On each node; None: not asked for."""
+    """On each node; None: not requested."""
     seconds: int
     queue: Queue | None
 
@@ -38,8 +38,8 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What the user asked for, beside the plan."""
+class ResourceRequest:
+    """The resources that the user requests, beside the plan."""
 
     nodes: int | None = None
     gpus: int | None = None
@@ -49,8 +49,8 @@ class Wish:
     account: str | None = None
 
 
-def fit(plan: Plan, wish: Wish) -> Plan:
-    """The plan for the number of GPUs that was asked for: a plan of one process becomes as many copies.
+def fit(plan: Plan, wish: ResourceRequest) -> Plan:
+    """Fits the plan to the requested number of GPUs: a plan of one process becomes as many copies.
 
     Raises:
         PlanError: the plan says another number.
@@ -71,8 +71,8 @@ def fit(plan: Plan, wish: Wish) -> Plan:
     return plan
 
 
-def layout(plan: Plan, site: Site, wish: Wish) -> Layout:
-    """What a job for `plan` asks of `site`, checked against the site's rules.
+def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
+    """The resources of a job for `plan` on `site`, checked against the site's rules.
 
     Raises:
         PlanError: the plan does not divide into nodes.
@@ -129,21 +129,21 @@ def _gpus(plan: Plan, site: Site) -> int:
     return gpus
 
 
-def _nodes(plan: Plan, site: Site, node: Node, asked: int | None, gpus: int) -> int:
-    """The number of nodes: as asked, or as few as hold the plan."""
+def _nodes(plan: Plan, site: Site, node: Node, requested: int | None, gpus: int) -> int:
+    """The number of nodes: as requested, or as few as hold the plan."""
     what, units, holds = ("GPUs", gpus, node.gpus) if gpus else ("processes", plan.processes, node.cores)
     if gpus and not node.gpus:
         raise UsageError(f"the nodes of {site.name} have no GPU: add device=cpu to the plan")
-    if asked is not None and asked < 1:
-        raise UsageError(f"--nodes={asked}: it must be at least 1")
-    nodes = asked or -(-units // holds)
+    if requested is not None and requested < 1:
+        raise UsageError(f"--nodes={requested}: it must be at least 1")
+    nodes = requested or -(-units // holds)
     if node.count is not None and nodes > node.count:
         raise UsageError(
             f"the plan needs {units} {what} on {nodes} nodes, {site.name} has {node.count} with {holds} each "
             f"({node.count * holds} in all): use a smaller plan"
         )
     if units % nodes:
-        rest = "" if asked else f" of {holds} {what}"
+        rest = "" if requested else f" of {holds} {what}"
         better = next(count for count in range(nodes, units + 1) if units % count == 0)
         whole = units // holds * holds
         other = f", or degrees whose product is {whole * (plan.per_device if gpus else 1)}" if whole else ""

@@ -1,4 +1,4 @@
-"""Schema: what a site's TOML may say, checked when it is read; nothing in it can reach a shell as code."""
+"""Defines what a site's TOML file may say; values are checked when read, so that none reaches a shell as code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Ask:
     """With whole_nodes: numbers of GPUs that may be had all the same."""
     max_hours: float | None = None
     default_minutes: int = 60
-    """The time that is asked for when the user says none."""
+    """The time limit when the user gives none."""
     min_minutes: int | None = None
     max_gpus: int | None = None
 

@@ -1,4 +1,4 @@
-"""Script: the one readable batch script of a job, a pure function of what was asked and of the site."""
+"""Renders the batch script of a job: a pure function of the submission and of the site."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Script:
     """Submit so many jobs, one after the other, instead of requeueing."""
     restarts: int = 50
     doctor: bool = True
-    asked: str = ""
-    """The command that asked for it, for the reader."""
+    command: str = ""
+    """The command that made the script, for the reader."""
 
 
 def render(script: Script) -> str:
@@ -119,7 +119,7 @@ def _head(script: Script) -> str:
     site, layout = script.site, script.layout
     processes = layout.nodes * layout.processes
     text = f"{processes} process{'es' if processes > 1 else ''} on {layout.nodes} node{'s' if layout.nodes > 1 else ''}"
-    notes = [f"Made by: {_one_line(script.asked)}"] if script.asked else []
+    notes = [f"Made by: {_one_line(script.command)}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.chain} times' if script.chain else ''}"]
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items()]

@@ -1,4 +1,4 @@
-"""Script parts: what is the same in every job's script, as bash."""
+"""Holds the bash parts that are the same in every job's script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generic site: a cluster's nodes as its own sinfo describes them."""
+"""Describes the generic site: reads a cluster's nodes from its own sinfo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row:
 
 
 def rows(text: str) -> list[Row]:
-    """What `sinfo -h -o FORMAT` printed, a row each line; a line of another form is passed over."""
+    """What `sinfo -h -o FORMAT` printed, a row each line; a line of another form is skipped."""
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")

@@ -1,4 +1,4 @@
-"""Slurm: its commands, their answers as values, and its refusals whole, with what to change."""
+"""Runs Slurm's commands: parses their output, and raises their errors whole, with what to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grappe.errors import GrappeError, UsageError
-from grappe.sites import command
+from grappe.launch import command
 
 GONE = ("Invalid job id",)  # what squeue says of jobs that ended a while ago
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -91,7 +91,7 @@ def submit(script: Path, *, test_only: bool = False) -> str:
 
 
 def remedy(refusal: str) -> str:
-    """What to change after a refusal, on a line of its own; nothing where nobody knows."""
+    """What to change after a refusal, on a line of its own; nothing where it is unknown."""
     said = refusal.lower()
     known = [advice for words, advice in REMEDIES.items() if words in said]
     return f"\n  {known[0]}" if known else ""

@@ -1,4 +1,4 @@
-"""The tasks: the shipped ones, found by their file's name, and a user's own, found by path or module."""
+"""Finds tasks: the shipped ones by their file's name, a user's own by path or module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from grappe import blame, fields
-from grappe.errors import GrappeError, TaskError, nearest
+from grappe import fields
+from grappe.errors import GrappeError, TaskError, nearest, user_code
 from grappe.task import Task
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def names() -> list[str]:
     """The shipped tasks."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
 def find(reference: str) -> type[Task]:
@@ -67,7 +67,7 @@ def mentions(reference: str, module: str) -> bool:
 
 
 def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
-    """A task with the fields that `texts` gives.
+    """Makes a task with the fields that `texts` gives.
 
     Raises:
         UsageError: no such field, or a value of the wrong type.
@@ -76,7 +76,7 @@ def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
 
 
 def describe(cls: type[Task]) -> str:
-    """The first line of the task's own words about itself."""
+    """The first line of the task's docstring."""
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
@@ -105,7 +105,7 @@ def _imported(name: str, shown: str) -> ModuleType:
 
 
 def _executed(load: Callable[[], T], shown: str) -> T:
-    from grappe.data.keyed import seeded
+    from grappe.data.seeded import seeded
 
     try:
         # What a file draws when it is loaded, a model's weights say, is the same in every process.
@@ -114,7 +114,7 @@ def _executed(load: Callable[[], T], shown: str) -> T:
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends itself is no task file either
-        raise TaskError(f"the task {shown} cannot be loaded: {blame.sentence(error)}") from error
+        raise TaskError(f"the task {shown} cannot be loaded: {user_code.sentence(error)}") from error
 
 
 def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from grappe import Arrays, Task, draw, normalise, partners
+from grappe import Arrays, Task, draw, mixup_pairs, normalise
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
 
@@ -100,7 +100,7 @@ class Cifar10(Task):
         images, labels = (cifar10_binary if paths[0].suffix == ".bin" else cifar10_python)(paths)
         cut = len(labels) - round(len(labels) * self.holdout)
         rows = slice(None) if test else {"train": slice(cut), "validation": slice(cut, None)}[split]
-        return Arrays(images[rows], labels[rows], prepare=normalise((0.5,) * 3, (0.5,) * 3))
+        return Arrays(images[rows], labels[rows], transform=normalise((0.5,) * 3, (0.5,) * 3))
 
     def augment(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         numbers = draw(keys, 4)
@@ -140,7 +140,7 @@ def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
 
 def _mixed(images: Tensor, labels: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Each image with a `share` [B] of its partner in it, and the probabilities [B, 10] of the classes."""
-    other = partners(len(images), images.device)
+    other = mixup_pairs(len(images), images.device)
     first = torch.minimum(torch.arange(len(images), device=images.device), other)
     share = share[first]  # the two images of a pair are mixed alike
     mixed = []

@@ -186,7 +186,7 @@ class CoAtNet(Task):
         return Arrays(
             digits.inputs[:kept],
             digits.targets[:kept],
-            prepare=lambda x: F.interpolate(x.float() / 128 - 1, (side, side)),
+            transform=lambda x: F.interpolate(x.float() / 128 - 1, (side, side)),
         )
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Digits(Task):
         held = np.arange(len(bunch.target)) % 5 == 0
         keep = ~held if split == "train" else held
         images = (bunch.images[keep, None] * 16 - 0.5).clip(0, 255).astype(np.uint8)  # 0..16 to a byte
-        return Arrays(images, bunch.target[keep], prepare=lambda x: x.float().div_(128).sub_(1))
+        return Arrays(images, bunch.target[keep], transform=lambda x: x.float().div_(128).sub_(1))
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target, reduction="none")

@@ -50,7 +50,7 @@ class FashionMnist(Task):
         images, labels = mnist(*locate(names, folder, PLACES, SOURCE, endings=("", ".gz")))
         cut = len(labels) - len(labels) // 12  # 55,000 of 60,000
         rows = {"train": slice(cut), "validation": slice(cut, None), "test": slice(None)}[split]
-        return Arrays(images[rows], labels[rows], prepare=normalise((0.0,), (1.0,)))
+        return Arrays(images[rows], labels[rows], transform=normalise((0.0,), (1.0,)))
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target, reduction="none")

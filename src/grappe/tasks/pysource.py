@@ -162,7 +162,7 @@ class PySource(Task):
         targets[text[: len(targets)] == 0] = IGNORED
         inputs = text[: len(targets)].copy()
         shape = (count, self.context)
-        return Arrays(inputs.reshape(shape), targets.reshape(shape), prepare=Tensor.long)
+        return Arrays(inputs.reshape(shape), targets.reshape(shape), transform=Tensor.long)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         values = F.cross_entropy(

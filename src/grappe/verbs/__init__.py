@@ -1,1 +1,1 @@
-"""The verbs: one file each, a Python function and what its processes do."""
+"""Implements each command as a Python function: one file or folder for each."""

@@ -1,4 +1,4 @@
-"""grappe tasks, grappe engines: what there is, generated from the code."""
+"""grappe tasks, grappe engines: lists tasks, and the keys of a plan with the engines that honour them."""
 
 from __future__ import annotations
 
@@ -7,40 +7,17 @@ import dataclasses
 from rich.console import Group
 from rich.table import Table
 
-from grappe import engines, tasks
+from grappe import engines, fields, tasks
 from grappe.plan import Plan
-
-MEANING = {
-    "device": "auto, cpu or cuda",
-    "backend": "auto, gloo, nccl or mpi: what carries the collectives",
-    "replicate": "copies of the model, each on its slice of the batch (data parallel)",
-    "shard": "processes that share parameters, gradients and optimizer state",
-    "zero": "what shard splits: 1 optimizer state, 2 gradients too, 3 parameters too",
-    "pipeline": "stages of the model, one after the other",
-    "schedule": "of a pipeline: gpipe, 1f1b, interleaved, zero_bubble",
-    "stages": "of a pipeline: stages of each process, for interleaved and zero_bubble",
-    "tensor": "processes that split the matrices, where the task says how",
-    "microbatches": "pieces of a process's slice, whose gradients add up",
-    "precision": "fp32, tf32, bf16 or fp16 (with a loss scale)",
-    "batchnorm": "statistics per process (local) or over the global batch (sync)",
-    "channels_last": "images as NHWC in memory",
-    "recompute": "keep each unit's inputs only, and run it again in backward",
-    "compile": "torch.compile on each unit",
-    "offload": "cpu, nvme:FOLDER: parameters and optimizer state wait in host memory, or on a disk",
-    "config": "a file of the engine's own settings, DeepSpeed's ds_config.json",
-    "per_device": "processes that share a GPU",
-    "exact": "the same bits on any number of processes",
-    "threads": "CPU threads of each process",
-    "workers": "data-loading processes of each process",
-}
 
 
 def support() -> list[tuple[str, str, str, list[bool]]]:
     """Rows (key, default, meaning, whether each engine has it) for every key of a plan but `engine`."""
     classes = [engines.find(name) for name in engines.names()]
+    meaning = fields.docs(Plan)
     return [
-        (field.name, "auto" if field.default is None else str(field.default), MEANING[field.name],
-         [field.name in engine.axes for engine in classes])
+        (field.name, "auto" if field.default is None else str(field.default), meaning[field.name].removesuffix("."),
+         [field.name in engine.supported_keys for engine in classes])
         for field in dataclasses.fields(Plan)
         if field.name != "engine"
     ]  # fmt: skip

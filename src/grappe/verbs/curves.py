@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from grappe.run import Run
+from grappe.training.run import Run
 
 FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
 

@@ -6,18 +6,20 @@ import dataclasses
 from pathlib import Path
 
 from grappe.errors import UsageError, nearest
-from grappe.place import Place
+from grappe.errors.user_code import naming_user_line, user_call
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
-from grappe.run import Run
-from grappe.scores import Scores
+from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
 from grappe.verbs.load import newest, task_of
-from grappe.verbs.session import TaskReference, blaming, start, user_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the processes of an evaluation are told."""
+class EvaluateRequest:
+    """What the processes of an evaluation do."""
 
     run: Path
     task: TaskReference | None
@@ -34,7 +36,7 @@ def evaluate(
     task: Task | None = None,
     data: Path | str | None = None,
 ) -> Scores:
-    """The scores of a run's newest checkpoint on `split`, under any plan.
+    """Evaluates a run's newest checkpoint on `split`, under any plan.
 
     Raises:
         GrappeError: the run, its task or the split cannot be found.
@@ -42,45 +44,46 @@ def evaluate(
     run = run if isinstance(run, Run) else Run(run)
     if split not in SPLITS:
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
-    if task is None and str(run.description.get("task")).startswith("__main__:"):
-        task = task_of(run)  # of this script or notebook, which other processes cannot look into
-    asked = Request(
+    if task is None and str(run.read_description().get("task")).startswith("__main__:"):
+        task = task_of(run)  # defined in this script or notebook, which other processes cannot import
+    request = EvaluateRequest(
         run=run.folder,
         task=TaskReference.of(task) if task is not None else None,
         plan=as_plan(plan),
         split=split,
-        data=Path(data or run.description.get("data", "data")),
+        data=Path(data or run.read_description().get("data", "data")),
     )
-    return start("grappe.verbs.evaluate:worker", asked, asked.plan)
+    return start("grappe.verbs.evaluate:worker", request, request.plan)
 
 
-def worker(asked: Request, place: Place, meet: Path) -> Scores:
-    """One process of an evaluation. Collective."""
-    from grappe import engines, world
-    from grappe.data import feed
-    from grappe.engines.base import Setting
+def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Path) -> Scores:
+    """Runs one process of an evaluation. Collective."""
+    from grappe import engines
+    from grappe.data import loader
+    from grappe.engines.base import EngineSetup
+    from grappe.launch.world import join
 
-    here = world.join(asked.plan, place, meet)
-    engine = engines.check(asked.plan)
-    run = Run(asked.run)
-    task = asked.task.resolve() if asked.task is not None else task_of(run)
-    dataset = user_call(task, "data", asked.split, asked.data)
-    feed.check(dataset, asked.split, task)
-    weights = newest(run).model
-    batches = feed.evaluation_feed(task, dataset, asked.plan, here)
-    with blaming(task):
-        setting = Setting(
+    world = join(request.plan, process, rendezvous_folder)
+    engine = engines.check(request.plan)
+    run = Run(request.run)
+    task = request.task.resolve() if request.task is not None else task_of(run)
+    dataset = user_call(task, "data", request.split, request.data)
+    loader.check(dataset, request.split, task)
+    weights = newest(run).read_model()
+    batches = loader.evaluation_loader(task, dataset, request.plan, world)
+    with naming_user_line(task):
+        setup = EngineSetup(
             task=task,
-            plan=asked.plan,
-            world=here,
+            plan=request.plan,
+            world=world,
             weights=weights,
             total_steps=1,
-            flag=lambda: 0.0,
-            example=batches.example(),
+            stop_requested=lambda: 0.0,
+            sample_inputs=batches.example(),
         )
-        made = engine(setting)
-        scores = made.evaluate(batches.batches(0, batches.ledger.steps_per_epoch), batches.ledger.length)
-    made.close()
-    here.barrier()
-    here.leave()
+        running = engine(setup)
+        scores = running.evaluate(batches.batches(0, batches.order.steps_per_epoch), batches.order.length)
+    running.close()
+    world.barrier()
+    world.leave()
     return scores

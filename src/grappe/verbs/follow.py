@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from grappe.errors import RunError
-from grappe.phases import PHASES
-from grappe.run import METRICS, Run
-from grappe.watchers.meter import USAGE
+from grappe.profiling.phases import PHASES
+from grappe.training.run import METRICS, Run
+from grappe.training.watchers.meter import USAGE
 
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 120.0
@@ -26,25 +26,25 @@ ENDED = ("finished", "stopped", "paused", "interrupted")
 
 
 class Tail:
-    """The lines that come into a file of JSON lines; from its beginning again when it is cut back."""
+    """Reads new lines of a file of JSON lines; from the beginning again when the file is cut back."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._place = self._identity = 0
+        self._offset = self._identity = 0
         self._rest = ""
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """What came since the last time; half a line is left for the next."""
+        """Yields the records since the last call; half a line is left for the next."""
         try:
             found = self._file.stat()
         except OSError:
             return
-        if found.st_ino != self._identity or found.st_size < self._place:
-            self._identity, self._place, self._rest = found.st_ino, 0, ""
+        if found.st_ino != self._identity or found.st_size < self._offset:
+            self._identity, self._offset, self._rest = found.st_ino, 0, ""
         with self._file.open(errors="replace") as stream:
-            stream.seek(self._place)
+            stream.seek(self._offset)
             text = self._rest + stream.read()
-            self._place = stream.tell()
+            self._offset = stream.tell()
         *lines, self._rest = text.split("\n")
         for line in lines:
             try:
@@ -56,7 +56,7 @@ class Tail:
 
 
 class View:
-    """What is known of a run so far."""
+    """Collects what a run has written so far."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -65,13 +65,13 @@ class View:
         self._step: dict[str, Any] = {}
         self._used: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
-        self.heard = time.monotonic()
+        self.last_change = time.monotonic()
 
     def update(self) -> list[dict[str, Any]]:
-        """Reads on; the evaluations that are new."""
+        """Reads on; returns the new evaluations."""
         fresh = []
         for record in self._curves.new():
-            self.heard = time.monotonic()
+            self.last_change = time.monotonic()
             if record.get("kind") == "step":
                 self._step = record
                 if isinstance(record.get("loss"), int | float):
@@ -84,16 +84,16 @@ class View:
         return fresh
 
     def status(self) -> str:
-        """How it stands, in a word or two; empty: cannot be read just now."""
+        """The run's status in a word or two; "" where it cannot be read just now."""
         try:
-            if self.run.finished:
+            if self.run.is_finished():
                 return "finished"
-            return str(self.run.description.get("status") or "running")
+            return str(self.run.read_description().get("status") or "running")
         except RunError:
             return ""
 
     def table(self) -> Group:
-        """All of it, to be drawn."""
+        """Draws the run: a table of figures, and a line of where the time goes."""
         step, used = self._step, self._used
         rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         rows.add_row("run", str(self.run.folder))
@@ -133,23 +133,23 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 def time_bar(phases: dict[str, float]) -> Text:
     """Where the last second went."""
     total = sum(phases.values())
-    told = [
+    parts = [
         f"{name} {phases[name] / total:.0%}"
         for name in PHASES
         if total and phases.get(name, 0) / total > 0.005
     ]
-    return Text("time        " + ", ".join(told) if told else "")
+    return Text("time        " + ", ".join(parts) if parts else "")
 
 
 def scores(record: dict[str, Any]) -> str:
     """An evaluation in a line."""
     names = [name for name in record if name not in ("kind", "step", "samples", "count")]
-    told = ", ".join(f"{name} {record[name]:.4f}" for name in names if isinstance(record[name], float))
-    return f"step {record.get('step')}: {told}"
+    values = ", ".join(f"{name} {record[name]:.4f}" for name in names if isinstance(record[name], float))
+    return f"step {record.get('step')}: {values}"
 
 
 def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:
-    """Shows a run until it ends, or has been silent for two minutes; its status then.
+    """Shows a run until it ends, or writes nothing for two minutes; returns its status then.
 
     Raises:
         RunError: there is no such run.
@@ -180,10 +180,10 @@ def _lines(view: View, console: Console, sleep: Callable[[float], None]) -> str:
 
 
 def _over(view: View) -> str:
-    """How it ended; empty: it goes on."""
+    """How the run ended; "" while it goes on."""
     status = view.status()
     if status in ENDED:
         return status
-    if time.monotonic() - view.heard > SILENT_SECONDS:
+    if time.monotonic() - view.last_change > SILENT_SECONDS:
         return f"{status or 'unknown'}, silent for {SILENT_SECONDS:.0f} s: it may have ended unexpectedly"
     return ""

@@ -1,4 +1,4 @@
-"""grappe queue, wait, cancel: a run's jobs in Slurm, found by the run."""
+"""grappe queue, wait, cancel: finds a run's jobs in Slurm; records jobs in the run's folder."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
-from grappe.run import DONE
 from grappe.sites import slurm
+from grappe.training.run import DONE
 
 JOBS = "jobs.jsonl"
-FILE_SECONDS = 1.0  # between looks at the run's folder
-QUERY_SECONDS = 60.0  # between questions to Slurm, which sites ask not to put often
+FILE_SECONDS = 1.0  # between reads of the run's folder
+QUERY_SECONDS = 60.0  # between queries to Slurm, which sites ask to keep rare
 GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
 
 
-def remember(run: Path, job: str, site: str, cost: str) -> None:
-    """Writes down in the run's folder that `job` was submitted for it."""
-    record = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
+def record_job(run: Path, job: str, site: str, cost: str) -> None:
+    """Records in the run's folder that `job` was submitted for the run."""
+    line = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
     with (run / "logs" / JOBS).open("a") as stream:
-        stream.write(json.dumps(record) + "\n")
+        stream.write(json.dumps(line) + "\n")
 
 
 def submitted(run: Path) -> list[dict[str, Any]]:
-    """The submissions of a run, oldest first; a damaged line is passed over."""
+    """The submissions of a run, oldest first; a damaged line is skipped."""
     try:
         lines = (run / "logs" / JOBS).read_text(errors="replace").splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def newest_job(run: Path) -> str:
     """The id of a run's newest job.
 
     Raises:
-        RunError: it was never submitted.
+        RunError: the run was never submitted.
     """
     jobs = submitted(run)
     if not jobs:
@@ -64,7 +64,7 @@ def runs_of(base: Path) -> dict[str, Path]:
 
 
 def queue(base: Path) -> Table | str:
-    """The user's jobs in the queue, by run where they have one: one question to Slurm."""
+    """Tabulates the user's jobs in the queue, by run where a job has one; one query to Slurm."""
     entries = slurm.queue()
     if not entries:
         return "no job of yours is in the queue"
@@ -87,7 +87,7 @@ def queue(base: Path) -> Table | str:
 
 
 def cancel(runs: Iterable[Path]) -> list[str]:
-    """Cancels what runs still have in the queue; their jobs. What was saved stays.
+    """Cancels the jobs that runs still have in the queue and returns their ids. Checkpoints stay.
 
     Raises:
         RunError: a run was never submitted.
@@ -101,38 +101,38 @@ def cancel(runs: Iterable[Path]) -> list[str]:
 
 
 def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int:
-    """Waits for the end of a run's newest job, restarts included; the job's exit code.
+    """Waits for the end of a run's newest job, restarts included; returns the job's exit code.
 
-    The run's folder is looked at each second; Slurm is asked each minute, for jobs that could not say their end.
+    Reads the run's folder each second, and queries Slurm each minute for jobs that could not write their exit code.
 
     Raises:
-        ProcessDied: the job ended without saying how, or Slurm killed it; the message says what is known.
+        ProcessDied: the job ended without an exit code, or Slurm killed it; the message says what is known.
     """
     job = job or newest_job(run)
-    said = run / "logs" / f"job-{job}.end"
-    asked = missed = 0.0
+    exit_file = run / "logs" / f"job-{job}.end"
+    queried = missed = 0.0
     while True:
         if (run / DONE).exists():
             return EXIT_OK
-        if said.exists() and (text := said.read_text().strip()).isdigit():
+        if exit_file.exists() and (text := exit_file.read_text().strip()).isdigit():
             return int(text)
         now = time.monotonic()
-        if not asked or now - asked >= query_every:
-            asked = now
+        if not queried or now - queried >= query_every:
+            queried = now
             if slurm.queue([job]):
                 missed = 0.0
             else:
                 missed = missed or now
-                if (end := slurm.ended(job)) is not None and not said.exists():
-                    return _told(run, job, end)
+                if (end := slurm.ended(job)) is not None and not exit_file.exists():
+                    return _exit_code(run, job, end)
                 if now - missed > GRACE_SECONDS:
                     raise ProcessDied(
-                        f"job {job} of {run} is gone, and nobody knows how it ended: grappe logs {run}"
+                        f"job {job} of {run} is gone, and neither Slurm nor the run knows its end: grappe logs {run}"
                     )
         time.sleep(FILE_SECONDS)
 
 
-def _told(run: Path, job: str, end: slurm.End) -> int:
+def _exit_code(run: Path, job: str, end: slurm.End) -> int:
     if end.state in ("COMPLETED", "FAILED") and not end.signal:
         return end.code
     words = {

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from grappe import tasks
 from grappe.errors import RunError
-from grappe.run import Run
 from grappe.task import Task
+from grappe.training.run import Run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
-    """The model of a run's newest checkpoint, on the CPU, in evaluation mode.
+    """Loads the model of a run's newest checkpoint, on the CPU, in evaluation mode.
 
     Args:
         task: needed where the run's task came from a notebook or a script, and has no name to find it by.
@@ -28,12 +28,12 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     """
     import torch
 
-    from grappe.prepare.materialise import fill
+    from grappe.parallel.materialise import fill
 
     run = run if isinstance(run, Run) else Run(run)
     task = task or task_of(run)
     model = task.model()
-    fill(model, newest(run).model, torch.device("cpu"))
+    fill(model, newest(run).read_model(), torch.device("cpu"))
     return model.eval()
 
 
@@ -58,7 +58,7 @@ def task_of(run: Run) -> Task:
         TaskError: it cannot be found.
         RunError: the description is not usable, or names a file inside the run itself.
     """
-    known = run.description
+    known = run.read_description()
     name, values = known.get("task"), known.get("fields")
     if not isinstance(name, str) or not isinstance(values, dict):
         raise RunError(f"{run.folder}/run.json does not say what its task is")

@@ -1,4 +1,4 @@
-"""grappe logs: what a run's job or one of its processes wrote, and goes on to write."""
+"""grappe logs: reads what a run's job or one of its processes wrote, and follows what they go on to write."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grappe.errors import RunError
-from grappe.run import DONE
+from grappe.training.run import DONE
 from grappe.verbs.jobs import submitted
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 def files(run: Path) -> list[Path]:
-    """A run's logs: its jobs' in their order, then those of processes that grappe started itself, by rank.
+    """Finds a run's logs: of its jobs in their order, then of processes that grappe started itself, by rank.
 
     Raises:
-        RunError: it has none.
+        RunError: the run has no log.
     """
     logs = run / "logs"
     found = [
@@ -33,7 +33,7 @@ def files(run: Path) -> list[Path]:
 
 
 def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterator[str]:
-    """The lines of a run's newest log, or those of process `rank`; with `follow`, until its newest job has ended.
+    """Reads the lines of a run's newest log, or of process `rank`; with `follow`, until the newest job has ended.
 
     Raises:
         RunError: there is no such log.
@@ -58,7 +58,7 @@ def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterat
 
 
 def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
-    """Whole lines as they come."""
+    """Yields whole lines as they are written."""
     jobs = submitted(run)
     end = run / "logs" / f"job-{jobs[-1]['job'] if jobs else 0}.end"
     rest = ""
@@ -73,4 +73,4 @@ def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
                 if rest:
                     yield rest
                 return
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)

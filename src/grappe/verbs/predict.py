@@ -1,4 +1,4 @@
-"""grappe predict: what a run's model says of inputs, one line a sample."""
+"""grappe predict: the outputs of a run's model, one a sample."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grappe.errors import DataError, UsageError
-from grappe.run import Run
+from grappe.errors.user_code import naming_user_line, user_call
 from grappe.task import Task
+from grappe.training.run import Run
 from grappe.verbs.load import load, task_of
-from grappe.verbs.session import blaming, user_call
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ BATCH = 256
 def predict(
     run: Run | Path | str, inputs: Any, *, task: Task | None = None, data: Path | str | None = None
 ) -> Iterator[Tensor]:
-    """The model's output for each sample, on the CPU, one tensor a sample.
+    """Yields the model's output for each sample, on the CPU, one tensor a sample.
 
     Args:
         inputs: a split's name, a .npy file of samples as the task's data gives them (first dimension N), or a
@@ -39,7 +39,7 @@ def predict(
         inputs = _read(Path(inputs))
     task = task or task_of(run)
     model = load(run, task)
-    with torch.no_grad(), blaming(task):
+    with torch.no_grad(), naming_user_line(task):
         for batch in _batches(task, run, inputs, data):
             yield from _output(model, batch)
 
@@ -48,7 +48,8 @@ def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iter
     import torch
 
     if isinstance(inputs, str | Path):
-        dataset = user_call(task, "data", str(inputs), Path(data or run.description.get("data", "data")))
+        folder = Path(data or run.read_description().get("data", "data"))
+        dataset = user_call(task, "data", str(inputs), folder)
         for first in range(0, len(dataset), BATCH):
             samples = [dataset[index] for index in range(first, min(first + BATCH, len(dataset)))]
             yield task.collate(samples)[0]

@@ -1,4 +1,4 @@
-"""grappe prune: removes the checkpoints that nobody will miss, and what killed saves left behind."""
+"""grappe prune: removes checkpoints that are not needed any more, and what killed saves left behind."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 from rich.table import Table
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import found
+from grappe.checkpoint.format import list_checkpoints
 from grappe.checkpoint.keep import superfluous
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
-from grappe.run import Run
+from grappe.training.run import Run
 
-Doomed = tuple[Path, int]
+Removed = tuple[Path, int]
+"""A folder, and its bytes."""
 
 
-def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Doomed]:
-    """Removes from `runs` all but the `keep` newest checkpoints that verify and the best; what, and its bytes.
+def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]:
+    """Removes from `runs` all but the `keep` newest checkpoints that verify and the best; returns what was removed.
 
-    A run that is being written is left alone: its training cleans up behind itself.
+    A run that is being written is left alone: its training removes its own.
     """
-    removed: list[Doomed] = []
+    removed: list[Removed] = []
     for run in runs:
         lease = Lease(run.folder)
         try:
@@ -42,7 +43,7 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Doomed]:
 
 def _unneeded(run: Run, keep: int) -> list[Path]:
     # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
-    whole = [one for one in found(run.checkpoints) if verify(one.folder) is None]
+    whole = [one for one in list_checkpoints(run.checkpoints) if verify(one.folder) is None]
     return [*leftovers(run.checkpoints), *(one.folder for one in superfluous(whole, keep))]
 
 
@@ -59,7 +60,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def table(removed: list[Doomed], *, dry_run: bool) -> Table | str:
+def table(removed: list[Removed], *, dry_run: bool) -> Table | str:
     """What was removed, and how many bytes."""
     if not removed:
         return "nothing to remove"

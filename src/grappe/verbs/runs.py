@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import found
+from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import RunError
-from grappe.run import Run, all_runs
+from grappe.training.run import Run, all_runs
 from grappe.verbs.jobs import submitted
 
 
@@ -22,7 +22,7 @@ def listing(base: Path) -> Table | str:
     table = Table("run", "status", "step", "plan", "validation", box=None, padding=(0, 2, 0, 0))
     for run in runs:
         try:
-            known = run.description
+            known = run.read_description()
         except RunError:
             table.add_row(run.folder.name, "run.json cannot be read", "", "", "")
             continue
@@ -51,7 +51,7 @@ def _submitted(base: Path) -> dict[Path, str]:
 def describe(folder: Path) -> Table:
     """All about one run."""
     run = Run(folder)
-    known = run.description
+    known = run.read_description()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("run", str(run.folder))
     table.add_row("task", str(known.get("task")))
@@ -72,26 +72,26 @@ def describe(folder: Path) -> Table:
         table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
     if isinstance(known.get("used"), dict):
         table.add_row("used", _used(known["used"]))
-    for checkpoint in found(run.checkpoints):
+    for checkpoint in list_checkpoints(run.checkpoints):
         table.add_row("checkpoint", f"{checkpoint.folder.name}: {verify(checkpoint.folder) or 'verified'}")
     return table
 
 
 def _used(used: dict[str, Any]) -> str:
     """Hours and energy over all starts."""
-    told = [
+    parts = [
         f"{used[name]:.3g} {word}"
         for name, word in (("core_hours", "core-hours"), ("gpu_hours", "GPU-hours"))
         if isinstance(used.get(name), int | float) and used[name]
     ]
     joules = used.get("joules")
     for name, value in joules.items() if isinstance(joules, dict) else ():
-        told.append(
+        parts.append(
             f"{value:,.0f} J ({name})"
             if isinstance(value, int | float)
             else f"energy of {name} not measurable here"
         )
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def _pairs(named: Any, between: str) -> str:
@@ -102,7 +102,7 @@ def _pairs(named: Any, between: str) -> str:
 
 
 def _status(run: Run, known: dict[str, Any]) -> str:
-    return "done" if run.finished else str(known.get("status", "unknown"))
+    return "done" if run.is_finished() else str(known.get("status", "unknown"))
 
 
 def _last(run: Run, kind: str) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from grappe.options import Options
-from grappe.verbs.session import scratch
-from grappe.verbs.train import Request, run_training
+from grappe.launch.folders import scratch
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.verbs.train import run_training
 
 
-def smoke(asked: Request) -> str:
+def smoke(request: Request) -> str:
     """Takes one step and saves, then resumes for a second one, in a folder that is thrown away.
 
     Returns:
@@ -19,8 +20,8 @@ def smoke(asked: Request) -> str:
         GrappeError: what did not.
     """
     with scratch("smoke") as folder:
-        first = dataclasses.replace(asked, run=folder / "run", options=Options(steps=1))
+        first = dataclasses.replace(request, run=folder / "run", options=Options(steps=1))
         run_training(first)
         second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))
-    plan = str(asked.plan) or "one process"
+    plan = str(request.plan) or "one process"
     return f"smoke: step, evaluation, save and resume work under {plan} ({second.step} steps)"

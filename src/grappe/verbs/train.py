@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
-from grappe.options import Options
-from grappe.plan import Plan, as_plan
-from grappe.run import Run
+from grappe.launch.start import start
+from grappe.plan import Plan
 from grappe.task import Task
-from grappe.verbs.session import TaskReference, start
-from grappe.watchers.base import Watcher
-from grappe.watchers.logger import check as check_logger
-
-DATA_FOLDER = "GRAPPE_DATA"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the processes of a training are told."""
-
-    task: TaskReference
-    plan: Plan
-    run: Path | None
-    base: Path
-    data: Path
-    weights: Path | None
-    options: Options
-    quiet: bool = False
-    """Whether to tell the user nothing but errors."""
-    also: tuple[Watcher, ...] = ()
-    """Further watchers, on every process; they travel by value."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a training ended."""
-
-    run: Path
-    status: str
-    step: int
+from grappe.training.options import Options
+from grappe.training.request import Request, Result, make_request
+from grappe.training.run import Run
+from grappe.training.watchers.base import Watcher
+from grappe.training.watchers.logger import check as check_logger
 
 
 def train(
@@ -55,6 +26,7 @@ def train(
     weights: Path | str | None = None,
     options: Options | None = None,
     base: Path | str = "runs",
+    watchers: Sequence[Watcher | str] = (),
 ) -> Run:
     """Trains `task` under `plan`, or goes on with the run in `folder`.
 
@@ -65,51 +37,27 @@ def train(
         data: where datasets are; None: the environment's GRAPPE_DATA, or ./data.
         fields: texts for the task's fields, when it is given by name.
         weights: a run or a safetensors file to start from.
+        watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
+            "file.py:MyWatcher". They live on process 0, where instances arrive as copies.
 
     Raises:
         GrappeError: something is wrong with what was asked; the message says what to do.
     """
-    return Run(run_training(request(task, plan, folder, data, fields, weights, options, base)).run)
+    request = make_request(task, plan, folder, data, fields, weights, options, base, watchers)
+    return Run(run_training(request).run)
 
 
-def request(
-    task: Task | type[Task] | str,
-    plan: Plan | str = "",
-    folder: Path | str | None = None,
-    data: Path | str | None = None,
-    fields: Mapping[str, str] | None = None,
-    weights: Path | str | None = None,
-    options: Options | None = None,
-    base: Path | str = "runs",
-) -> Request:
-    """A Request with every default filled in."""
-    return Request(
-        task=TaskReference.of(task, fields),
-        plan=as_plan(plan),
-        run=Path(folder) if folder else None,
-        base=Path(base),
-        data=data_folder(data),
-        weights=Path(weights) if weights else None,
-        options=options or Options(),
-    )
-
-
-def data_folder(data: Path | str | None) -> Path:
-    """Where datasets are: `data`, the environment's GRAPPE_DATA, or ./data."""
-    return Path(data or os.environ.get(DATA_FOLDER, "data"))
-
-
-def run_training(asked: Request) -> Result:
+def run_training(request: Request) -> Result:
     """Trains on the plan's processes, started here or by torchrun or srun."""
-    for rank in asked.options.profile:
-        if rank >= asked.plan.processes:
-            raise UsageError(f"--profile={rank}: there are process 0 to {asked.plan.processes - 1}")
-    for name in asked.options.log:
+    for rank in request.options.profile:
+        if rank >= request.plan.processes:
+            raise UsageError(f"--profile={rank}: there are process 0 to {request.plan.processes - 1}")
+    for name in request.options.log:
         check_logger(name)
-    if asked.run is not None and Run.is_run(asked.run) and Run(asked.run).finished:
-        finished = Run(asked.run)
-        if not asked.options.steps:
+    if request.run is not None and Run.is_run(request.run) and Run(request.run).is_finished():
+        finished = Run(request.run)
+        if not request.options.steps:
             return Result(
-                run=finished.folder, status="finished before", step=finished.description.get("step", 0)
+                run=finished.folder, status="finished before", step=finished.read_description().get("step", 0)
             )
-    return start("grappe.verbs.worker:worker", asked, asked.plan, saves=True)
+    return start("grappe.training.worker:worker", request, request.plan, saves=True)

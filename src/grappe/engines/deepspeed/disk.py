@@ -1,4 +1,4 @@
-"""The folder of offload=nvme: whether it will do, and one of our own in it, which is gone in the end."""
+"""The folder of offload=nvme: checks it, and makes a temporary one in it for each training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import socket
 from pathlib import Path
 
 from grappe.engines.deepspeed import library, settings
+from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import PlanError
-from grappe.needs import Needs
+from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.world import World
 
 BYTES_EACH = 20
 """For each number: the parameter, its copy beside the optimizer, Adam's two moments, and the gradient in passing."""
@@ -56,7 +56,7 @@ def memory_needed(plan: Plan, needs: Needs) -> float:
 
 
 class Scratch:
-    """A folder of this training's own inside the plan's; nothing where nothing goes to a disk."""
+    """A temporary folder of this training inside the plan's; nothing where nothing is offloaded to a disk."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._base = settings.nvme_folder(plan) if plan.offload.startswith(settings.NVME) else None
@@ -73,8 +73,8 @@ class Scratch:
             return
         library.check_libaio(self._world)
         self._sweep()
-        here = self._world.place
-        needed = BYTES_EACH * numbers * here.local_size // here.size
+        world = self._world.process
+        needed = BYTES_EACH * numbers * world.local_size // world.size
         free = shutil.disk_usage(self._base).free
         if max(self._world.gather(needed - free)) > 0:
             raise PlanError(
@@ -82,7 +82,7 @@ class Scratch:
                 f"{free / 2**30:.1f} GiB: free some space, or choose another folder"
             )
         owner = self._world.share(f"{PREFIX}{socket.gethostname()}-{os.getpid()}")
-        self._mine = self._base / owner / f"rank-{here.rank}"
+        self._mine = self._base / owner / f"rank-{world.rank}"
         shutil.rmtree(self._mine, ignore_errors=True)  # of a training that failed in this process
         self._mine.mkdir(parents=True)
         for part in ("offload_optimizer", "offload_param"):
@@ -91,7 +91,7 @@ class Scratch:
     def _sweep(self) -> None:
         """Removes what trainings of this machine left behind that were killed."""
         assert self._base is not None
-        if self._world.place.local_rank == 0 and Path("/proc/self").exists():
+        if self._world.process.local_rank == 0 and Path("/proc/self").exists():
             for left in self._base.glob(f"{PREFIX}{socket.gethostname()}-*"):
                 number = left.name.rpartition("-")[2]
                 if number.isdecimal() and not Path(f"/proc/{number}").exists():

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from grappe import memory
 from grappe.errors import PlanError
-from grappe.world import World
+from grappe.launch.world import World
+from grappe.private_api.deepspeed import forget_previous_trainings
+from grappe.profiling import memory
 
 INSTALL = "engine=deepspeed needs the package deepspeed: pip install 'grappe[deepspeed]'"
 LIBAIO = (
@@ -71,14 +71,14 @@ class Communication:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # Which device is this process's: DeepSpeed looks there again and again.
         self._rank_before = os.environ.get("LOCAL_RANK")
-        index = world.device.index if world.device.type == "cuda" else world.place.local_rank
+        index = world.device.index if world.device.type == "cuda" else world.process.local_rank
         os.environ["LOCAL_RANK"] = str(index or 0)
-        _forget()
+        forget_previous_trainings()
         comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def leave(self) -> None:
         """Forgets the process groups of this training: the next one in this process has others."""
-        _forget()
+        forget_previous_trainings()
         if self._rank_before is None:
             os.environ.pop("LOCAL_RANK", None)
         else:
@@ -87,25 +87,9 @@ class Communication:
             dist.destroy_process_group()
 
 
-def _forget() -> None:
-    """Processes number modules and parameters alike, and compare: whatever one of them has trained before."""
-    from deepspeed.comm import comm as module
-    from deepspeed.runtime.zero import Init
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.utils import groups
-
-    module.cdb = None
-    Init.param_id = 0
-    for counter in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
-        counter[0] = 0
-    groups._WORLD_GROUP = None
-    groups._DATA_PARALLEL_GROUP = None
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
 @contextlib.contextmanager
 def linear(zero3: bool) -> Iterator[None]:
-    """Torch's linear, or the one of ZeRO 3, which keeps no gathered weight, and afterwards torch's again.
+    """Context with torch's linear, or the one of ZeRO 3, which keeps no gathered weight.
 
     DeepSpeed replaces it for all models of the process, and for ever, by one that sums in another order.
     """
@@ -120,7 +104,7 @@ def linear(zero3: bool) -> Iterator[None]:
         functional.linear = before
 
 
-def give_memory_back() -> None:
+def return_memory() -> None:
     """Has the C library return what is freed in blocks of a megabyte or more, instead of keeping it for later.
 
     By itself glibc comes to keep blocks of up to 32 MiB, more and more of them with what goes to the disk and back.
@@ -162,7 +146,7 @@ def builds(builder: str) -> bool:
 
 def built_everywhere(builder: str, world: World) -> bool:
     """The same on every process, compiled by the first of each machine and not by all at once. Collective."""
-    first = world.place.local_rank == 0
+    first = world.process.local_rank == 0
     mine = builds(builder) if first else True
     world.barrier()
     mine = mine if first else builds(builder)
@@ -173,8 +157,3 @@ def check_libaio(world: World) -> None:
     """Raises PlanError where DeepSpeed cannot read and write a disk. Collective."""
     if not built_everywhere("AsyncIOBuilder", world):
         raise PlanError(LIBAIO)
-
-
-def pins_memory(world: World) -> bool:
-    """Whether copies between host and device are quicker from pinned memory."""
-    return world.device.type == "cuda" and torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed steps: the task's own, or DeepSpeed's kernel of the same Adam where that is quicker."""
+"""Chooses the optimizer that DeepSpeed steps: the task's, or DeepSpeed's kernel of the same Adam where it is faster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grappe.engines.base import Saved
+from grappe.checkpoint.weights import InMemory, Weights
 from grappe.engines.deepspeed import library
+from grappe.engines.shared.state import SavedState
 from grappe.errors import PlanError
+from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.weights import InMemory, Weights
-from grappe.world import World
 
 ELEMENTWISE = frozenset({
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "ASGD", "Rprop",
@@ -51,7 +51,7 @@ def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, s
     return optimizer, f"torch's {name}"
 
 
-def counting_as(saved: Saved, optimizer: Optimizer) -> Saved:
+def counting_as(saved: SavedState, optimizer: Optimizer) -> SavedState:
     """`saved`, its step counters as `optimizer` keeps them: DeepSpeed's kernels have numbers, torch has tensors."""
     numbers = type(optimizer).__module__.startswith("deepspeed.")
     plain = {name: dict(state) for name, state in saved.values.get("optimizer", {}).items()}

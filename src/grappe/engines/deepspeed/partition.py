@@ -1,4 +1,4 @@
-"""Makes a model whose parameters are split over processes from the first one on: none is ever there whole for long."""
+"""Makes a model with its parameters partitioned from the beginning: no process ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.engines.deepspeed.settings import Settings
 from grappe.errors import TaskError
-from grappe.weights import Weights, named_tensors, read_into
+from grappe.private_api.torch import module_buffers, module_parameters
 
 
 def partitioned(model: nn.Module, weights: Weights, device: torch.device, settings: Settings) -> None:
@@ -54,7 +55,7 @@ class _OneByOne(nn.Module):
 def _made(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[nn.Parameter]:
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in module_parameters(module).items():
             if parameter is not None:
                 sites.setdefault(id(parameter), []).append((module, name))
     for full, parameter in list(model.named_parameters()):
@@ -64,7 +65,7 @@ def _made(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[
         )
         read_into(real, weights, full)
         for module, name in sites[id(parameter)]:
-            module._parameters[name] = real
+            module_parameters(module)[name] = real
         yield real
 
 
@@ -72,10 +73,10 @@ def _fill_buffers(model: nn.Module, weights: Weights, device: torch.device) -> N
     made: dict[int, Any] = {}
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in module_buffers(module).items():
             if buffer is None:
                 continue
             if id(buffer) not in made:
                 made[id(buffer)] = real = torch.empty_like(buffer, device=device)
                 read_into(real, weights, names[id(buffer)])
-            module._buffers[name] = made[id(buffer)]
+            module_buffers(module)[name] = made[id(buffer)]

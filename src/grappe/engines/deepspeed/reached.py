@@ -1,4 +1,4 @@
-"""Whether every step's backward reaches the same parameters in the same order on all processes: ZeRO takes it to."""
+"""Checks that every step's backward reaches the same parameters in the same order on all processes, as ZeRO assumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import zip_longest
 from torch import nn
 
 from grappe.errors import TaskError
-from grappe.world import World
+from grappe.launch.world import World
 
 INSTEAD = "use engine=native, which goes by names"
 
@@ -34,7 +34,7 @@ class Reached:
             parameter.register_hook(lambda gradient, index=index: self._fired.append(index))
 
     def check(self) -> None:
-        """Behind a step's last backward, before anything is updated. Collective in the first step.
+        """Checks a step after its last backward, before the update. Collective in the first step.
 
         Raises:
             TaskError: no process's samples reached some parameter, or processes or steps differ.
@@ -83,8 +83,8 @@ class Reached:
 
 
 @contextlib.contextmanager
-def said_plainly() -> Iterator[None]:
-    """What stage 3 itself finds out by comparing processes, in words.
+def explained() -> Iterator[None]:
+    """Context in which an error that stage 3 raises on comparing processes is explained.
 
     Raises:
         TaskError: the model used parameters in another order on another process.

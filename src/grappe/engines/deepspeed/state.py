@@ -1,4 +1,4 @@
-"""What DeepSpeed holds, as named whole tensors one at a time, and back, through its safe_get and safe_set functions.
+"""Converts what DeepSpeed holds to named whole tensors, one at a time, and back, by its safe_get and safe_set.
 
 Its own checkpoints are pickles, and are not used.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grappe.checkpoint.format import MODEL
 from grappe.checkpoint.model_weights import ModelWeights
-from grappe.weights import Weights
-
-if TYPE_CHECKING:
-    from grappe.engines.base import Saved
-
-OPTIMIZER = "optimizer."
+from grappe.checkpoint.names import MODEL
+from grappe.checkpoint.weights import Weights
+from grappe.engines.shared.state import OPTIMIZER, SavedState
+from grappe.private_api import deepspeed as private
 
 
 class Partitioned:
@@ -70,9 +67,10 @@ class Partitioned:
                 if isinstance(value, Tensor):
                     yield f"{OPTIMIZER}{name}.{key}", value
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """Puts back what `values` and `plain` gave, under this or another number of processes. Collective."""
-        self._restore_parameters(ModelWeights(saved.tensors))
+        if not saved.model_loaded:
+            self._restore_parameters(ModelWeights(saved.tensors))
         split, counters = saved_keys(saved, {name: _shape(p) for name, p in self._trained()})
         if not split and not counters:
             return
@@ -102,15 +100,13 @@ class Partitioned:
 
     def _swapped(self, parameter: nn.Parameter) -> bool:
         group, *_ = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
-        return self._wrapped._swappable_optimizer_subgroup(group)
+        return private.is_swapped(self._wrapped, group)
 
     def _set_swapped(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
         """On the disk; safe_set_local_… compares with a parameter that is not in memory."""
-        part, group = self._wrapped._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=False, optim_state_key=key
-        )
+        part, group = private.state_partition(self._wrapped, parameter, key)
         part.data.copy_(value)
-        self._wrapped._optimizer_states_and_gradient_swap_out(group)
+        private.swap_out(self._wrapped, group)
 
     def _part(self, parameter: Any, value: Tensor) -> Tensor:
         """This process's numbers of a whole tensor, filled up with zeros as DeepSpeed does."""
@@ -133,9 +129,9 @@ class Partitioned:
         """Gives the given optimizer the state that it would have made in its first step, of zeros."""
         optimizer = self._wrapped.optimizer
         for index, flat in enumerate(self._flat):
-            swapped = self._stage == 3 and self._wrapped._swappable_optimizer_subgroup(index)
+            swapped = self._stage == 3 and private.is_swapped(self._wrapped, index)
             if swapped:
-                self._wrapped._optimizer_states_and_gradient_swap_in(index)
+                private.swap_in(self._wrapped, index)
             optimizer.state[flat] = {
                 **{
                     key: value.clone() if isinstance(value, Tensor) else value
@@ -144,7 +140,7 @@ class Partitioned:
                 **{key: torch.zeros_like(flat, requires_grad=False) for key in split},
             }
             if swapped:
-                self._wrapped._optimizer_states_and_gradient_swap_out(index)
+                private.swap_out(self._wrapped, index)
         for group in optimizer.param_groups:
             if "step" in group and "step" in counters:  # DeepSpeed's fused Adam counts by group
                 group["step"] = counters["step"]
@@ -154,11 +150,10 @@ class Partitioned:
     def _link(self) -> None:
         """Tells stages 1 and 2 where each parameter's state lies in the flat ones.
 
-        DeepSpeed does so once, behind the first group's first step, when the other groups have no state yet.
+        DeepSpeed does so once, after the first group's first step, when the other groups have no state yet.
         """
         if self._stage < 3:
-            self._wrapped._hp_optimizer_states_linked = False
-            self._wrapped._lazy_init_hp_params_optimizer_state()
+            private.link_states(self._wrapped)
 
     @contextlib.contextmanager
     def gathered(self, parameter: nn.Parameter, changed: bool = False) -> Iterator[None]:
@@ -197,7 +192,7 @@ class Partitioned:
         return split, alike
 
 
-def saved_keys(saved: Saved, shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], dict[str, Any]]:
+def saved_keys(saved: SavedState, shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], dict[str, Any]]:
     """Of a saved optimizer state: the keys that have their parameter's shape, and what is alike for all parameters."""
     split: list[str] = []
     alike: dict[str, Any] = {}

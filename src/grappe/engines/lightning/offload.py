@@ -1,82 +1,88 @@
-"""Lightning with offload: its DeepSpeed strategy, of stage 3, over the deepspeed engine's own parts."""
+"""Offloaded: a training's parts under Lightning where DeepSpeed's stage 3 offloads parameters and optimizer state."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch
-from grappe.engines.base import Saved, Setting, State
+from grappe.engines.base import EngineSetup
 from grappe.engines.deepspeed import DeepSpeed, library
-from grappe.engines.deepspeed.reached import said_plainly
-from grappe.engines.lightning import Item, Lightning
-from grappe.loop import After, StepResult
-from grappe.phases import UPDATE
+from grappe.engines.deepspeed.model import DeepSpeedModel
+from grappe.engines.deepspeed.reached import explained
+from grappe.engines.lightning.steps import Item, Steps
 from grappe.plan import Plan
-from grappe.scores import Scores
+from grappe.step.precision import LossScale, autocast
+from grappe.step.scores import Scores
 
 
-class Offloaded(Lightning):
-    """The model, its state and its evaluation are the deepspeed engine's; the loop is Lightning's."""
+def unsupported_reason(plan: Plan) -> str | None:
+    """Why DeepSpeed cannot offload this plan under Lightning; None: it can. Pure."""
+    for key in ("tensor", "compile", "channels_last"):
+        if key in plan.changed_keys():
+            return f"engine=lightning offloads by DeepSpeed, which has no {key}: leave it out"
+    if plan.replicate > 1 or plan.zero != 3:
+        return (
+            "engine=lightning offloads by DeepSpeed's stage 3, over all processes: "
+            f"use shard={plan.data_parallel} with offload={plan.offload}"
+        )
+    return DeepSpeed.unsupported_reason(plan)
 
-    @classmethod
-    def refuse(cls, plan: Plan) -> str | None:
-        for key in ("tensor", "compile", "channels_last"):
-            if key in plan.asked():
-                return f"engine=lightning offloads by DeepSpeed, which has no {key}: leave it out"
-        if plan.replicate > 1 or plan.zero != 3:
-            return (
-                "engine=lightning offloads by DeepSpeed's stage 3, over all processes: "
-                f"use shard={plan.data_parallel} with offload={plan.offload}"
-            )
-        return DeepSpeed.refuse(plan)
 
-    def __init__(self, setting: Setting) -> None:
-        self.task, self.plan, self.world = setting.task, setting.plan, setting.world
-        self.total_steps = setting.total_steps
-        self._flag, self._phase = setting.flag, setting.phase
-        self.held = held = DeepSpeed(setting)
-        self.model, self._forward = held._model, held._engine
-        self._rows, self._tally, self._losses = held._rows, held._tally, held._losses
-        self._synchronise = held._engine.set_gradient_accumulation_boundary
-        self.optimizer, self.schedule = held._optimizer, held._schedule
-        # Lightning divides by the microbatches, and so does DeepSpeed.
-        self._ways = held._ways * self.plan.microbatches**2
-        self._begin()
-        self._loss_in = held._autocast
+class Offloaded:
+    """The model, its state and its evaluation are as in the deepspeed engine; the loop is Lightning's."""
 
-    def train(self, batches: Iterator[Batch], after: After) -> None:
-        with library.linear(zero3=True), said_plainly():
-            super().train(batches, after)
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        plan, world = setup.plan, setup.world
+        self._held = held = DeepSpeedModel(setup, LossScale(plan.precision))
+        self.train_state = held.train_state
+        self.steps = Steps(
+            setup,
+            model=held.module,
+            forward=held.engine,
+            optimizer=held.optimizer,
+            schedule=held.schedule,
+            # DeepSpeed averages over processes; Lightning divides by the microbatches, and so does DeepSpeed.
+            gradient_divisor=float(world.data_size * plan.microbatches**2),
+            switch=held.engine.set_gradient_accumulation_boundary,
+            loss_context=autocast(plan.precision, world.device),
+            clip=lambda: None,  # DeepSpeed clips when it steps
+            after_update=self._checked_norm,
+        )
 
-    def clip(self) -> None:
-        self._phase(UPDATE)
-        self._lr = self.optimizer.param_groups[0]["lr"]  # DeepSpeed clips when it steps
+    def _checked_norm(self) -> Tensor | None:
+        self._held.reached.check()
+        if self._setup.task.clip is None:
+            return None
+        return torch.as_tensor(self._held.engine.get_global_grad_norm(), device=self._setup.world.device)
 
-    def end(self, item: Item) -> StepResult | None:
-        if item.last:
-            self.held._reached.check()
-            if self.task.clip is not None:
-                norm = self.held._engine.get_global_grad_norm()
-                self._norm = torch.as_tensor(norm, device=self.world.device)
-        return super().end(item)
+    def strategy(self, first: Item) -> Any:
+        """Lightning's DeepSpeed strategy."""
+        from grappe.engines.lightning.stage3 import Stage3
+        from grappe.engines.lightning.strategies import placed
 
-    def remarks(self) -> Sequence[str]:
-        return self.held.remarks()
+        return placed(Stage3(self._held.engine), self._setup.world)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Context of all steps: ZeRO 3's linear, and errors in the user's words."""
+        with library.linear(zero3=True), explained():
+            yield
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        return self.held.evaluate(batches, samples)
+        """The scores over all data slices. Collective."""
+        return self._held.evaluate(batches, samples)
 
-    def state(self) -> State:
-        return self.held.state()
-
-    def restore(self, saved: Saved) -> None:
-        self.held.restore(saved)
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        return self.held.export()
+    def remarks(self) -> Sequence[str]:
+        """DeepSpeed's version, and the optimizer that it steps."""
+        return (self._held.remark,)
 
     def close(self) -> None:
-        self.held.close()
+        """Ends DeepSpeed's engine."""
+        del self.train_state, self.steps
+        self._held.close()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from grappe.private_api.lightning import configured_optimizers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch import Tensor
-
-    from grappe.engines.lightning import Lightning
 
 
 class AsItIs(DeepSpeedPrecision):
@@ -23,9 +22,13 @@ class AsItIs(DeepSpeedPrecision):
 
 
 class Stage3(DeepSpeedStrategy):
-    """On CPUs too; DeepSpeed was initialized by the engine, with settings that are checked against the plan."""
+    """On CPUs too; DeepSpeed was initialized before, with settings that are checked against the plan.
 
-    def __init__(self, engine: Lightning) -> None:
+    Args:
+        engine: DeepSpeed's.
+    """
+
+    def __init__(self, engine: Any) -> None:
         super().__init__(config={"zero_optimization": {"stage": 3}}, precision_plugin=AsItIs("32-true"))
         self._engine = engine
 
@@ -37,8 +40,8 @@ class Stage3(DeepSpeedStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        self.model = self._engine._forward
+        self.optimizers, self.lr_scheduler_configs = configured_optimizers(self.lightning_module)
+        self.model = self._engine
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
         assert self.lightning_module is not None

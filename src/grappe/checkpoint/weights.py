@@ -1,0 +1,134 @@
+"""Reads named tensors one at a time, from files or from memory, by each process what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grappe.private_api.torch import local_shape_and_offset
+
+
+class Weights(Protocol):
+    """A source of tensors by name."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        ...
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        """The part of the tensor that begins at `offset` and has `shape`, on the CPU."""
+        ...
+
+
+class InMemory:
+    """Weights held in a mapping."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._tensors[name][
+            tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        ]
+
+
+class Under:
+    """The weights whose names start with a prefix, under their names without the prefix."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self._prefix)
+        return iter([name[start:] for name in self._weights if name.startswith(self._prefix)])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._prefix + name)
+
+    def read(self, name: str) -> Tensor:
+        return self._weights.read(self._prefix + name)
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._weights.read_part(self._prefix + name, shape, offset)
+
+
+class Without:
+    """The weights but for those whose names start with a prefix."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __contains__(self, name: str) -> bool:
+        return not name.startswith(self._prefix) and name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._weights if not name.startswith(self._prefix)])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return self._weights.read(name)
+
+    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return self._weights.read_part(name, shape, offset)
+
+
+def agreed(buffers: Sequence[Tensor]) -> Tensor:
+    """Returns the mean of the processes' buffers, to the bit the buffer itself where all have the same."""
+    first = buffers[0]
+    if len(buffers) == 1 or not first.is_floating_point():
+        return first
+    stacked = torch.stack(list(buffers))
+    return torch.where((stacked == first).all(0), first, stacked.mean(0))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns all parameters and buffers, non-persistent ones too, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def read_into(target: Tensor, weights: Weights, name: str) -> None:
+    """Copies the tensor `name`, or this process's part of the tensor where `target` is sharded, into `target`."""
+    if not isinstance(target, DTensor):
+        target.copy_(weights.read(name))
+        return
+    shape, offset = local_shape_and_offset(target)
+    local = target.to_local()
+    if local.numel():
+        local.copy_(weights.read_part(name, shape, offset))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor on the CPU. Collective where the tensor is sharded."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu()

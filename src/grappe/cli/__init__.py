@@ -1,0 +1,1 @@
+"""Defines the command line; each command calls one verb."""

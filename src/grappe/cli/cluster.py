@@ -1,0 +1,142 @@
+"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, doctor."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder
+from grappe.cli.exit import show
+from grappe.cli.training import read_submission
+from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.verbs.submission import JobOptions
+
+DEFAULTS = JobOptions()
+
+
+def register(app: App) -> None:
+    """Adds the commands to `app`."""
+    for command in (submit, queue, logs, wait, cancel, sites, doctor):
+        app.command(command)
+
+
+def submit(
+    *words: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="After --: train TASK …, as it runs here.")
+    ],
+    job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
+    test_only: Annotated[
+        bool, SWITCH, Parameter(help="Have sbatch judge the script; submit nothing.")
+    ] = False,
+    show_: Annotated[
+        bool,
+        Parameter(name="--show", negative="", show_default=False, help="Print the script; submit nothing."),
+    ] = False,
+) -> int:
+    """Submit a training as a Slurm job: grappe submit --time 3h -- train TASK …
+
+    Nodes, processes, cores and memory follow from the plan and the cluster. The job
+    saves before its time is over or when it is preempted, and goes back into the
+    queue until the run is finished.
+
+        grappe submit --show -- train digits          its script, and no job
+        grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
+        grappe submit --site narval --account def-me --time 3h \\
+            -- train digits --plan shard=8            two nodes of four GPUs
+    """
+    from grappe.verbs import submit as verb
+
+    submission = read_submission(words, job)
+    if test_only:
+        for answer in verb.judged(submission):
+            show(answer)
+        return EXIT_OK
+    for one in verb.submit(submission, show=show_):
+        if show_:
+            sys.stdout.write(one.text)
+        else:
+            show(f"job {one.job}: {one.cost}; run {one.run}")
+    return EXIT_OK
+
+
+def queue(*, base: BaseFolder = Path("runs")) -> int:
+    """List your jobs in Slurm's queue, by run: state, reason, expected start."""
+    from grappe.verbs.jobs import queue as verb
+
+    show(verb(base))
+    return EXIT_OK
+
+
+def logs(
+    run: RunFolder,
+    /,
+    *,
+    rank: Annotated[int | None, Parameter(help="Of this process. Default: the job's own.")] = None,
+    follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Until the job ends.")] = False,
+) -> int:
+    """Print what a run's job, or one of its processes, wrote."""
+    from grappe.verbs.logs import lines
+
+    for text in lines(run, rank, follow=follow):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return EXIT_OK
+
+
+def wait(run: RunFolder, /) -> int:
+    """Wait for the end of a run's job, restarts included; ends with the job's exit code."""
+    from grappe.verbs.jobs import wait as verb
+
+    return verb(run)
+
+
+def cancel(*runs: RunFolder) -> int:
+    """Cancel the jobs of runs. What was saved stays."""
+    from grappe.verbs.jobs import cancel as verb
+
+    if not runs:
+        raise UsageError("say which: grappe cancel RUN … (see: grappe queue)")
+    jobs = verb(runs)
+    show(f"cancelled {', '.join(jobs)}")
+    return EXIT_OK
+
+
+def sites(name: Annotated[str | None, Parameter(help="One of them: all its facts.")] = None, /) -> int:
+    """List the clusters that jobs can be submitted to, or one's facts and where they come from."""
+    from grappe.verbs.sites import facts, listing
+
+    show(facts(name) if name else listing())
+    return EXIT_OK
+
+
+def doctor(
+    task: Annotated[str | None, Parameter(help="Look at this task's sizes too.")] = None,
+    /,
+    *fields: FieldText,
+    plan: PlanText = "",
+    folder: Annotated[Path, Parameter(help="Where runs are written.")] = Path("runs"),
+    job: Annotated[
+        bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
+    ] = False,
+) -> int:
+    """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
+    from grappe.cli.preflight import preflight
+    from grappe.fields import split
+    from grappe.launch.rank import is_main_process
+    from grappe.plan import Plan
+
+    preflight([plan], task)
+    from grappe.verbs.doctor import doctor as verb
+
+    request = verb.Request(
+        plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, fields=split(fields)
+    )
+    found = verb.doctor(request)
+    if is_main_process():
+        said = [one for one in found if one.level != "note"] if job else found
+        if said or not job:
+            print(verb.text(said), flush=True)
+    return EXIT_FAILURE if verb.failed(found) else EXIT_OK

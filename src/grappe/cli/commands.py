@@ -1,0 +1,219 @@
+"""Defines the commands that train, evaluate and list, and registers the others; each command calls one verb."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Group, Parameter
+
+from grappe.cli import cluster, measuring, verify
+from grappe.cli import exit as entry_point
+from grappe.cli.arguments import (
+    SWITCH,
+    BaseFolder,
+    DataFolder,
+    FieldText,
+    PlanText,
+    RunFolder,
+    TaskName,
+    read_text_forms,
+)
+from grappe.cli.exit import plain_table, show
+from grappe.cli.training import train
+from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+
+HELP = """Train a PyTorch model on whatever machines you were given.
+
+The learning task is described once; a plan says how each optimizer step is
+spread over processes. Changing the plan does not change what is learned.
+
+    grappe train digits                         on this machine's cores
+    grappe train digits --plan replicate=2      two processes, the same numbers
+    grappe train my_task.py epochs=3 lr=0.2     your own task
+    grappe runs                                 what was trained, and how well
+    grappe submit --time 3h -- train digits     the same as a Slurm job
+
+--debug shows the whole traceback of an error.
+"""
+
+app = App(
+    name="grappe",
+    help=HELP,
+    help_format="plaintext",
+    version_flags=["--version"],
+    config=read_text_forms,
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app["--help"].group = app["--version"].group = Group("About")
+
+
+app.command(train)
+
+
+@app.command
+def drill(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: PlanText = "",
+    data: DataFolder = None,
+) -> int:
+    """Kill a small training of a task, on purpose, and show what was lost."""
+    from grappe.cli.preflight import preflight
+    from grappe.fields import split
+
+    texts = split(fields)
+    preflight([plan], task)
+    from rich.console import Console
+
+    from grappe.training.request import make_request
+    from grappe.verbs.drill import drill as verb
+
+    training = make_request(task, plan, data=data, fields=texts)
+    with Console(stderr=True).status("") as status:  # seen on a terminal only
+        findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
+    show(verb.table(findings))
+    return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
+
+
+@app.command
+def evaluate(
+    run: RunFolder,
+    /,
+    *,
+    split: Annotated[
+        Literal["train", "validation", "test"], Parameter(help="What to score it on.")
+    ] = "validation",
+    plan: PlanText = "",
+    data: DataFolder = None,
+    json_: Annotated[
+        bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
+    ] = False,
+) -> int:
+    """Score a run's newest checkpoint on a split, every sample counted once."""
+    from grappe.cli.preflight import preflight
+
+    if run.is_dir():
+        preflight([plan], once=True)
+    from grappe.verbs.evaluate import evaluate as verb
+
+    scores = verb(run, split, plan, data=data)
+    if json_:
+        show(json.dumps(dataclasses.asdict(scores)))
+        return EXIT_OK
+    table = plain_table("", "")
+    table.add_row("samples", f"{scores.samples:,} of {split}, each once")
+    table.add_row("loss", f"{scores.loss:.6f}")
+    for name, value in scores.metrics.items():
+        table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value))
+    show(table)
+    return EXIT_OK
+
+
+@app.command
+def predict(
+    run: RunFolder,
+    inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
+    /,
+    *,
+    data: DataFolder = None,
+    out: Annotated[
+        Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
+    ] = None,
+) -> int:
+    """Print what a run's model says of inputs: one JSON line a sample."""
+    from grappe.verbs.predict import predict as verb
+
+    outputs = verb(run, inputs, data=data)
+    if out is not None:
+        import numpy as np
+        import torch
+
+        np.save(out, torch.stack(list(outputs)).numpy())
+        return EXIT_OK
+    for index, output in enumerate(outputs):
+        line: dict[str, Any] = {"sample": index}
+        if output.dim() == 1 and output.numel() > 1:
+            probability = output.softmax(0)
+            line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}
+        else:
+            line["output"] = output.tolist()
+        print(json.dumps(line))
+    return EXIT_OK
+
+
+@app.command
+def runs(
+    run: Annotated[Path | None, Parameter(help="A run's folder. Default: list them all.")] = None,
+    /,
+    *,
+    base: BaseFolder = Path("runs"),
+) -> int:
+    """List the runs, or describe one: what it is, where it stands, its checkpoints."""
+    from grappe.verbs.runs import describe, listing
+
+    show(describe(run) if run is not None else listing(base))
+    return EXIT_OK
+
+
+@app.command
+def prune(
+    run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that nobody writes.")] = None,
+    /,
+    *,
+    base: BaseFolder = Path("runs"),
+    keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
+    dry_run: Annotated[bool, SWITCH, Parameter(help="Say what would go, and remove nothing.")] = False,
+) -> int:
+    """Remove checkpoints that nobody will miss, and what killed saves left behind."""
+    if keep < 1:
+        raise UsageError(f"--keep={keep}: it must be at least 1")
+    from grappe.training.run import Run, all_runs
+    from grappe.verbs.prune import prune as verb
+    from grappe.verbs.prune import table
+
+    removed = verb([Run(run)] if run is not None else all_runs(base), keep, dry_run=dry_run)
+    show(table(removed, dry_run=dry_run))
+    return EXIT_OK
+
+
+@app.command
+def tasks(
+    name: Annotated[
+        str | None, Parameter(help="A task, as for grappe train. Default: the shipped ones.")
+    ] = None,
+    /,
+) -> int:
+    """List the shipped tasks, or one task's fields."""
+    from grappe.verbs.catalogue import task_fields, task_list
+
+    show(task_fields(name) if name else task_list())
+    return EXIT_OK
+
+
+@app.command
+def engines() -> int:
+    """Show what each engine can do: the keys of a plan."""
+
+    from grappe.verbs.catalogue import plan_table
+
+    show(plan_table())
+    return EXIT_OK
+
+
+measuring.register(app)
+verify.register(app)
+cluster.register(app)
+
+
+def main() -> None:
+    """The `grappe` command: exit codes 0 done, 1 failed, 2 wrong use, 75 interrupted and saved."""
+    entry_point.run(app)
+
+
+if __name__ == "__main__":
+    main()

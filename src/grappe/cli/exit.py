@@ -1,0 +1,112 @@
+"""Runs the command line and prints its results; errors, signals and a closed pipe become exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+from rich.table import Table
+
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+from grappe.launch.openmp import let_threads_sleep
+from grappe.launch.rank import rank_from_environment
+
+EXIT_SIGINT = 130
+WIDTH = 200  # of tables that go into a file or a pipe
+
+
+def run(app: App) -> NoReturn:
+    """Runs the command that sys.argv names, and ends this process with its exit code."""
+    let_threads_sleep()
+    debug = "--debug" in sys.argv
+    try:
+        code = _code(app, [text for text in sys.argv[1:] if text != "--debug"])
+    except GrappeError as error:
+        code = _complain(error, debug)
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:
+        print("grappe: ended at once; what was saved before is kept", file=sys.stderr)
+        code = EXIT_SIGINT
+    except BrokenPipeError:  # the reader of the pipe, `head` say, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OK
+    except Exception as error:
+        mistake = ProcessDied(
+            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
+        )
+        mistake.details = "".join(traceback.format_exception(error))
+        code = _complain(mistake, debug)
+    if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):
+        _leave_communication(code)
+    sys.exit(code)
+
+
+def _leaves_at_once(code: int) -> bool:
+    """Whether not to wait for this process's communication threads: after a failure if it has any, else if a launcher
+    started it (a good local command has none: its processes leave by themselves)."""
+    from torch import distributed
+
+    if code in (EXIT_FAILURE, EXIT_USAGE):
+        return distributed.is_available() and distributed.is_initialized()
+    try:
+        return rank_from_environment() is not None
+    except UsageError:  # `doctor` says so, and goes on
+        return False
+
+
+def _leave_communication(code: int) -> NoReturn:
+    """Ends this process now: communication threads of a failed step may never join, and those of a good one may
+    outlive the interpreter, for which torch aborts (PyTorch's pull request 179291). Local processes leave so, too."""
+    with contextlib.suppress(OSError):  # a reader who has left
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _code(app: App, arguments: list[str]) -> int:
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        raise usage_error(error) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+    return code if isinstance(code, int) else EXIT_OK
+
+
+def usage_error(error: CycloptsError) -> UsageError:
+    """The parser's error as one line."""
+    return UsageError(" ".join(str(error).split()))
+
+
+def _complain(error: GrappeError, debug: bool) -> int:
+    """Prints an error, once however many processes raised it, and returns the exit code."""
+    from grappe.launch.rank import is_main_process
+
+    if error.by or is_main_process():
+        if debug:
+            print(error.details or "".join(traceback.format_exception(error)), file=sys.stderr)
+        print(f"grappe: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines."""
+    return Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
+
+
+def show(content: Any) -> None:
+    """Prints a result, on the main process only."""
+    from grappe.launch.rank import is_main_process
+
+    if is_main_process():
+        width = None if sys.stdout.isatty() else WIDTH
+        Console(highlight=False, markup=False, soft_wrap=isinstance(content, str), width=width).print(content)

@@ -1,0 +1,176 @@
+"""Defines the commands that measure and show: measure, report, follow, curves."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from grappe.cli.arguments import OPTIONS, SWITCH, DataFolder, FieldText, RunFolder, TaskName
+from grappe.cli.exit import show
+from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.submission import JobOptions
+
+if TYPE_CHECKING:
+    from grappe.verbs.measure.jobs import JobRequest
+
+DEFAULTS = MeasureOptions()
+
+
+def register(app: App) -> None:
+    """Adds the commands to `app`."""
+    for command in (measure, report, follow, curves):
+        app.command(command)
+
+
+def measure(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="",
+            help="A plan to measure; once for each. The first is what the others are compared with.",
+        ),
+    ] = None,
+    options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
+    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
+    site: Annotated[
+        str | None, Parameter(help="Submit each training as a Slurm job of this cluster (see: grappe sites).")
+    ] = None,
+    account: Annotated[str | None, Parameter(help="What such jobs are billed to.")] = None,
+    time: Annotated[str | None, Parameter(help="How long such a job may take: 30m. Default: 1 h.")] = None,
+    show_: Annotated[
+        bool,
+        Parameter(name="--show", negative="", show_default=False, help="Print the jobs; submit nothing."),
+    ] = False,
+    gather: Annotated[
+        list[Path] | None,
+        Parameter(
+            negative="", consume_multiple=True, help="Train nothing: take these runs, of such jobs say."
+        ),
+    ] = None,
+    largest_batch: Annotated[
+        bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
+    ] = False,
+    out: Annotated[
+        Path | None, Parameter(help="Write the figures to this JSON file, for grappe report.")
+    ] = None,
+    data: DataFolder = None,
+) -> int:
+    """Measure what plans cost and how they scale: speed, memory, energy, and what is lost where."""
+    from grappe.cli.preflight import preflight
+    from grappe.fields import split
+
+    texts = split(fields)
+    plans = plan or [""]
+    if site is not None:
+        from grappe.verbs.measure.jobs import JobRequest
+
+        if largest_batch:
+            raise UsageError("--largest-batch looks on this machine: leave it out with --site")
+        return _send(
+            JobRequest(
+                task=task,
+                fields=fields,
+                plans=tuple(plans),
+                options=options,
+                job=JobOptions(site=site, account=account, time=time),
+                data=str(data) if data else None,
+            ),
+            show_,
+            ("--weak",) * options.weak + (("--out", str(out)) if out else ()),
+        )
+    if not gather:
+        preflight(plans, task)
+    from grappe.verbs.measure import measure as verb
+    from grappe.verbs.measure import table, verdict
+    from grappe.verbs.measure.jobs import gather as gathered
+    from grappe.verbs.measure.largest import largest_batches as verb_largest
+
+    points = (
+        gathered(gather)
+        if gather
+        else verb.measure(
+            task,
+            plans,
+            options=options,
+            advise=not no_advice,
+            data=data,
+            fields=texts,
+            note=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    )
+    for part in (
+        table.table(points),
+        "",
+        table.losses(points),
+        *table.notes(points),
+        *verdict.sentences(points),
+    ):
+        if part is not None:
+            show(part)
+    if largest_batch:
+        for found in verb_largest(task, plans, data, texts):
+            show(str(found))
+    if out is not None:
+        table.write(points, task, out, weak=options.weak)
+    return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
+
+
+def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
+    """Submits trainings as jobs, and says how to gather them."""
+    from grappe.verbs.measure.jobs import send
+
+    runs = []
+    for one in send(request, show=only_show):
+        if only_show:
+            sys.stdout.write(one.text)
+        else:
+            show(f"job {one.job}: {one.cost}; run {one.run}")
+        runs.append(str(one.run))
+    if not only_show:
+        show(f"once they have ended: grappe measure {request.task} --gather {shlex.join([*runs, *later])}")
+    return EXIT_OK
+
+
+def report(
+    *places: Annotated[Path, Parameter(help="Runs' folders, or files of grappe measure --out.")],
+    out: Annotated[
+        Path | None, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
+    ] = None,
+) -> int:
+    """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
+    from grappe.verbs.report.report import report as verb
+
+    show(str(verb(places, out)))
+    return EXIT_OK
+
+
+def follow(run: RunFolder, /) -> int:
+    """Watch a run as it goes, until it ends; Ctrl-C leaves it alone."""
+    from grappe.verbs.follow import follow as verb
+
+    verb(run, sys.stdout)
+    return EXIT_OK
+
+
+def curves(
+    *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
+    out: Annotated[Path | None, Parameter(help="A file. Default: the standard output.")] = None,
+) -> int:
+    """Print the curves of runs as CSV: a line a step, a line an evaluation."""
+    from grappe.verbs.curves import write_csv
+
+    if not runs:
+        raise UsageError("no run given: grappe runs lists them")
+    with contextlib.ExitStack() as stack:
+        write_csv(runs, sys.stdout if out is None else stack.enter_context(out.open("w")))
+    return EXIT_OK

@@ -1,0 +1,258 @@
+"""Turns a dataset and a sample order into this process's batches, on its device."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from grappe.data.arrays import in_memory
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.draw import sample_keys
+from grappe.data.order import SampleOrder, cut
+from grappe.data.pieces import ExactPieces
+from grappe.data.seeded import SeededDataset
+from grappe.errors import TaskError
+from grappe.launch.world import World, own_cores
+from grappe.plan import Plan
+from grappe.private_api.torch import tree_flatten, tree_map
+from grappe.profiling.phases import DATA, TRANSFER
+from grappe.task import Task, overrides
+
+
+class Slice(NamedTuple):
+    """The samples of one step that belong to this process, cut into microbatches."""
+
+    step: int
+    epoch: int
+    samples: int
+    ids: np.ndarray
+    pieces: tuple[np.ndarray, ...]
+    """Sample ids by microbatch; an empty piece gets one padding row, which counts 0."""
+
+
+class BatchLoader:
+    """The batches of one split for this process.
+
+    Args:
+        training: whether to augment, and to know the global count before the first backward.
+    """
+
+    def __init__(
+        self, task: Task, dataset: Dataset, order: SampleOrder, plan: Plan, world: World, *, training: bool
+    ) -> None:
+        self.order = order
+        self.dataset = dataset
+        self._task, self._plan, self._world = task, plan, world
+        self._training = training
+        self._augments = training and overrides(task, "augment")
+        self._counts = overrides(task, "counts")
+        self._parts = plan.microbatches if training else 1
+        self._exact = ExactPieces.of(plan)
+        self.phase: Callable[[int], None] | None = None  # told when a batch goes to the device, and is there
+        self._arrays = in_memory(dataset)
+        if self._arrays is not None:
+            self._arrays.to_device(world.device)
+
+    def slices(self, start: int, stop: int) -> Iterator[Slice]:
+        """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""
+        per_epoch = self.order.steps_per_epoch
+        for step in range(start, stop):
+            epoch, within = divmod(step, per_epoch)
+            everyone = self.order.ids(epoch, within)
+            first, last = cut(len(everyone), self._world.data_size, self._world.data_rank)
+            ids = everyone[first:last]
+            if self._exact is not None:
+                pieces = self._exact.cut(everyone, self._world.data_rank)
+                ids = np.concatenate(pieces)
+            elif self._parts == 1:
+                pieces = (ids,)
+            else:
+                bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
+                pieces = tuple(ids[a:b] for a, b in bounds)
+            yield Slice(step, epoch, len(everyone), ids, pieces)
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Yields the batches of steps `start` to `stop`. Collective where the task counts its targets."""
+        fetch = self._fetch(start, stop)
+        for part in self.slices(start, stop):
+            micros = tuple([self._microbatch(part, ids, *fetch(ids)) for ids in part.pieces])
+            yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
+
+    def example(self) -> Any:
+        """Returns the inputs of the first sample or two, as a batch on the CPU."""
+        ids = np.arange(min(2, self.order.length))
+        if self._arrays is not None:
+            inputs = self._arrays.gather(ids, self._world.device)[0]
+        else:
+            seeded = SeededDataset(self.dataset, seed=self.order.seed)
+            inputs = self._task.collate([seeded[-1, int(index)] for index in ids])[0]
+        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, inputs)
+
+    def _fetch(self, start: int, stop: int) -> Callable[[np.ndarray], tuple[Any, Any]]:
+        """Returns a function that loads a piece; call it for the pieces of steps `start` to `stop`, in order."""
+        arrays, device = self._arrays, self._world.device
+        if arrays is not None:
+            return lambda ids: arrays.gather(padded(ids), device)
+        # Workers read ahead, so they have the order for themselves.
+        loader = self._loader((part, padded(ids)) for part in self.slices(start, stop) for ids in part.pieces)
+        # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
+        # whose end waits for threads that are not there.
+        gc.freeze()
+        try:
+            loaded = iter(loader)
+        finally:
+            gc.unfreeze()
+        return lambda ids: next(loaded)
+
+    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]]) -> DataLoader:
+        # Validation draws the same in every evaluation, so that losses can be compared.
+        sampler = _Requests(
+            ((part.epoch if self._training else -1, int(index)) for index in ids) for part, ids in requests
+        )
+        workers = self._workers()
+        return DataLoader(
+            SeededDataset(self.dataset, seed=self.order.seed),
+            batch_sampler=sampler,
+            collate_fn=self._task.collate,
+            num_workers=workers,
+            worker_init_fn=_ignore_signals if workers else None,
+            # Our processes come from a server, and would have one started for their workers: it would neither
+            # know a task file's classes nor have torch imported.
+            multiprocessing_context="fork" if workers else None,
+            pin_memory=self._world.device.type == "cuda",
+            generator=torch.Generator(),  # it draws a seed for its workers, and must not from dropout's stream
+        )
+
+    @property
+    def loading(self) -> int | None:
+        """How many data workers this process has; None: the samples are in memory."""
+        return None if self._arrays is not None else self._workers()
+
+    def _workers(self) -> int:
+        if self._plan.workers is not None:
+            return self._plan.workers
+        mine = own_cores(self._world.process)
+        # Training on a CPU needs the cores itself; beside a GPU the cores only load data.
+        return min(8, max(0, mine - 1)) if self._world.device.type == "cuda" else min(8, mine // 4)
+
+    def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
+        if self._arrays is None:
+            inputs, targets = self._to_device((inputs, targets))
+        if self._augments:
+            keys = torch.from_numpy(sample_keys(self.order.seed, part.epoch, padded(ids)))
+            inputs, targets = self._task.augment(inputs, targets, keys.to(self._world.device))
+        if self._plan.channels_last:
+            inputs = tree_map(_channels_last, inputs)
+        weights = None
+        if self._counts:
+            weights = self._task.counts(targets)
+            if weights is not None:
+                weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
+        return Microbatch(inputs, targets, len(ids), weights)
+
+    def _to_device(self, batch: Any) -> Any:
+        device = self._world.device
+        if device.type == "cpu":
+            return batch
+        if self.phase is not None:
+            self.phase(TRANSFER)
+        moved = tree_map(
+            lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+        )
+        if self.phase is not None:
+            self.phase(DATA)
+        return moved
+
+    def _count(self, part: Slice, micros: tuple[Microbatch, ...]) -> float | Tensor:
+        if not self._counts or not self._training:
+            return float(part.samples)
+        weights = [micro.weights for micro in micros if micro.weights is not None]
+        if not weights:
+            return float(part.samples)
+        mine = torch.stack([one.sum() for one in weights])
+        group = self._world.data_group
+        if group is None:
+            return mine.sum()
+        if self._exact is not None:  # the pieces' counts in their order, so that their sum has the same bits
+            return self._exact.gathered(mine, group).sum()
+        total = mine.sum()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+
+class _Requests:
+    """A batch sampler that reads an iterator of requests once."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return (list(batch) for batch in self._batches)
+
+
+def padded(ids: np.ndarray) -> np.ndarray:
+    """Returns `ids`, or sample 0 as a padding row where there are none: an empty batch cannot go through the model."""
+    return ids if len(ids) else np.zeros(1, dtype=np.int64)
+
+
+def check(dataset: object, split: str, task: Task) -> int:
+    """Returns the dataset's length.
+
+    Raises:
+        TaskError: it is not map-style, or it is empty.
+    """
+    name = type(task).__name__
+    if isinstance(dataset, IterableDataset):
+        raise TaskError(
+            f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
+            "samples are asked for by index. Give a map-style dataset (__len__ and __getitem__)"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise TaskError(
+            f"{name}.data({split!r}) gave {type(dataset).__name__}: it needs __len__ and __getitem__"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split")
+    return len(dataset)  # type: ignore[arg-type]
+
+
+def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
+    """Loads shuffled batches of `task.batch_size` samples over the whole world."""
+    order = SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size)  # type: ignore[arg-type]
+    return BatchLoader(task, dataset, order, plan, world, training=True)
+
+
+def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
+    """Loads all samples once, in order, in batches twice a training microbatch: no gradients are kept."""
+    ways = plan.exact or plan.data_parallel
+    micro = -(-task.batch_size // (ways * plan.microbatches))
+    order = SampleOrder(
+        seed=task.seed,
+        length=len(dataset),  # type: ignore[arg-type]
+        batch_size=max(2, 2 * micro) * ways,
+        shuffle=False,
+    )
+    return BatchLoader(task, dataset, order, plan, world, training=False)
+
+
+def rows_of(tree: Any) -> int:
+    """Returns the number of rows of a batch, read from its first tensor."""
+    return len(tree_flatten(tree)[0][0])
+
+
+def _channels_last(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point():
+        return leaf.contiguous(memory_format=torch.channels_last)
+    return leaf
+
+
+def _ignore_signals(_: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,79 @@
+"""Seeds the global generators before each sample, so that a dataset's random draws depend on the sample alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from grappe.data.draw import mix
+
+
+class SeededDataset(Dataset[Any]):
+    """Map-style dataset indexed by (epoch, id), whose random draws are the same on whatever process loads the sample.
+
+    Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
+    `mix(seed, epoch, id)`; after each batch the three are as they were, since dropout draws from torch's in the
+    same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not. A
+    generator that the dataset made for itself cannot be reached.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.dataset))
+
+    def __getitem__(self, index: tuple[int, int]) -> Any:
+        """Loads one sample, for a request (epoch, id)."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, requests: Sequence[tuple[int, int]]) -> list[Any]:
+        """Loads the samples of a batch, in order, for requests (epoch, id).
+
+        One by one even where the dataset has a `__getitems__` of its own: inside that, no sample could be seeded.
+        """
+        samples = []
+        with _generators_kept():
+            for epoch, index in requests:
+                _seed_generators(mix(self.seed, epoch, index))
+                samples.append(self.dataset[int(index)])
+        return samples
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Context in which the three global generators are seeded from `key`; afterwards they are as they were."""
+    with _generators_kept():
+        _seed_generators(key)
+        yield
+
+
+def _seed_generators(key: int) -> None:
+    """Seed the three global generators from a key of 63 bits."""
+    random.seed(key)
+    # NumPy's and torch's are Mersenne Twisters seeded alike by 32 bits: from the same 32 they would draw the same
+    np.random.seed(key >> 31)
+    torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the three global generators as they were found."""
+    of_python, of_numpy, of_torch = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.default_generator.get_state(),
+    )
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.default_generator.set_state(of_torch)

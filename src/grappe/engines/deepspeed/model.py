@@ -1,0 +1,122 @@
+"""DeepSpeedModel: the task's model and optimizer in DeepSpeed's engine, whoever runs the training loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from grappe.data.batch import Batch
+from grappe.engines.base import EngineSetup
+from grappe.engines.deepspeed import disk, library, optimizer, settings
+from grappe.engines.deepspeed.partition import partitioned
+from grappe.engines.deepspeed.reached import Reached
+from grappe.engines.deepspeed.state import Partitioned
+from grappe.engines.deepspeed.train_state import PartitionedState, WholeState
+from grappe.engines.shared.evaluation import evaluate
+from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
+from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.parallel.batchnorm import synchronise_batchnorm
+from grappe.parallel.materialise import fill, on_meta
+from grappe.step.precision import LossScale, autocast
+from grappe.step.scores import Scores
+
+
+class DeepSpeedModel:
+    """A model, its optimizer and schedule, as `deepspeed.initialize` was given them. Collective in all it does."""
+
+    train_state: TrainState
+
+    def __init__(self, setup: EngineSetup, loss_scale: LossScale) -> None:
+        self._setup = setup
+        self.stage = settings.stage(setup.plan)
+        self._deepspeed = library.load(setup.world)
+        self._communication = library.Communication(setup.world)
+        if setup.plan.offload != "none":
+            library.return_memory()
+        self._scratch = disk.Scratch(setup.plan, setup.world)
+        with library.linear(zero3=False):
+            self.module, config = self._make_model()
+            # A context of its own: evaluation is inside another already, and neither may be entered twice.
+            self._carrier = _Carrier(self.module, autocast(setup.plan.precision, setup.world.device))
+            self._initialize(config, loss_scale)
+        self._carrier.train()
+
+    def _make_model(self) -> tuple[nn.Module, settings.Settings]:
+        """The model with its values, split where ZeRO 3 is asked for, and DeepSpeed's settings."""
+        task, plan, world, weights = (
+            self._setup.task,
+            self._setup.plan,
+            self._setup.world,
+            self._setup.weights,
+        )
+        model = on_meta(task)
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        cuda = world.device.type == "cuda"
+        config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)
+        self._scratch.make(sum(sizes), config)
+        checkpoint_activations(list(task.units(model)) or [model], plan)
+        if self.stage == 3:
+            partitioned(model, weights, world.device, config)
+        else:
+            fill(model, weights, world.device)
+        if plan.batchnorm == "sync" and world.data_group is not None:
+            synchronise_batchnorm(model, world.data_group)
+        return model, config
+
+    def _initialize(self, config: settings.Settings, loss_scale: LossScale) -> None:
+        task, plan, world = self._setup.task, self._setup.plan, self._setup.world
+        self.named = trained_parameters(self.module)
+        self.reached = Reached(self.module, self.stage, world)
+        given = task.optimizer(self.named)
+        optimizer.check_elementwise(given, self.stage)
+        self.optimizer, words = optimizer.chosen(given, plan, world)
+        self._setup.on_optimizer(self.optimizer, self.named)
+        self.remark = f"DeepSpeed {self._deepspeed.__version__}, ZeRO {self.stage}, {words}"
+        self.engine, wrapped, *_ = self._deepspeed.initialize(
+            model=self._carrier, optimizer=self.optimizer, config=config, dist_init_required=False
+        )
+        # After it has dropped groups without parameters.
+        self.schedule = task.schedule(self.optimizer, self._setup.total_steps)
+        self.train_state = self._train_state(wrapped, loss_scale)
+
+    def _train_state(self, wrapped: Any, loss_scale: LossScale) -> TrainState:
+        world = self._setup.world
+        parts: dict[str, Any] = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "world": world,
+            "loss_scale": loss_scale,
+        }
+        if not self.stage:
+            return WholeState(ModelState(**parts), self.optimizer)
+        return PartitionedState(Partitioned(self.module, wrapped, self.stage, world.rank), **parts)
+
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """The scores over all data slices."""
+        return evaluate(self._carrier, self._setup, batches, samples)
+
+    def close(self) -> None:
+        """Ends DeepSpeed's engine, and frees what it holds."""
+        self.engine.destroy()
+        # What it is made of refers to itself: its memory, and what its destructors do, must not wait for later.
+        del self.engine, self._carrier, self.module, self.train_state, self.named
+        gc.collect()
+        self._communication.leave()
+        self._scratch.close()
+
+
+class _Carrier(nn.Module):
+    """The model in its precision: DeepSpeed switches autocast off where it finds it around itself."""
+
+    def __init__(self, model: nn.Module, precision: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self.model, self._precision = model, precision
+
+    def forward(self, inputs: Any) -> Any:
+        with self._precision:
+            return self.model(inputs)

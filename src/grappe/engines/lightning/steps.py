@@ -1,0 +1,146 @@
+"""Steps: what Lightning's hooks call, whatever its strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.engines.base import EngineSetup
+from grappe.engines.shared.state import TrainState
+from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
+from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.step.fast_paths import seed_dropout
+from grappe.step.losses import Losses
+from grappe.step.reduction import loss_reduction
+from grappe.step.result import StepResult
+from grappe.step.scores import Scores
+
+
+class Item(NamedTuple):
+    """What Lightning takes for a batch: one microbatch of a step."""
+
+    batch: Batch
+    micro: Microbatch
+    last: bool
+    """Whether the optimizer steps after it."""
+
+
+class Steps:
+    """The forward, the loss and the clipping of each step.
+
+    Args:
+        forward: what is called with a microbatch's inputs.
+        gradient_divisor: by what the gradients will be divided afterwards, by Lightning and its strategy.
+        switch: called before each item with whether it is the step's last.
+        loss_context: what the loss runs in.
+        clip: called between the step's last backward and its update; gives the gradient's norm, if it knows it.
+        after_update: called after the update; likewise.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        model: nn.Module,
+        forward: Callable[[Any], Any],
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        gradient_divisor: float,
+        switch: Callable[[bool], None] | None,
+        loss_context: contextlib.AbstractContextManager[Any],
+        clip: Callable[[], Tensor | None],
+        after_update: Callable[[], Tensor | None],
+    ) -> None:
+        self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
+        self._forward, self._gradient_divisor, self._switch = forward, gradient_divisor, switch
+        self._loss_context, self._clip, self._after_update = loss_context, clip, after_update
+        self._losses = Losses(setup.task, setup.on_phase)
+        self._reduction = loss_reduction(setup.world)
+        self._padding = contextlib.ExitStack()
+        self._total: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._lr = 0.0
+
+    def begin(self, item: Item) -> None:
+        """Before an item."""
+        if item.micro is item.batch.microbatches[0]:
+            seed_dropout(self.setup.task.seed, item.batch.step, self.setup.world)
+            self._total = None
+        if self._switch is not None:
+            self._switch(item.last)
+        if (
+            not item.micro.rows
+        ):  # until its backward is over, where activation checkpointing runs the forward again
+            self._padding.enter_context(ignoring_padding(self.model))
+
+    def loss(self, item: Item) -> Tensor:
+        """The item's share of the step's loss, times what the gradients will be divided by; a scalar."""
+        self.setup.on_phase(FORWARD)
+        batch, micro, last = item
+        output = self._forward(micro.inputs)
+        with self._loss_context:
+            loss = self._losses(output, micro, batch, self._gradient_divisor)
+        self._total = loss.total if self._total is None else self._total + loss.total
+        if last:
+            self._reduction.start(self._total, self.setup.stop_requested())
+        return loss.scalar()  # Lightning takes a scalar only
+
+    def clip(self) -> None:
+        """Between the step's last backward and its update."""
+        self.setup.on_phase(UPDATE)
+        self._lr = self.optimizer.param_groups[0]["lr"]
+        self._norm = self._clip()
+
+    def end(self, item: Item) -> StepResult | None:
+        """After an item; what its step did, where it was the last."""
+        self._padding.close()
+        if not item.last:
+            return None
+        norm = self._after_update()
+        return StepResult(
+            batch=item.batch,
+            sums=self._reduction.sums(),
+            norm=self._norm if norm is None else norm,
+            skipped=False,
+            lr=self._lr,
+        )
+
+    def dry_run(self, item: Item, loss: Callable[[Item], Tensor]) -> bool:
+        """A forward and backward that changes nothing; whether every parameter got a gradient. Collective."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        with buffers_restored(self.model):
+            self._total = None
+            loss(item).backward()
+        self._reduction.sums().read()
+        reached = all(parameter.grad is not None for parameter in parameters)
+        for parameter in parameters:
+            parameter.grad = None
+        return all(self.setup.world.gather(reached))
+
+
+class Parts(Protocol):
+    """What a Trainer is made for."""
+
+    steps: Steps
+    train_state: TrainState
+
+    def strategy(self, first: Item) -> Any:
+        """Lightning's strategy for the plan; `first` is for a dry run, where there is DDP. Collective."""
+
+    def training(self) -> contextlib.AbstractContextManager[Any]:
+        """Context of all steps."""
+
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """As Engine.evaluate."""
+
+    def remarks(self) -> Sequence[str]:
+        """As Engine.remarks."""
+
+    def close(self) -> None:
+        """As Engine.close."""

@@ -1,0 +1,95 @@
+"""The native engine's strategy for pipelines: forward and backward of all stages, as a schedule orders them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.loader import rows_of
+from grappe.engines.base import EngineSetup
+from grappe.engines.native.staged_model import StagedModel
+from grappe.parallel.batchnorm import buffers_restored
+from grappe.parallel.pipeline.even import OneShape, even, largest
+from grappe.parallel.pipeline.replicas import sum_gradients
+from grappe.parallel.pipeline.schedules import Runner
+from grappe.parallel.shard import uses_shard
+from grappe.profiling.phases import BACKWARD, FORWARD
+from grappe.step.clip import gradient_norm
+from grappe.step.fast_paths import seed_dropout
+from grappe.step.losses import Losses
+from grappe.step.precision import LossScale, autocast
+from grappe.step.reduction import Sums, loss_reduction
+
+
+class PipelinedGradients:
+    """Runs a step's microbatches through all stages, and sums the gradients over replicas of the pipeline."""
+
+    def __init__(self, setup: EngineSetup, model: StagedModel, loss_scale: LossScale) -> None:
+        self._setup, self._model, self._loss_scale = setup, model, loss_scale
+        plan, world = setup.plan, setup.world
+        self._place = world.coordinates()["pipeline"][0]
+        self._parameters = [parameter for _, parameter in model.named]
+        self._reduction = loss_reduction(world)
+        self._losses = Losses(setup.task)
+        self._autocast = autocast(plan.precision, world.device)
+        # Parameters and gradients of zero=1 are whole during a step: torch's stages then reduce them at its end.
+        held = uses_shard(plan) and plan.zero == 1
+        self._runner = Runner(plan.schedule, model.relay, world.device, self._loss, held)
+        # Collectives inside a forward: whoever sees a new shape would be alone in sending one through.
+        together = uses_shard(plan) or plan.batchnorm == "sync"
+        self._shape = OneShape() if together and world.data_group is not None else None
+        self._replicas = None if uses_shard(plan) else world.data_group
+        self._batch: Batch | None = None
+        self._total: Tensor | None = None
+        for stage in model.stages:  # what a schedule does between two forwards is backward, but for its waits
+            stage.register_forward_pre_hook(lambda *_: setup.on_phase(FORWARD))
+            stage.register_forward_hook(lambda *_: setup.on_phase(BACKWARD))
+
+    def gradients(self, batch: Batch) -> Sums:
+        """Leaves the global batch's gradient on each parameter; the step's sums, being computed. Collective."""
+        plan, world = self._setup.plan, self._setup.world
+        micros = even(batch.microbatches, largest(plan, batch.samples))
+        if self._shape is not None:
+            self._shape.check(micros[0])
+        if not self._runner.knows(micros[0]):
+            self._learn(micros[0], len(micros))
+        seed_dropout(self._setup.task.seed, batch.step, world, self._place)
+        self._batch, self._total = batch, None
+        self._runner.run(micros)
+        self._batch = None
+        if self._replicas is not None:
+            sum_gradients(self._parameters, self._replicas)
+        # Only the last stage has a loss, and the reduction takes it that all of a slice's processes have it.
+        total = self._total * plan.pipeline if self._total is not None else self._reduction.zero
+        self._reduction.start(total, self._setup.stop_requested())
+        return self._reduction.sums()
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the whole gradient, over all stages. Collective."""
+        group = self._model.relay.group
+        if not self._parameters:  # all that this stage has is frozen
+            square = torch.zeros((), dtype=torch.float64, device=self._setup.world.device)
+            dist.all_reduce(square, group=group)
+            return square.sqrt().float()
+        return gradient_norm(self._parameters, group)
+
+    def _learn(self, micro: Microbatch, microbatches: int) -> None:
+        """Sends a microbatch of a new shape through, so that every stage knows the shapes that it will receive."""
+        with buffers_restored(self._model.module):
+            for _ in self._model.relay.forward([micro]):
+                pass
+        self._model.reshard()
+        self._runner.learn(micro, microbatches)
+
+    def _loss(self, output: Any, micro: Microbatch) -> Tensor:
+        """Of a microbatch on the last stage: a scalar for backward to start from."""
+        assert self._batch is not None
+        with self._autocast:
+            # Gradients are summed, by replicas too.
+            loss = self._losses(output, micro, self._batch, self._loss_scale.value, rows_of(micro.targets))
+        self._total = loss.total if self._total is None else self._total + loss.total
+        return loss.scalar()

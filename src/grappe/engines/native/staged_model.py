@@ -1,0 +1,203 @@
+"""StagedModel: this process's pipeline stages of a task's model, evaluated, saved and exported with the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grappe.data.batch import Batch
+from grappe.engines.base import EngineSetup
+from grappe.engines.shared.state import ModelState, SavedState, State, export, trained_parameters
+from grappe.errors import GrappeError
+from grappe.launch.fork import run_in_fork
+from grappe.launch.world import World
+from grappe.parallel.batchnorm import buffers_agreed
+from grappe.parallel.materialise import on_meta
+from grappe.parallel.parallelize import parallelize
+from grappe.parallel.pipeline.check import check_units
+from grappe.parallel.pipeline.cut import Cut, cut
+from grappe.parallel.pipeline.even import check_even
+from grappe.parallel.pipeline.relay import Relay
+from grappe.parallel.pipeline.rules import stages_each
+from grappe.parallel.pipeline.stage import Stage, prune
+from grappe.parallel.shard import reshard
+from grappe.private_api.torch import BatchNormBase
+from grappe.step.precision import LossScale, autocast
+from grappe.step.scores import Scorer, Scores
+
+
+class StagedModel:
+    """Holds the units of this process's stages only; their parameters keep the model's names."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        task, plan, world = setup.task, setup.plan, setup.world
+        sketch = on_meta(task)
+        parts = cut(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)
+        if any(isinstance(module, BatchNormBase) for module in sketch.modules()) and setup.samples:
+            check_even(plan, task.batch_size, setup.samples)
+        _check_once(setup)
+        self._everywhere = trained_parameters(sketch)
+        self.stages: list[Stage] = []
+
+        def keep(model: nn.Module, units: list[nn.Module]) -> list[tuple[Stage, list[nn.Module]]]:
+            kept = _pruned(setup, model, units, parts)
+            self.stages += [stage for stage, _ in kept]
+            return kept
+
+        self.module = parallelize(task, plan, world, setup.weights, keep)
+        self.named = trained_parameters(self.module)
+        self.relay = Relay(self.stages, world)
+
+    def make_optimizer(self) -> Optimizer:
+        """Made over the whole model, which a task's rules may look at; then what is elsewhere is taken out again."""
+        everywhere, self._everywhere = self._everywhere, []
+        mine, device = dict(self.named), self._setup.world.device
+        optimizer = self._setup.task.optimizer(
+            [(name, mine[name] if name in mine else _stand_in(one, device)) for name, one in everywhere]
+        )
+        own = {id(parameter) for parameter in mine.values()}
+        for group in optimizer.param_groups:
+            kept = [number for number, one in enumerate(group["params"]) if id(one) in own]
+            for key in {"params", "param_names"} & set(group):
+                group[key] = [group[key][number] for number in kept]
+        for parameter in [one for one in optimizer.state if id(one) not in own]:
+            del optimizer.state[parameter]
+        return optimizer
+
+    def train_state(
+        self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
+    ) -> StagedState:
+        """What is saved."""
+        own = ModelState(
+            model=self.module,
+            optimizer=optimizer,
+            schedule=schedule,
+            world=self._setup.world,
+            loss_scale=loss_scale,
+        )
+        return StagedState(own, self.module, self.relay.group, self._setup.world)
+
+    def reshard(self) -> None:
+        """Frees whole parameters."""
+        for stage in self.stages:
+            reshard(stage)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """The scores over all data slices, on every process. Collective."""
+        world = self._setup.world
+        scorer = Scorer(self._setup.task, world)
+        precision = autocast(self._setup.plan.precision, world.device)
+        modules = [self.module, *self.stages]
+        for module in modules:
+            module.eval()
+        try:
+            with buffers_agreed(self.module, world.data_group):
+                for micro, output in self.relay.forward(
+                    micro for batch in batches for micro in batch.microbatches
+                ):
+                    with precision:
+                        scorer.add(output, micro)
+        finally:
+            for module in modules:
+                module.train()
+        self.reshard()
+        scores = scorer.scores(samples) if self.stages[-1].is_last else None
+        return next(one for one in world.gather(scores) if one is not None)
+
+
+class StagedState:
+    """The TrainState of all stages together.
+
+    Args:
+        group: the processes that hold the model's stages.
+    """
+
+    def __init__(self, own: ModelState, module: nn.Module, group: dist.ProcessGroup, world: World) -> None:
+        self._own, self._module, self._group, self._world = own, module, group, world
+
+    def state(self) -> State:
+        """This process's tensors; every stage's JSON. Collective."""
+        state = self._own.state()
+        merged: dict[str, Any] = {}
+        for values in self._world.gather(state.values["optimizer"]):
+            merged.update(values)
+        return State(tensors=state.tensors, local=state.local, values={**state.values, "optimizer": merged})
+
+    def restore(self, saved: SavedState) -> None:
+        """Puts back what `state` gave."""
+        self._own.restore(saved)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """On process 0, every stage's tensors; on others, their own stages'. Collective."""
+        ranks = dist.get_process_group_ranks(self._group)
+        mine = self._world.coordinates()["pipeline"][0]
+        listed = self._world.gather([name for name, _ in _named_tensors(self._module)])
+        for place, rank in enumerate(ranks):
+            if place == mine:
+                for name, tensor in export(self._module, self._world):
+                    if place and self._world.rank == rank and ranks[0] == 0:
+                        dist.send_object_list([tensor.shape, tensor.dtype], dst=0, group=self._world.control)
+                        dist.send(tensor.contiguous(), dst=0, group=self._world.control)
+                    yield name, tensor
+            elif self._world.rank == 0:
+                for name in listed[rank]:
+                    yield name, self._received(rank)
+
+    def _received(self, rank: int) -> Tensor:
+        box: list[Any] = [None, None]
+        dist.recv_object_list(box, src=rank, group=self._world.control)
+        tensor = torch.empty(box[0], dtype=box[1])
+        dist.recv(tensor, src=rank, group=self._world.control)
+        return tensor
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _check_once(setup: EngineSetup) -> None:
+    """Checks on process 0 that the units are the model. Collective.
+
+    Raises:
+        GrappeError: they are not; on every process.
+    """
+    if setup.sample_inputs is None:
+        return
+    problem: GrappeError | None = None
+    if setup.world.rank == 0:
+        try:
+            run_in_fork(lambda: check_units(setup.task, setup.sample_inputs))
+        except GrappeError as error:
+            problem = error
+    problem = setup.world.share(problem)
+    if problem is not None:
+        raise problem
+
+
+def _pruned(
+    setup: EngineSetup, model: nn.Module, units: Sequence[nn.Module], parts: Cut
+) -> list[tuple[Stage, list[nn.Module]]]:
+    """This process's stages, each with its units; the other processes' units are taken out of the model."""
+    plan, place = setup.plan, setup.world.coordinates()["pipeline"][0]
+    mine = [number for number in range(len(parts)) if number % plan.pipeline == place]
+    kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
+    inside = {id(unit) for _, several in kept for unit in several}
+    prune(model, [unit for unit in units if id(unit) not in inside])
+    return [
+        (Stage(several, number, len(parts), autocast(plan.precision, setup.world.device)), several)
+        for number, several in kept
+    ]
+
+
+def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Of the same shape, on the device that optimizers look for, and without memory."""
+    return nn.Parameter(torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape))

@@ -1,0 +1,202 @@
+"""Training state: a model, its optimizer, schedule and loss scale, as named tensors and JSON, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grappe.checkpoint.model_weights import ModelWeights
+from grappe.checkpoint.names import LOCAL, MODEL, OPTIMIZER
+from grappe.checkpoint.weights import Weights, Without, read_into, whole
+from grappe.launch.world import World
+from grappe.parallel.batchnorm import agreed_between
+from grappe.step.precision import LossScale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything a training's future depends on, but for its position."""
+
+    tensors: Mapping[str, Tensor]
+    """`model.NAME` and `optimizer.NAME.KEY`: what all processes have alike, or share; sharded ones stay sharded."""
+    local: Mapping[str, Tensor]
+    """`local.SLICE.NAME`: what this process alone has, buffers say."""
+    values: Mapping[str, Any]
+    """JSON."""
+    stream: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+    """Where the tensors do not fit into memory together: `tensors` are on the meta device then, and this gives
+    their values, whole, in the same order, each valid until the next. Collective."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A State that was saved: whole tensors, read when asked for."""
+
+    tensors: Weights
+    values: Mapping[str, Any]
+    model_loaded: bool = False
+    """Whether the engine was made with the weights of these very tensors, and need not read them again."""
+
+    def weights_only(self) -> SavedState:
+        """Without the optimizer's state: what another engine can take over."""
+        kept = {
+            name: value for name, value in self.values.items() if name in ("schedule_steps", "data_parallel")
+        }
+        return dataclasses.replace(self, tensors=Without(self.tensors, OPTIMIZER), values=kept)
+
+
+class TrainState(Protocol):
+    """What is trained, to be saved, restored and exported. Collective in all it does."""
+
+    def state(self) -> State:
+        """What to save."""
+
+    def restore(self, saved: SavedState) -> None:
+        """Continues from what `state` gave, perhaps under another plan."""
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
+
+
+class ModelState:
+    """The TrainState of a model whose parameters are tensors, sharded ones too, and of a torch optimizer."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        world: World,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._world, self._loss_scale = world, loss_scale
+
+    def state(self) -> State:
+        """Tensors that all processes have alike or share, this process's own buffers, and JSON."""
+        tensors, plain = self._optimizer_state()
+        tensors.update({f"{MODEL}{name}": parameter for name, parameter in self._model.named_parameters()})
+        values = {"optimizer": plain, **position(self._schedule, self._world)}
+        if self._loss_scale is not None:
+            values["scale"] = self._loss_scale.state()
+        return State(tensors=tensors, local=own_buffers(self._model, self._world), values=values)
+
+    def restore(self, saved: SavedState) -> None:
+        """Puts back what `state` gave; each tensor is sharded as its parameter is."""
+        if not saved.model_loaded:
+            weights = ModelWeights(saved.tensors)
+            for name, parameter in self._model.named_parameters():
+                read_into(parameter, weights, name)
+        restore_buffers(self._model, self._world, saved)
+        self._restore_optimizer(saved)
+        replay(self._schedule, saved)
+        if self._loss_scale is not None:
+            self._loss_scale.restore(saved.values.get("scale", {}))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters and buffers on the CPU, one at a time. Collective."""
+        return export(self._model, self._world)
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """`optimizer.NAME.KEY` tensors, and what is no tensor by parameter."""
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        parameters = dict(self._model.named_parameters())
+        held = self._optimizer.state
+        assert set(held) <= set(parameters.values()), "a state without its parameter would be lost"
+        for name, parameter in parameters.items():
+            for key, value in held.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{OPTIMIZER}{name}.{key}"] = value
+                elif value is not None:
+                    plain.setdefault(name, {})[key] = value
+        return tensors, plain
+
+    def _restore_optimizer(self, saved: SavedState) -> None:
+        keys: dict[str, list[str]] = {}
+        for full in saved.tensors:
+            if full.startswith(OPTIMIZER):
+                name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+                keys.setdefault(name, []).append(key)
+        for name, parameter in self._model.named_parameters():
+            state = dict(saved.values.get("optimizer", {}).get(name, {}))
+            for key in keys.get(name, ()):
+                state[key] = _read(saved, f"{OPTIMIZER}{name}.{key}", parameter)
+            if state:
+                self._optimizer.state[parameter] = state
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are not frozen, by name: what an optimizer is made over."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def own_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """The buffers to save that this process alone has, by name."""
+    if not world.speaks_for_buffers:
+        return {}
+    return {f"{LOCAL}{world.data_rank}.{name}": buffer for name, buffer in model.named_buffers()}
+
+
+def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
+    """Puts buffers back: each data slice's own on as many slices as before, else their mean."""
+    alike = saved.values.get("data_parallel") == world.data_size
+    if saved.model_loaded and (world.data_size == 1 or not alike):
+        return  # the mean of all that there are is what the model was made with
+    weights = ModelWeights(saved.tensors)
+    for name, buffer in model.named_buffers():
+        own = f"{LOCAL}{world.data_rank}.{name}"
+        if alike and own in saved.tensors:
+            read_into(buffer, saved.tensors, own)
+        else:
+            read_into(buffer, weights, name)
+
+
+def position(schedule: LRScheduler | None, world: World) -> dict[str, Any]:
+    """The schedule's step, and the number of slices that the buffers belong to, as JSON."""
+    steps = schedule.last_epoch if schedule is not None else 0
+    return {"schedule_steps": steps, "data_parallel": world.data_size}
+
+
+def replay(schedule: LRScheduler | None, saved: SavedState) -> None:
+    """Steps a new schedule to where it was: one that is restored from JSON goes silently wrong."""
+    if schedule is None:
+        return
+    with warnings.catch_warnings():
+        # torch warns that the optimizer has not stepped yet: it did, before it was saved.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(saved.values.get("schedule_steps", 0)):
+            schedule.step()
+
+
+Gathered = Callable[[nn.Parameter], AbstractContextManager[None]]
+"""Context in which a parameter is whole, on engines that keep it elsewhere."""
+
+
+def export(
+    model: nn.Module, world: World, gathered: Gathered = lambda _: nullcontext()
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters and buffers on the CPU, one at a time. Collective."""
+    for name, parameter in model.named_parameters():
+        with gathered(parameter):
+            yield name, whole(parameter)
+    for name, buffer in model.named_buffers():
+        group = world.data_group if buffer.is_floating_point() else None
+        yield name, whole(buffer if group is None else agreed_between(buffer, group))
+
+
+def _read(saved: SavedState, name: str, parameter: nn.Parameter) -> Tensor:
+    if saved.tensors.shape(name) != tuple(parameter.shape) or not parameter.dim():
+        return saved.tensors.read(name).clone()  # a step counter, which optimizers keep on the CPU
+    value = torch.empty_like(parameter, requires_grad=False)
+    read_into(value, saved.tensors, name)
+    return value

@@ -1,0 +1,75 @@
+"""Defines every error that grappe raises on purpose, and the exit codes it ends with.
+
+GrappeError                 something asked for cannot be done; the message says what to do instead
+├── UsageError              the command line, a plan or a field is wrong
+│   ├── TaskError           a task cannot be found, loaded, or breaks its contract
+│   ├── PlanError           a plan is malformed, or this world or engine cannot honour it
+│   └── RunError            a run's folder is missing, damaged, or belongs to something else
+├── DataError               a data file is missing, truncated or hostile
+├── DivergedError           the loss is not a number any more
+├── OutOfMemory             a process may not take as much memory as the plan needs
+└── ProcessDied             one of the processes ended without being asked to
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved before the end, start again to go on
+
+
+class GrappeError(Exception):
+    """Something asked for cannot be done. `str(error)` is the whole message for the user."""
+
+    exit_code = EXIT_USAGE
+    by = ""
+    """The process that raised it, where a launcher started several."""
+    details = ""
+    """The traceback, where another process raised it."""
+
+
+class UsageError(GrappeError):
+    """The command line, a plan or a field is wrong."""
+
+
+class TaskError(UsageError):
+    """A task cannot be found, loaded, or breaks its contract."""
+
+
+class PlanError(UsageError):
+    """A plan is malformed, or this world or engine cannot honour it."""
+
+
+class RunError(UsageError):
+    """A run's folder is missing, damaged, or belongs to something else."""
+
+
+class DataError(GrappeError):
+    """A data file is missing, truncated or hostile."""
+
+
+class DivergedError(GrappeError):
+    """The loss is not a number any more; nothing was saved over."""
+
+
+class OutOfMemory(GrappeError):
+    """A process may not take as much memory as the plan needs."""
+
+
+class ProcessDied(GrappeError):
+    """One of the processes ended without being asked to."""
+
+    exit_code = EXIT_FAILURE
+
+
+def nearest(wrong: str, right: Iterable[str]) -> str:
+    """The hint that follows a mistyped name: the nearest right ones, or all of them."""
+    names = sorted(right)
+    close = difflib.get_close_matches(wrong, names, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"there is: {', '.join(names)}" if names else "there is none"

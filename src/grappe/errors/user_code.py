@@ -1,0 +1,114 @@
+"""User code: finds the line of the user's own code that an exception came through, and names it in the message."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from grappe.errors import GrappeError, TaskError
+
+PACKAGE = Path(__file__).parent.parent
+SHIPPED = PACKAGE / "tasks"  # written as a user would write them
+TYPED = ("<stdin", "<console", "<ipython")
+LAYERS = os.path.join("torch", "nn", "modules")  # noqa: PTH118 - a part of frames' file names
+WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
+FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the user's code, as messages show it."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.number).strip()
+        inside = "" if self.function.startswith("<") else f", in {self.function}()"
+        return f"{self.file}, line {self.number}{inside}" + (f": {text}" if text else "")
+
+
+def line_of(error: BaseException) -> Line | None:
+    """The innermost line of a user's own code that `error` came through, in a data worker too."""
+    if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
+        return Line(error.filename, error.lineno or 0, "<module>")
+    lines = [Line(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if WORKER.match(str(error)):
+        lines += [Line(file, int(number), name) for file, number, name in FRAME.findall(str(error))]
+    own = [line for line in lines if not _is_library(line.file)]
+    return own[-1] if own else None
+
+
+def layer_of(error: BaseException) -> str | None:
+    """The layer of torch.nn whose forward raised the exception."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or LAYERS not in frames[-1].f_code.co_filename:
+        return None
+    return f"{type(frames[-1].f_locals.get('self')).__name__}.{frames[-1].f_code.co_name}()"
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether `error` came through the user's own code, or out of the layers that it uses."""
+    return line_of(error) is not None or layer_of(error) is not None
+
+
+def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of a user's own code that a stack is in; the innermost of all where there is none."""
+    lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+    own = [line for line in lines if not _is_library(line.file)]
+    return str((own or lines)[-1]) if lines else "nowhere"
+
+
+def sentence(error: BaseException) -> str:
+    """`error` in one line, with the user's own line that led to it."""
+    text = str(error)
+    name = type(error).__name__
+    if isinstance(error, SyntaxError):
+        text = error.msg
+    elif WORKER.match(text):
+        name, _, text = text.rstrip().splitlines()[-1].partition(": ")
+    line = line_of(error) or layer_of(error)
+    return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "")
+
+
+def _is_library(file: str) -> bool:
+    """Whether a frame's file is Python's, an installed package's, or grappe's own."""
+    if file.startswith("<"):
+        return not file.startswith(TYPED)
+    if "site-packages" in file or "dist-packages" in file:
+        return True
+    path = Path(os.path.abspath(file))  # noqa: PTH100 - links are left alone, as in the frame
+    paths = sysconfig.get_paths()
+    if any(path.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib")):
+        return True
+    return path.is_relative_to(PACKAGE) and (path.parent != SHIPPED or path.name == "__init__.py")
+
+
+@contextlib.contextmanager
+def naming_user_line(task: object) -> Iterator[None]:
+    """Context in which an exception that came through the task's own code becomes one message that names its line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GrappeError) or not is_users(error):
+            raise
+        raise TaskError(f"{type(task).__name__} failed: {sentence(error)}") from error
+
+
+def user_call(task: object, method: str, *arguments: Any) -> Any:
+    """Calls a method of the task; an exception in it becomes one message that names its line."""
+    try:
+        return getattr(task, method)(*arguments)
+    except GrappeError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{type(task).__name__}.{method}() failed: {sentence(error)}") from error

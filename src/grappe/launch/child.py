@@ -1,0 +1,161 @@
+"""Runs one process of a local launch: from its first instruction to its report to the command that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
+from grappe.launch.rank import ProcessRank
+from grappe.private_api import torch_dynamo
+
+TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
+STARTED = "--- started "  # opens each start's part of a log
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a process reports at its end."""
+
+    kind: str
+    """"returned", "error" (one of ours, with a message for the user) or "crashed" (any other exception)."""
+    when: float = dataclasses.field(default_factory=time.time)
+    value: Any = None
+    error: str = ""
+    """The class of the error."""
+    message: str = ""
+    details: str = ""
+
+
+class Terminal:
+    """A file descriptor of the command's, its own to close, that travels to a new process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def close(self) -> None:
+        """Closes the descriptor here, once the process has started."""
+        os.close(self.descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.descriptor),)
+
+
+def _received(duplicate: Any) -> Terminal:
+    return Terminal(duplicate.detach())
+
+
+def run(
+    payload: bytes, process: ProcessRank, rendezvous_folder: Path, pipe: Connection, terminal: Terminal | None
+) -> None:
+    """Runs the function that `payload` names, reports on `pipe`, and ends this process."""
+    end_with_parent()
+    code = EXIT_FAILURE
+    try:
+        redirect(early_log(rendezvous_folder, process), process)
+        name, argument, environment = cloudpickle.loads(payload)
+        # A server that forked this process was started under an older environment.
+        os.environ.clear()
+        os.environ.update(environment)
+        if terminal is not None:
+            os.environ[TERMINAL] = str(terminal.descriptor)
+        torch_dynamo.leave_unloaded()
+        module, _, attribute = name.partition(":")
+        value = getattr(importlib.import_module(module), attribute)(argument, process, rendezvous_folder)
+        report = Report(kind="returned", value=value if process.rank == 0 else None)
+        # By value: pipe.send would leave tensors in this process's shared memory, to be fetched when it has ended.
+        pipe.send_bytes(cloudpickle.dumps(report))
+        code = EXIT_OK
+    except GrappeError as error:
+        pipe.send(
+            Report(
+                kind="error", error=type(error).__name__, message=str(error), details=traceback.format_exc()
+            )
+        )
+        code = error.exit_code
+    except BaseException as error:
+        traceback.print_exc()  # the last lines of the log tell the user
+        pipe.send(Report(kind="crashed", error=type(error).__name__))
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        pipe.close()
+        os._exit(code)  # communication threads of a failed step may never join
+
+
+def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
+    """The file that a process's output goes to until there is a run; afterwards a link to the run's log."""
+    return rendezvous_folder / f"rank-{process.rank}.log"
+
+
+def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
+    """Ends this process from any thread, with a message for the user: its main thread may never come back."""
+    if process.launcher == "grappe":
+        _last_words(early_log(rendezvous_folder, process)).write_text(message)
+    else:
+        print(f"grappe: {message}", file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILURE)
+
+
+def last_words(log: Path) -> Report | None:
+    """The report of a process that `end_now` ended; `log` is its early log."""
+    try:
+        return Report(kind="error", error="ProcessDied", message=_last_words(log).read_text())
+    except OSError:
+        return None
+
+
+def _last_words(log: Path) -> Path:
+    return log.with_suffix(".last")
+
+
+def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None:
+    """Appends this process's standard output and error to `log`, with what `early` holds already."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if early is None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {process.rank} of {process.size} on {os.uname().nodename}"
+        os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
+    else:
+        os.write(handle, early.read_bytes())
+        beside = early.with_suffix(".link")
+        beside.symlink_to(log.absolute())
+        beside.replace(early)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def end_with_parent() -> None:
+    """Kills this process when the one that started it ends, however that came, so that no orphan survives."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        # It was forked by the command, or by a server that outlives the command: so the command is watched as well.
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

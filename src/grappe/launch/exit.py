@@ -1,0 +1,69 @@
+"""How a launcher's processes end: an error is reported once, and exit codes come through torchrun and srun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied
+from grappe.launch.rank import ProcessRank, rank_from_environment
+
+LEAVING_SECONDS = 2.0
+FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
+
+
+def reported_once(error: Exception, process: ProcessRank) -> BaseException:
+    """`error` for the user, in one process; SystemExit in the others."""
+    from grappe.launch.rendezvous import claims_error_report
+
+    ours = isinstance(error, GrappeError)
+    code = error.exit_code if ours else EXIT_FAILURE
+    if ours or not _lost_another(error):
+        _leave_code(code)
+    if not claims_error_report(process):
+        return SystemExit(code)
+    name = f"process {process.rank} of {process.size} on {os.uname().nodename}"
+    if ours:
+        reported = type(error)(f"{name}: {error}" if process.rank else str(error))
+    else:
+        reported = ProcessDied(f"{name} {_how_it_failed(error)}")
+    reported.by = name
+    reported.details = "".join(traceback.format_exception(error))
+    return reported
+
+
+def _leave_code(code: int) -> None:
+    """Writes the exit code for the batch script: srun tells it only that the others were killed when one fails."""
+    if file := os.environ.get(FAILURE):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(str(code))
+
+
+def _lost_another(error: Exception) -> bool:
+    """Whether an error follows from another process's end."""
+    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
+
+
+def _how_it_failed(error: Exception) -> str:
+    if _lost_another(error):
+        return "lost another process, which has ended: the launcher says which, and how"
+    return f"failed with {type(error).__name__}: {error}"
+
+
+def interrupted() -> int:
+    """The exit code of an interrupted training: 75 from process 0, once the others have left with 0.
+
+    `srun --kill-on-bad-exit` would end them at the first 75, and torchrun turns any failure into 1.
+    """
+    process = rank_from_environment()
+    if process is None or process.size == 1:
+        return EXIT_INTERRUPTED
+    if process.rank:
+        sys.stdout.flush()
+        os._exit(EXIT_OK)  # at once, and not after the seconds that Python takes to tidy up
+    time.sleep(LEAVING_SECONDS)
+    return EXIT_INTERRUPTED

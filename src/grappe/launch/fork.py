@@ -1,0 +1,79 @@
+"""Calls a function in a forked process, whose memory is freed with its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from grappe import errors
+from grappe.errors import GrappeError, TaskError, user_code
+
+DONE = "done"  # written by the child, as an exit code alone may be the task's own
+
+
+def run_in_fork(work: Callable[[], None]) -> None:
+    """Calls `work` in a forked process, and waits for it.
+
+    Raises:
+        GrappeError: what `work` raised, or that the process died.
+    """
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The child must not collect its parent's garbage: a process group of an earlier training, say, whose end waits
+    # for threads that are not there.
+    gc.freeze()
+    pid = os.fork()
+    if pid:
+        gc.unfreeze()
+    else:
+        os.close(reader)
+        message = _message_of(work)
+        os.write(writer, (message or DONE).encode()[:60_000])
+        os._exit(1 if message else 0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        message = stream.read()
+    os.waitpid(pid, 0)
+    if message == DONE:
+        return
+    name, _, text = message.partition("\n")
+    if not text:
+        text = (
+            "the process that makes the model was killed, or ended itself: "
+            "is the model larger than this machine's memory?"
+        )
+    raise getattr(errors, name, TaskError)(text)
+
+
+def exit_code_in_fork(work: Callable[[], None]) -> int:
+    """Calls `work` in a silent forked process; returns 0, 1 where `work` raised, or -N where signal N killed it."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _message_of(work: Callable[[], None]) -> str:
+    """Calls `work`; returns "" when it returned, else the error's class and message."""
+    message = ""
+    try:
+        work()
+    except GrappeError as error:
+        message = f"{type(error).__name__}\n{error}"
+    except BaseException as error:
+        traceback.print_exc()
+        message = f"TaskError\nthe model cannot be made: {user_code.sentence(error)}"
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return message

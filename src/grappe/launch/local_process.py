@@ -1,0 +1,116 @@
+"""LocalProcess: one process of a local launch as the command sees it: its start, its report, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+from grappe.launch import child
+from grappe.launch.child import Report, Terminal
+from grappe.launch.rank import ProcessRank
+
+NAME = "grappe-rank-"
+
+
+class LocalProcess:
+    """A process that runs one rank, and the pipe on which the process reports."""
+
+    def __init__(self, rank: ProcessRank, rendezvous_folder: Path) -> None:
+        self._rank = rank
+        self.log = child.early_log(rendezvous_folder, rank)
+        self.report = Report(kind="none yet")
+        self.process: Any = None
+        self._ended = False
+
+    def start(self, payload: bytes, rendezvous_folder: Path, context: BaseContext) -> None:
+        """Starts the process by `context`'s method."""
+        self.pipe, theirs = context.Pipe(duplex=False)
+        terminal = _terminal() if self._rank.rank == 0 else None
+        self.process = context.Process(  # type: ignore[attr-defined]
+            target=child.run,
+            args=(payload, self._rank, rendezvous_folder, theirs, terminal),
+            name=f"{NAME}{self._rank.rank}",
+        )
+        with theirs, without_main():
+            self.process.start()
+        if terminal is not None:
+            terminal.close()
+
+    @property
+    def name(self) -> str:
+        """What messages call the process."""
+        return f"process {self._rank.rank} of {self._rank.size} on {os.uname().nodename}"
+
+    @property
+    def reporting(self) -> bool:
+        """Whether the report is still to come."""
+        return self.report.kind == "none yet"
+
+    def read_report(self) -> None:
+        """Reads the report, if it is there."""
+        try:
+            if self.reporting and self.pipe.poll():
+                self.report = self.pipe.recv()
+        except (EOFError, OSError):
+            self.report = Report(kind="silent")
+
+    def join(self) -> None:
+        """Waits for the process's end, and reads what it left: its report, or the last words of `child.end_now`."""
+        self.process.join()
+        self._ended = True
+        self.read_report()
+        if self.reporting:
+            self.report = Report(kind="silent")
+        if self.report.kind == "silent":
+            self.report = child.last_words(self.log) or self.report
+
+    @property
+    def exit_code(self) -> int:
+        """The process's exit code; negative: the signal that killed it."""
+        return self.process.exitcode or 0
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process, if it lives."""
+        if self.process is not None and self.process.pid and not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Kills the process, if it lives, and waits for its end."""
+        self.signal(signal.SIGKILL)
+        if self.process is not None and self.process.pid:
+            self.process.join()
+            self.pipe.close()
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Hides `__main__` from multiprocessing, which would run the user's script again in each process."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _terminal() -> Terminal | None:
+    """A duplicate of this process's standard output; None where it is closed."""
+    stream = sys.stdout
+    # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1, it shows.
+    descriptor = stream.fileno() if isinstance(stream, io.TextIOWrapper) else 1
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return None
+    if stream is not None:
+        stream.flush()
+    return Terminal(duplicate)

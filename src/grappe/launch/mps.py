@@ -1,0 +1,145 @@
+"""MPS: NVIDIA's service through which processes share a GPU. Started and ended by us, in private folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+from grappe.errors import PlanError, UsageError
+from grappe.launch import command
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+
+PROGRAM = "nvidia-cuda-mps-control"
+CLIENTS = 48  # of one GPU; 60 from CUDA 13.1
+READY = "ready"
+PATIENCE_SECONDS = 30.0
+OWNER = "owner"
+_starts: Counter[tuple[str, int]] = Counter()
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@contextlib.contextmanager
+def shared_gpus(
+    plan: Plan, process: ProcessRank | None, environment: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
+    """The service runs while processes of `plan` share GPUs on this node; does nothing for other plans.
+
+    It is started by the process that starts the others, or by the first of each node under a launcher, before any
+    of them has touched a GPU. Where the service is not installed, processes take turns on the GPU.
+
+    Raises:
+        PlanError: more processes on a GPU than the service takes.
+        UsageError: the service does not start.
+    """
+    if not wanted(plan):
+        yield
+        return
+    if plan.per_device > CLIENTS:
+        raise PlanError(f"per_device={plan.per_device}: MPS takes {CLIENTS} processes a GPU: use fewer")
+    folder = _folder(process)
+    first = process is None or process.local_rank == 0
+    if first:
+        _end_orphans(folder.parent)
+        start(folder, environment)
+    else:
+        _wait_for(folder)
+    try:
+        with _led_to(folder, environment):
+            yield
+    finally:
+        if first:
+            stop(folder)
+
+
+@contextlib.contextmanager
+def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[None]:
+    """The variables of clients, and afterwards those that were there before: a notebook goes on."""
+    before = {name: environment.get(name) for name in (*variables(folder), DEVICES)}
+    environment.update(variables(folder))
+    environment.pop(DEVICES, None)  # the daemon has numbered the devices that it names from 0
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = value
+
+
+def wanted(plan: Plan) -> bool:
+    """Whether processes of `plan` share GPUs of this machine, and the service is installed."""
+    on_gpu = plan.device == "cuda" or (
+        plan.device == "auto" and bool(list(Path("/dev").glob("nvidia[0-9]*")))
+    )
+    return plan.per_device > 1 and on_gpu and shutil.which(PROGRAM) is not None
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """The variables by which the daemon and its clients find each other, and no other user's."""
+    return {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+    }
+
+
+def start(folder: Path, environment: MutableMapping[str, str]) -> None:
+    """Starts the daemon: `nvidia-cuda-mps-control -d`.
+
+    Raises:
+        UsageError: it does not start; its own words.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("pipe", "log"):
+        (folder / name).mkdir(parents=True, mode=0o700)
+    (folder / OWNER).write_text(str(os.getpid()))
+    try:
+        command.run(PROGRAM, "-d", environment={**environment, **variables(folder)})
+    except command.Failed as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UsageError(f"MPS does not start: {error}. per_device=1 goes without it") from None
+    (folder / READY).touch()
+
+
+def stop(folder: Path) -> None:
+    """Ends the daemon: `quit` on the standard input of `nvidia-cuda-mps-control`; and removes its folders."""
+    with contextlib.suppress(command.Failed, command.Missing):  # it may have ended with its GPU
+        command.run(PROGRAM, words="quit\n", environment={**os.environ, **variables(folder)})
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(process: ProcessRank | None) -> Path:
+    """Private to this user, node and start, and short: a socket's name has 108 letters at most."""
+    base = Path(tempfile.gettempdir()) / f"grappe-mps-{os.getuid()}"
+    base.mkdir(exist_ok=True, mode=0o700)
+    if base.lstat().st_uid != os.getuid() or base.is_symlink():
+        raise UsageError(f"{base} belongs to another user: set TMPDIR to a folder of your own")
+    if process is None or not process.job:
+        return base / str(os.getpid())
+    # The same processes may train twice, and must not find the service that is just ending.
+    _starts[process.job, process.rank] += 1
+    return base / f"{process.job}-{_starts[process.job, process.rank]}"
+
+
+def _wait_for(folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (folder / READY).exists():
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"MPS was not started in {PATIENCE_SECONDS:.0f} s by the first process of this node"
+            )
+        time.sleep(0.05)
+
+
+def _end_orphans(base: Path) -> None:
+    """Daemons whose owner was killed before it could end them."""
+    for owner in base.glob(f"*/{OWNER}"):
+        with contextlib.suppress(ValueError, OSError):
+            if not Path(f"/proc/{int(owner.read_text())}").exists():
+                stop(owner.parent)

@@ -1,0 +1,69 @@
+"""Lets OpenMP's threads sleep while they wait on a busy machine, where the user has not chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+POLICY = "OMP_WAIT_POLICY"
+CHOICES = (
+    POLICY,
+    "GOMP_SPINCOUNT",
+    "KMP_BLOCKTIME",
+    "KMP_LIBRARY",
+)  # of GNU's OpenMP, and of LLVM's and Intel's
+STAT = Path("/proc/stat")
+LOOKS, LOOK_SECONDS = 5, 0.004
+
+
+def is_busy() -> bool:
+    """Whether other programs run on so many cores that our threads would have to share one.
+
+    A Slurm job has its cores for itself, and counts as quiet. The least of several looks is taken: a program that runs
+    for a moment is no reason. False where the system does not say how many run (macOS).
+    """
+    if "SLURM_JOB_ID" in os.environ:
+        return False
+    cores = os.cpu_count() or 1
+    others = cores
+    for _ in range(LOOKS):
+        others = min(others, _running() - 1)
+        if others < 1:
+            return False
+        time.sleep(LOOK_SECONDS)
+    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return others + ours > cores
+
+
+def _running() -> int:
+    """How many threads of the whole machine run or want to, this one included."""
+    try:
+        lines = STAT.read_text().splitlines()
+    except OSError:
+        return 1
+    return next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), 1)
+
+
+def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Makes threads that wait leave their core to others on a busy machine; OpenMP reads it once, when torch is loaded.
+
+    By default a thread spins for milliseconds at the end of each parallel section. Where others use its core too, it
+    spins while the thread that it waits for has none; on a quiet machine spinning is quicker than waking up.
+    """
+    if not any(name in environment for name in CHOICES) and is_busy():
+        environment[POLICY] = "passive"
+
+
+@contextlib.contextmanager
+def sleeping_threads() -> Iterator[None]:
+    """Does the same for the processes that are started meanwhile, and leaves our own environment as it was."""
+    before = os.environ.get(POLICY)
+    let_threads_sleep()
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(POLICY, None)

@@ -1,0 +1,61 @@
+"""UserStream: the stream on which process 0 writes to the user. A reader who leaves does not end the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import IO, Any
+
+from grappe.launch.child import TERMINAL
+from grappe.launch.rank import ProcessRank
+
+
+class UserStream:
+    """Drops what is written once nobody can read it: the pipe led into `head`, or the terminal was closed."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._open = True
+        self.writing = False
+        """Whether a write is under way: it may take as long as the terminal is paused."""
+
+    def write(self, text: str) -> int:
+        """Writes `text`, if anyone still reads."""
+        if self._open:
+            self.writing = True
+            try:
+                return self._stream.write(text)
+            except OSError:
+                self._close()
+            finally:
+                self.writing = False
+        return len(text)
+
+    def flush(self) -> None:
+        """Sends what was written."""
+        if self._open:
+            self.writing = True
+            try:
+                self._stream.flush()
+            except OSError:
+                self._close()
+            finally:
+                self.writing = False
+
+    def _close(self) -> None:
+        self._open = False
+        # What its buffer holds would be tried again at the end of the process, and fail again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def user_stream(process: ProcessRank) -> UserStream | None:
+    """The stream to the user, though process 0's own output may go to a log; None for other processes."""
+    if process.rank != 0:
+        return None
+    handle = os.environ.pop(TERMINAL, None)
+    return UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout)

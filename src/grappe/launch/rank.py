@@ -1,0 +1,116 @@
+"""ProcessRank: this process's rank and the world size, as torchrun or srun put them into the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from grappe.errors import UsageError
+
+# Slurm's own steps, of salloc's shell and of the batch script, count down from the top.
+INTERACTIVE_STEPS = 0xFFFFFFF0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessRank:
+    """Rank and size of this process, globally and on its node, before any of the processes communicate."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "grappe"
+    cores: int | None = None
+    """Cores that the launcher gave this process, where it says so."""
+    job: str = ""
+    """Names this start of this job, so that two starts do not read each other's rendezvous."""
+
+
+def rank_from_environment(environment: Mapping[str, str] = os.environ) -> ProcessRank | None:
+    """The rank that torchrun or srun gave this process; None when neither started it.
+
+    torchrun wins, as it may itself have been started by srun. A step of one process is left to our own
+    launch, as a laptop is.
+
+    Raises:
+        UsageError: a launcher's variables are set, and make no sense.
+    """
+    try:
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            return _torchrun(environment)
+        if _in_slurm_step(environment):
+            return _srun(environment)
+    except ValueError as error:
+        raise UsageError(
+            f"a variable that torchrun or srun sets for each process is not a number ({error}): unset RANK, "
+            "WORLD_SIZE and SLURM_PROCID, or start grappe with its launcher"
+        ) from error
+    return None
+
+
+def is_main_process() -> bool:
+    """Whether this process is process 0, or the only one: the one that prints results."""
+    try:
+        process = rank_from_environment()
+    except UsageError:  # which the user is about to read
+        return True
+    return process is None or process.rank == 0
+
+
+def _torchrun(environment: Mapping[str, str]) -> ProcessRank:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in environment:
+            raise UsageError(
+                f"RANK and WORLD_SIZE are set, and {name} is not: unset both, or start grappe with torchrun"
+            )
+    return ProcessRank(
+        rank=int(environment["RANK"]),
+        size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        launcher="torchrun",
+        job=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}-{environment['MASTER_PORT']}",
+    )
+
+
+def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
+    if int(environment["SLURM_STEP_NUM_TASKS"]) == 1:
+        return None
+    return ProcessRank(
+        rank=int(environment["SLURM_PROCID"]),
+        size=int(environment["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        local_size=_local_tasks(environment),
+        cores=int(environment["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environment else None,
+        launcher="srun",
+        job="-".join(
+            environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        ),
+    )
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of a step's.
+
+    Known by SLURM_STEP_ID with SLURM_PROCID, never by the job's name: inside salloc or a bare batch shell one
+    of them is missing. A shell of `srun --pty` has both, and what is typed in it is no part of the step.
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    return (
+        step.isdigit()
+        and int(step) < INTERACTIVE_STEPS
+        and all(name in environment for name in names)
+        and "SLURM_PTY_PORT" not in environment
+    )
+
+
+def _local_tasks(environment: Mapping[str, str]) -> int:
+    """How many of the step's processes are on this node, from a text like `2(x2),1`."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, repeat = part.partition("(x")
+        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
+    node = int(environment.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else counts[0]

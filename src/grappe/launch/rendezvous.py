@@ -1,0 +1,147 @@
+"""Rendezvous: makes torch's process group of processes that find each other without a port fixed in advance."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grappe.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from grappe.launch.rank import ProcessRank
+
+TIMEOUT = timedelta(minutes=30)
+PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
+GRACE_SECONDS = 3.0
+SERVING_SECONDS = 1.0
+
+
+def start(
+    process: ProcessRank,
+    backend: str,
+    device: torch.device,
+    rendezvous_folder: Path,
+    timeout: timedelta = TIMEOUT,
+) -> None:
+    """Makes torch's default process group. Collective.
+
+    Args:
+        rendezvous_folder: a folder that every process sees, where process 0 publishes its address.
+        timeout: of every wait for another process, now and in the collectives that follow.
+
+    Raises:
+        UsageError: process 0 did not publish it in time.
+    """
+    import torch.distributed as dist
+
+    if process.size == process.local_size:
+        # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
+    address = rendezvous_folder / f"rendezvous-{process.job or 'local'}"
+    if process.size == 1:
+        store: dist.Store = dist.HashStore()  # FSDP2 offloads through a group, of one process too
+    else:
+        store = (
+            _env_store(process)
+            if process.launcher == "torchrun"
+            else _published_store(process, address, timeout)
+        )
+    # FSDP's offload and our own objects need CPU collectives beside NCCL's.
+    backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
+    dist.init_process_group(
+        backends,
+        store=store,
+        rank=process.rank,
+        world_size=process.size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    if process.rank == 0:
+        with contextlib.suppress(OSError):
+            address.unlink(missing_ok=True)  # all are connected, so all have read it
+
+
+def claims_error_report(process: ProcessRank) -> bool:
+    """Whether this process is to report an error: the first to ask. Others have the same error, or its consequence."""
+    import torch.distributed as dist
+
+    from grappe.private_api.torch import default_store
+
+    if process.size == 1:
+        return True
+    if not dist.is_initialized():
+        if process.rank:
+            time.sleep(GRACE_SECONDS)  # process 0 most likely says the same, and the launcher then ends us
+        return True
+    try:
+        with _without_warnings():
+            first = default_store().add("grappe/spoken", 1) == 1
+    except RuntimeError:
+        return False  # process 0, which serves the store, has ended, and has said why
+    if process.rank == 0 and process.launcher != "torchrun":
+        time.sleep(SERVING_SECONDS)  # so that the others can ask, too
+    return first
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch writes a stack trace to standard error where a store has gone, before it raises."""
+    error, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(error, 2)
+        os.close(error)
+        os.close(nowhere)
+
+
+def _env_store(process: ProcessRank) -> Store:
+    import torch.distributed as dist
+
+    # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    # It outlives a training, and the next one in the same processes must not find this one's addresses.
+    starts = store.add(f"grappe/starts/{process.rank}", 1)
+    return dist.PrefixStore(f"grappe/{starts}", store)
+
+
+def _published_store(process: ProcessRank, address: Path, timeout: timedelta) -> Store:
+    """A TCP store on a port of the system's choice, its address published by process 0."""
+    import torch.distributed as dist
+
+    if process.rank == 0:
+        alone = process.size == process.local_size
+        host = "127.0.0.1" if alone else socket.gethostname()
+        store = dist.TCPStore(host, 0, process.size, True, timeout, wait_for_workers=False)
+        address.parent.mkdir(parents=True, exist_ok=True)
+        beside = address.with_suffix(f".{os.getpid()}")
+        beside.write_text(f"{host} {store.port}")
+        beside.replace(address)
+        return store
+    host, port = _wait_for(lambda: address.read_text().split(), f"process 0's address in {address.parent}")
+    return dist.TCPStore(host, int(port), process.size, False, timeout, wait_for_workers=False)
+
+
+def _wait_for(read: Callable[[], list[str]], what: str) -> list[str]:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            found = read()
+        except OSError:
+            found = []
+        if found:
+            return found
+        time.sleep(0.02)
+    raise UsageError(
+        f"waited {PATIENCE_SECONDS:.0f} s for {what}: is process 0 running, and do all nodes share that folder?"
+    )

@@ -1,0 +1,127 @@
+"""Signals: in the command, passed on to its processes; in a training, remembered, so that it saves and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+SPARE_SECONDS = 5.0  # for the processes to leave, beyond what was measured
+SPARE_SAVES = 2.0  # a save may take twice as long as the slowest so far
+
+
+def handled() -> tuple[signal.Signals, ...]:
+    """The signals that ask a training to save and end: SIGHUP not under nohup, which has it ignored."""
+    return tuple(
+        number
+        for number in SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    )
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Context in which SIGNALS are held back, also in processes that are started in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class StopSignal:
+    """Remembers that a signal came, or that time is up; the step under way tells the other processes.
+
+    Args:
+        time_limit: seconds from now; None: Slurm's end time, if there is one.
+    """
+
+    def __init__(self, time_limit: float | None = None, environment: Mapping[str, str] = os.environ) -> None:
+        self._received = 0.0
+        self._deadline: float | None = None
+        if time_limit is not None:
+            self._deadline = time.time() + time_limit
+        elif environment.get("SLURM_JOB_END_TIME", "").isdigit():
+            self._deadline = float(environment["SLURM_JOB_END_TIME"])
+        self._step = self._saving = 0.0
+        self._margin = SPARE_SECONDS
+
+    def reserve(self, *, step: float = 0.0, saving: float = 0.0) -> None:
+        """Learns from a step's or a save's seconds how long before the end to stop."""
+        if step > self._step or saving > self._saving:
+            self._step, self._saving = max(step, self._step), max(saving, self._saving)
+            self._margin = SPARE_SECONDS + 2 * self._step + SPARE_SAVES * self._saving
+
+    def install(self) -> None:
+        """Handles the signals in this process, those that came while it started and were held back too."""
+        for number in handled():
+            signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = 1.0
+
+    def flag(self) -> float:
+        """1.0 once a signal came or time is up, else 0.0."""
+        if self._deadline is not None and time.time() + self._margin > self._deadline:
+            return 1.0
+        return self._received
+
+
+class Signalled(Protocol):
+    """A process that takes signals."""
+
+    def signal(self, number: int) -> None:
+        """Sends `number` to the process."""
+
+
+class _EndAtOnce(BaseException):
+    """Raised by a signal that ends all processes at once."""
+
+
+class SignalForwarding:
+    """What signals to the command do while its processes run.
+
+    The first is passed on to processes that save and end; a second Ctrl-C, or any signal to processes that
+    have nothing to save, ends them at once, and then has the effect that it would have had without us.
+    """
+
+    def __init__(self, processes: Sequence[Signalled], saves: bool) -> None:
+        self._processes, self._saves = processes, saves
+        self._received: list[int] = []
+        self._before: dict[int, Any] = {}
+        self.over = False
+
+    def __enter__(self) -> SignalForwarding:
+        # Elsewhere than in the main thread (a notebook's worker, say) Python lets nobody handle signals.
+        with contextlib.suppress(ValueError):
+            for number in handled():
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+        if self.over:
+            return
+        if not self._saves or self._received.count(signal.SIGINT) > 1:
+            self.over = True
+            raise _EndAtOnce
+        for process in self._processes:
+            process.signal(number)
+
+    def catch_up(self, process: Signalled) -> None:
+        """Sends a new process the signals that came before its start."""
+        for number in self._received:
+            process.signal(number)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if isinstance(error, _EndAtOnce):
+            signal.raise_signal(self._received[-1])
+            raise KeyboardInterrupt from None

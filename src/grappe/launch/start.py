@@ -1,0 +1,49 @@
+"""Starts a function on a plan's processes: those of torchrun or srun, or local ones."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from grappe.launch import local, mps
+from grappe.launch.exit import reported_once
+from grappe.launch.folders import rendezvous_folder_of
+from grappe.launch.rank import rank_from_environment
+from grappe.plan import Plan
+
+
+class Request(Protocol):
+    """What a function is asked to do; it travels to the processes by value."""
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder, where processes of several nodes meet; None where there is none yet."""
+
+
+def start(function: str, request: Request, plan: Plan, *, saves: bool = False) -> Any:
+    """Runs `function` as function(request, process, rendezvous_folder) on the plan's processes.
+
+    Args:
+        function: "package.module:name", imported in each process.
+        saves: whether a signal makes the function save and return.
+
+    Returns:
+        What process 0 returned; under a launcher, what this process did.
+
+    Raises:
+        GrappeError: what went wrong. Under a launcher one process raises it, and the others SystemExit.
+    """
+    process = rank_from_environment()
+    if process is None:
+        with mps.shared_gpus(plan, None):
+            return local.local(function, request, plan.processes, saves=saves)
+    plan.check_fits(process.size)
+    module, _, name = function.partition(":")
+    try:
+        with mps.shared_gpus(plan, process):
+            return getattr(importlib.import_module(module), name)(
+                request, process, rendezvous_folder_of(process, request.run)
+            )
+    except Exception as error:
+        raise reported_once(error, process) from error

@@ -1,0 +1,248 @@
+"""World: a process's rank, device, threads and mesh, the collectives over all processes, and how to join them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from grappe.errors import PlanError
+from grappe.launch import rendezvous
+from grappe.launch.rank import ProcessRank
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from grappe.plan import Plan
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+
+
+def cores() -> int:
+    """How many cores this process really has: its affinity mask, capped by its cgroup's quota."""
+    try:
+        mine = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        mine = os.cpu_count() or 1
+    return max(1, min(mine, _cgroup_quota() or mine))
+
+
+def own_cores(process: ProcessRank) -> int:
+    """How many cores are this process's: what srun gave it, else its part of what its node's processes share."""
+    if process.cores is not None:
+        return min(cores(), process.cores)  # it may be bound to them already, and then sees no others
+    return max(1, cores() // process.local_size)
+
+
+def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Whole cores of the cgroup's CPU quota, version 2 or 1; None without one."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if quota in ("max", "-1"):
+        return None
+    return max(1, int(quota) // int(period))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among those of a plan: rank, device, mesh, process groups."""
+
+    process: ProcessRank
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """Axes pipeline, replicate, shard, tensor; None for one process."""
+    data_rank: int = 0
+    data_size: int = 1
+    data_group: ProcessGroup | None = None
+    """The processes that see different slices of a batch; None for one slice."""
+    control: ProcessGroup | None = None
+    """A gloo group over all processes, for objects and barriers; None for one process."""
+    threads: int = 1
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to size - 1."""
+        return self.process.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.process.size
+
+    def coordinates(self) -> dict[str, tuple[int, int]]:
+        """By axis: where this process is along it, and how many there are."""
+        if self.mesh is None:
+            return dict.fromkeys(AXES, (0, 1))
+        process = self.mesh.get_coordinate()
+        assert process is not None
+        return {axis: (process[i], self.mesh.size(i)) for i, axis in enumerate(AXES)}
+
+    @property
+    def speaks_for_buffers(self) -> bool:
+        """Whether this process is the first of those that have the same buffers, of the same slice and stage."""
+        return self.coordinates()["tensor"][0] == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's `value`, by rank. Collective."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
+
+    def share(self, value: T) -> T:
+        """Process 0's `value`, on every process. Collective."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather_data(self, value: T) -> list[T]:
+        """Every data slice's `value`, in the order of the slices. Collective over the data axes."""
+        if self.data_group is None:
+            return [value]
+        import torch.distributed as dist
+
+        box: list[T | None] = [None] * self.data_size
+        dist.all_gather_object(box, value, group=self.data_group)
+        return box  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Waits until every process is here. Collective."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.control)
+
+    def leave(self) -> None:
+        """Ends all communication."""
+        if self.mesh is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def gather_into(whole: torch.Tensor, mine: torch.Tensor, group: ProcessGroup) -> None:
+    """Fills `whole` [W x n] with every process's `mine` [n], by rank. Collective."""
+    import torch.distributed as dist
+
+    # Renamed in torch 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, mine, group=group)
+
+
+def join(
+    plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: timedelta = rendezvous.TIMEOUT
+) -> World:
+    """Joins the other processes; returns this one's World. Collective.
+
+    Args:
+        rendezvous_folder: a folder that every process sees, where process 0 publishes its address.
+        timeout: of every wait for another process.
+
+    Raises:
+        PlanError: the plan's product is not the number of processes, or it asks for what is not here.
+    """
+    import torch
+
+    plan.check_fits(process.size)
+    device = choose_device(plan, process)
+    # How a sum is split over threads decides its bits, so an exact plan does not follow the machine.
+    threads = plan.threads or (1 if plan.exact else own_cores(process))
+    torch.set_num_threads(threads)
+    if process.size == 1 and plan.offload == "none":
+        return World(process=process, device=device, threads=threads)
+    backend = choose_backend(plan, device)
+    rendezvous.start(process, backend, device, rendezvous_folder, timeout)
+    return _with_mesh(plan, process, device, threads, backend)
+
+
+def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
+    """The plan's device for this process: its own GPU, or a shared one when `per_device` says so."""
+    import torch
+
+    if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise PlanError(
+            "device=cuda: torch sees no GPU here; use device=cpu, or see `nvidia-smi` and torch's build"
+        )
+    visible = torch.cuda.device_count()
+    # Under --gpus-per-task each process sees one GPU only, whatever its local rank.
+    index = (
+        0 if visible == 1 and process.local_size <= plan.per_device else process.local_rank // plan.per_device
+    )
+    if visible == 1 and process.launcher == "srun":
+        index = 0
+    if index >= visible:
+        raise PlanError(
+            f"plan needs {-(-process.local_size // plan.per_device)} GPUs on this node, torch sees {visible}: "
+            f"use fewer processes, per_device={-(-process.local_size // visible)}, or device=cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def choose_backend(plan: Plan, device: torch.device) -> str:
+    """The communication library of a plan on `device`: gloo on CPU; NCCL on GPU, one process to each."""
+    import torch.distributed as dist
+
+    backend = plan.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" and plan.per_device == 1 else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise PlanError(
+            "backend=nccl moves data between GPUs, and this plan runs on the CPU: use backend=gloo"
+        )
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if not available[backend]():
+        why = "torch's pip and conda builds have none; it needs one built from source against your MPI"
+        reason = why if backend == "mpi" else "this build of torch was made without it"
+        raise PlanError(
+            f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out"
+        )
+    return backend
+
+
+def _with_mesh(plan: Plan, process: ProcessRank, device: torch.device, threads: int, backend: str) -> World:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from grappe.private_api.torch import flatten_mesh
+
+    degrees = tuple(getattr(plan, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
+    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+    group = None
+    if plan.data_parallel == process.size > 1:
+        group = dist.group.WORLD
+    elif plan.data_parallel > 1:
+        group = flatten_mesh(mesh["replicate", "shard"], "data").get_group()
+    coordinate = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
+    return World(
+        process=process,
+        device=device,
+        mesh=mesh,
+        data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
+        data_size=plan.data_parallel,
+        data_group=group,
+        control=cast("ProcessGroup", control),
+        threads=threads,
+    )

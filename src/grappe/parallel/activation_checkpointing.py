@@ -1,0 +1,43 @@
+"""Activation checkpointing: keeps only the inputs of each unit, and runs it again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grappe.plan import Plan
+from grappe.private_api.torch import BatchNormBase
+
+
+def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
+    """Wraps each unit's forward where the plan has `recompute`, so that names and hooks stay as they are."""
+    for unit in units if plan.recompute else ():
+        contexts = functools.partial(_contexts, unit)
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    return contextlib.nullcontext(), _statistics_kept(unit)
+
+
+@contextlib.contextmanager
+def _statistics_kept(unit: nn.Module) -> Iterator[None]:
+    """The second forward must not count its batch into the running statistics again."""
+    kept = [
+        (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
+        for module in unit.modules()
+        if isinstance(module, BatchNormBase) and module.num_batches_tracked is not None
+    ]
+    for module, *_ in kept:
+        # Not track_running_stats=False: backward would find fewer tensors than forward saved.
+        module.momentum = 0.0
+    try:
+        yield
+    finally:
+        for module, momentum, batches, before in kept:
+            module.momentum = momentum
+            batches.copy_(before)

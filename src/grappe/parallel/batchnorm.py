@@ -1,0 +1,218 @@
+"""Batch normalisation over the global batch, on any device, and agreement of per-process statistics.
+
+Shapes: x [B, C, ...]; per-channel vectors [C]; W processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from grappe.checkpoint.weights import agreed
+from grappe.launch.world import gather_into
+from grappe.private_api.torch import BatchNormBase, module_buffers
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / std with mean and variance over all processes' rows, and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, eps: float, rows: int, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels = x.shape[1]
+        real = x[:rows]
+        count = torch.full((1,), float(real.numel() // channels), device=x.device)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        if rows:
+            mean = real.mean(dims, dtype=torch.float32)
+            second = (real.float() - _spread(mean, x)).square().sum(dims)
+        else:
+            mean = second = torch.zeros(channels, device=x.device)
+        mean, variance, total = _combine(mean, second, count, group)
+        inverse = torch.rsqrt(variance + eps)
+        normal = (x.float() - _spread(mean, x)) * _spread(inverse, x)
+        ctx.save_for_backward(normal, inverse, total)
+        ctx.group, ctx.dims, ctx.real = group, dims, bool(rows)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normal.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        normal, inverse, total = ctx.saved_tensors
+        g = gradients[0].float()
+        sums = torch.stack([g.sum(ctx.dims), (g * normal).sum(ctx.dims)])
+        dist.all_reduce(sums, group=ctx.group)
+        if not ctx.real:
+            return torch.zeros_like(gradients[0]), None, None, None  # no part of the statistics
+        mean_g, mean_gn = sums / total
+        result = (g - _spread(mean_g, g) - normal * _spread(mean_gn, g)) * _spread(inverse, g)
+        return result.to(gradients[0].dtype), None, None, None
+
+
+def _combine(
+    mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count over all processes, from each one's own.
+
+    Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+    mine = torch.cat([mean, second, count])
+    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    gather_into(everyone, mine, group)
+    everyone = everyone.view(-1, mine.numel())
+    channels = mean.numel()
+    means, seconds, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+    total = counts.sum()
+    overall = (means * counts).sum(0) / total
+    variance = (seconds + counts * (means - overall).square()).sum(0) / total
+    return overall, variance, total
+
+
+def _spread(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+IS_PADDING = "grappe_is_padding"
+"""Of a synchronised batch normalisation: whether the row of the microbatch under way is a padding row."""
+
+
+def synchronise_batchnorm(model: nn.Module, group: ProcessGroup) -> None:
+    """Makes every batch normalisation of the model use the statistics of all processes' rows while training."""
+    for module in model.modules():
+        if isinstance(module, BatchNormBase):
+            _patch(module, group)
+
+
+def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
+    plain = module.forward
+    setattr(module, IS_PADDING, False)
+
+    def forward(x: Tensor) -> Tensor:
+        if not module.training:
+            return plain(x)
+        real = 0 if getattr(module, IS_PADDING) else len(x)
+        normal, mean, variance, total = _Normalise.apply(x, module.eps, real, group)
+        if module.track_running_stats:
+            _track(module, mean, variance * (total / (total - 1)))
+        if module.affine:
+            normal = normal * _spread(module.weight, x) + _spread(module.bias, x)
+        return normal
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _track(module: BatchNormBase, mean: Tensor, variance: Tensor) -> None:
+    """Running statistics as nn.BatchNorm keeps them, the variance unbiased."""
+    batches, running_mean, running_var = module.num_batches_tracked, module.running_mean, module.running_var
+    assert batches is not None and running_mean is not None and running_var is not None
+    batches.add_(1)
+    momentum = module.momentum if module.momentum is not None else 1.0 / float(batches)
+    running_mean.lerp_(mean, momentum)
+    running_var.lerp_(variance, momentum)
+
+
+@contextlib.contextmanager
+def statistics_frozen(model: nn.Module) -> Iterator[None]:
+    """Context in which batch normalisation neither uses nor changes the statistics of the rows it sees."""
+    modules = [module for module in model.modules() if isinstance(module, BatchNormBase) and module.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
+
+
+@contextlib.contextmanager
+def ignoring_padding(model: nn.Module) -> Iterator[None]:
+    """Context in which batch normalisation ignores a padding row, in its statistics and its running averages."""
+    synchronised = [module for module in model.modules() if hasattr(module, IS_PADDING)]
+    if not synchronised:
+        with statistics_frozen(model):
+            yield
+        return
+    # Not frozen: the other processes' rows are real, and they wait for this process's part of the statistics.
+    for module in synchronised:
+        setattr(module, IS_PADDING, True)
+    try:
+        yield
+    finally:
+        for module in synchronised:
+            setattr(module, IS_PADDING, False)
+
+
+Kept = list[tuple[nn.Module, str, Tensor, Tensor]]
+
+
+def kept_buffers(module: nn.Module) -> Kept:
+    """Every buffer as it is now: its module, its name there, itself, its values."""
+    return [
+        (one, name, buffer, buffer.clone())
+        for one in module.modules()
+        for name, buffer in module_buffers(one).items()
+        if buffer is not None
+    ]
+
+
+@torch.no_grad()
+def put_back(kept: Kept) -> None:
+    """Makes the buffers what they were, also where a forward has put another tensor in their place."""
+    for module, name, buffer, values in kept:
+        buffer.copy_(values)
+        module_buffers(module)[name] = buffer
+
+
+def replace_buffers(kept: Kept) -> None:
+    """As `put_back`, in new tensors: what a backward may still read stays as it is."""
+    for module, name, _, values in kept:
+        module_buffers(module)[name] = values.clone()
+
+
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Context of a dry run: a forward changes no buffer, and uses no statistics of the rows it sees."""
+    with statistics_frozen(model), buffers_kept(model):
+        yield
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Context in which a forward changes no buffer."""
+    kept = kept_buffers(model)
+    try:
+        yield
+    finally:
+        put_back(kept)
+
+
+@contextlib.contextmanager
+def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
+    """Context in which float buffers that differ between processes hold their mean. Collective over `group`."""
+    if group is None:
+        yield
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    before = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.copy_(agreed_between(buffer, group))
+    try:
+        yield
+    finally:
+        for buffer, kept in zip(buffers, before, strict=True):
+            buffer.copy_(kept)
+
+
+def agreed_between(buffer: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean of the processes' buffers, or the buffer itself where all have the same. Collective."""
+    everyone = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, buffer.contiguous(), group=group)
+    return agreed(everyone)

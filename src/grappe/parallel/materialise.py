@@ -1,0 +1,75 @@
+"""Makes a task's model on the meta device, and gives it memory and values once it is parallelized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from grappe.checkpoint.weights import Weights, named_tensors, read_into
+from grappe.errors import TaskError
+from grappe.private_api.torch import module_buffers, module_parameters
+from grappe.task import Task
+
+
+def on_meta(task: Task) -> nn.Module:
+    """The task's model without memory or values; on the CPU where a model cannot be made so."""
+    try:
+        with torch.device("meta"):
+            model = task.model()
+        if not _has_loose_tensors(model):
+            return _checked(task, model)
+    except (RuntimeError, NotImplementedError):
+        pass  # it computes with values while it is made; then it has to have them
+    return _checked(task, task.model())
+
+
+def _checked(task: Task, model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"{type(task).__name__}.model() returned {type(model).__name__}: return an nn.Module")
+    return model
+
+
+def _has_loose_tensors(model: nn.Module) -> bool:
+    """Whether a module keeps a tensor that is neither parameter nor buffer: nothing would fill it."""
+    return any(
+        isinstance(value, torch.Tensor) and value.is_meta
+        for module in model.modules()
+        for value in vars(module).values()
+    )
+
+
+def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Gives the model memory on `device` and the values of `weights`; tied tensors stay tied.
+
+    Raises:
+        TaskError: a parameter or buffer has no value in `weights`, or another shape.
+    """
+    ties = _ties(model)
+    if device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
+        model.to_empty(device=device)
+    for first, *others in ties:
+        tensor = module_parameters(first[0]).get(first[1], module_buffers(first[0]).get(first[1]))
+        for module, name in others:
+            parameters = module_parameters(module)
+            home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
+            home[name] = tensor
+    for name, tensor in named_tensors(model).items():
+        if name not in weights:
+            raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
+        if weights.shape(name) != tuple(tensor.shape):
+            raise TaskError(
+                f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights"
+            )
+        read_into(tensor, weights, name)
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for home in (module_parameters(module), module_buffers(module)):
+            for name, tensor in home.items():
+                if tensor is not None:
+                    sites.setdefault(id(tensor), []).append((module, name))
+    return [places for places in sites.values() if len(places) > 1]

@@ -1,0 +1,56 @@
+"""parallelize: spreads a task's model over processes, by one function a file, applied in a fixed order.
+
+tensor -> activation checkpointing -> compile -> shard -> weights -> batch normalisation. A degree of 1 does nothing.
+Replication wraps the model rather than changing it: see replicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from grappe.checkpoint.weights import Weights
+from grappe.launch.world import World
+from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.parallel.batchnorm import synchronise_batchnorm
+from grappe.parallel.compile import compile_units
+from grappe.parallel.materialise import fill, on_meta
+from grappe.parallel.shard import shard, uses_shard
+from grappe.parallel.tensor import split_tensors
+from grappe.plan import Plan
+from grappe.task import Task
+
+KEYS = frozenset({
+    "replicate", "shard", "zero", "tensor", "microbatches", "precision", "batchnorm", "channels_last", "recompute",
+    "compile", "offload",
+})  # fmt: skip
+"""The plan's keys that an engine honours when its model comes from `parallelize`."""
+Keep = Callable[[nn.Module, list[nn.Module]], Sequence[tuple[nn.Module, list[nn.Module]]]]
+"""From a model and its units: what of it this process calls, each part with its own units; the rest is taken out."""
+
+
+def parallelize(
+    task: Task, plan: Plan, world: World, weights: Weights, keep: Keep = lambda model, units: [(model, units)]
+) -> nn.Module:
+    """The task's model, spread over `world`'s processes, its values read from `weights`. Collective.
+
+    Returns:
+        The task's own modules and names; parameters may be sharded. It is in training mode.
+    """
+    model = on_meta(task)
+    units = list(task.units(model))
+    split_tensors(model, task, plan, world)
+    for part, inside in keep(model, units):
+        checkpoint_activations(inside or [part], plan)
+        if plan.compile:
+            compile_units(inside or [part])
+        if uses_shard(plan):
+            shard(part, inside, plan, world)
+    fill(model, weights, world.device)
+    if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous
+        model.to(memory_format=torch.channels_last)  # pyrefly: ignore
+    if plan.batchnorm == "sync" and world.data_group is not None:
+        synchronise_batchnorm(model, world.data_group)
+    return model.train()

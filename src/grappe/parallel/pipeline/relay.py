@@ -1,0 +1,152 @@
+"""Relay: runs forward through all stages without gradients, for evaluation and for the first pass of a new shape."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grappe.data.batch import Microbatch
+from grappe.launch.world import World
+from grappe.parallel.pipeline.stage import Stage
+from grappe.private_api.torch import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+
+class Header(NamedTuple):
+    """Describes what a stage sends to the next: how it nests, as JSON, and each tensor's shape and type."""
+
+    nesting: str
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def empty(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Tensors of that form, without values."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
+
+    def text(self) -> str:
+        """As it is sent."""
+        tensors = [(shape, str(dtype).removeprefix("torch.")) for shape, dtype in self.tensors]
+        return json.dumps([self.nesting, tensors])
+
+    @classmethod
+    def of(cls, text: str) -> Header:
+        """What `text` gave."""
+        nesting, tensors = json.loads(text)
+        return cls(nesting, tuple((tuple(shape), getattr(torch, name)) for shape, name in tensors))
+
+
+def key_of(inputs: Any) -> tuple:
+    """The shapes and types of a microbatch's inputs: what the shapes between stages follow from."""
+    leaves, nesting = tree_flatten(inputs)
+    return str(nesting), *((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+class Relay:
+    """Sends microbatches through this process's stages, from and to the others'. Stage s is on process s % p.
+
+    All methods are collective over the processes of a pipeline.
+    """
+
+    def __init__(self, stages: Sequence[Stage], world: World) -> None:
+        assert world.mesh is not None
+        self.stages = stages
+        self.group = world.mesh["pipeline"].get_group()
+        self._world = world
+        self._ranks = dist.get_process_group_ranks(self.group)
+        self._headers: dict[tuple, Header] = {}
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending_headers: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @torch.no_grad()
+    def forward(self, micros: Iterable[Microbatch]) -> Iterator[tuple[Microbatch, Any]]:
+        """Sends microbatches through; gives (microbatch, output) where the last stage is, nothing elsewhere."""
+        sources = [stage.source for stage in self.stages]
+        for stage in self.stages:
+            stage.source = None
+        stream = iter(micros)
+        # As many at once as there are processes: the first ones are back for their next stage when the last are off.
+        while several := list(islice(stream, len(self._ranks))):
+            for stage in self.stages:
+                for micro in several:
+                    output = self._through(stage, micro)
+                    if stage.is_last:
+                        yield micro, output
+        self._wait(0)
+        for stage, source in zip(self.stages, sources, strict=True):
+            stage.source = source
+
+    def header(self, boundary: int, micro: Microbatch, training: bool) -> Header:
+        """What stage number `boundary` sends to the next; known once `forward` has sent it."""
+        return self._headers[boundary, training, *key_of(micro.inputs)]
+
+    def _through(self, stage: Stage, micro: Microbatch) -> Any:
+        key = (stage.training, *key_of(micro.inputs))
+        if stage.is_first:
+            leaves, stage.entering = tree_flatten(micro.inputs)
+        else:
+            leaves = self._receive(stage, key)
+        given = stage(*leaves)
+        assert stage.leaving is not None
+        if stage.is_last:
+            self._headers[stage.number, *key] = _header(given, nesting="")
+            return tree_unflatten(list(given), stage.leaving)
+        self._send(stage, key, given)
+        return None
+
+    def _receive(self, stage: Stage, key: tuple) -> tuple[Tensor, ...]:
+        boundary, source = stage.number - 1, self._rank_of(stage.number - 1)
+        header = self._headers.get((boundary, *key))
+        if header is None:
+            header = self._headers[boundary, *key] = self._receive_header(source)
+        stage.entering = treespec_loads(header.nesting)
+        leaves = header.empty(self._world.device)
+        for leaf in leaves:
+            dist.recv(leaf, src=source, group=self.group)
+        return leaves
+
+    def _send(self, stage: Stage, key: tuple, leaves: tuple[Tensor, ...]) -> None:
+        target = self._rank_of(stage.number + 1)
+        if (stage.number, *key) not in self._headers:
+            assert stage.leaving is not None
+            header = self._headers[stage.number, *key] = _header(leaves, treespec_dumps(stage.leaving))
+            self._send_header(header, target)
+        for leaf in leaves:
+            work = dist.isend(leaf, dst=target, group=self.group)
+            assert work is not None
+            self._sending.append((work, leaf))
+        self._wait(2 * len(self._ranks) * len(leaves))
+
+    def _send_header(self, header: Header, target: int) -> None:
+        """Asynchronous, to avoid a deadlock: the receiver may itself be blocked in a send to this process."""
+        text = torch.frombuffer(bytearray(header.text().encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(text)]), text):
+            work = dist.isend(tensor, dst=target, group=self._world.control)
+            assert work is not None
+            self._sending_headers.append((work, tensor))
+
+    def _receive_header(self, source: int) -> Header:
+        length = torch.empty(1, dtype=torch.int64)
+        dist.recv(length, src=source, group=self._world.control)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(text, src=source, group=self._world.control)
+        return Header.of(text.numpy().tobytes().decode())
+
+    def _wait(self, left: int) -> None:
+        """Waits until no more than `left` tensors are being sent, and with 0 no header either."""
+        while len(self._sending) > left:
+            self._sending.popleft()[0].wait()
+        while self._sending_headers and not left:
+            self._sending_headers.popleft()[0].wait()
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[stage % len(self._ranks)]
+
+
+def _header(leaves: tuple[Tensor, ...], nesting: str) -> Header:
+    described = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+    return Header(nesting, described)

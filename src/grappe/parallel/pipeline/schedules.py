@@ -1,0 +1,114 @@
+"""Runner: the schedules of torch.distributed.pipelining, which torch still calls alpha and only this file uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from grappe.data.batch import Microbatch
+from grappe.parallel.pipeline.relay import Relay, key_of
+from grappe.parallel.pipeline.rules import RULES
+from grappe.parallel.pipeline.stage import Stage
+from grappe.private_api.torch import tree_unflatten
+
+KEPT = 4  # schedules for microbatches of different shapes; each holds buffers for what it receives
+
+Loss = Callable[[Any, Microbatch], Tensor]
+"""A microbatch's output to the scalar that backward starts from."""
+
+
+class Runner:
+    """Runs one step's forward and backward passes as a schedule orders them.
+
+    Args:
+        whole: whether FSDP's parameters and gradients stay whole during the step, and are reduced at its end.
+    """
+
+    def __init__(self, schedule: str, relay: Relay, device: torch.device, loss: Loss, whole: bool) -> None:
+        self._class = getattr(schedules, RULES[schedule].torch_name)
+        self._single = issubclass(self._class, schedules.PipelineScheduleSingle)
+        self._relay, self._device, self._loss, self._whole = relay, device, loss, whole
+        self._made: dict[tuple, Any] = {}
+        self._micros: Sequence[Microbatch] = ()
+        for stage in relay.stages:
+            if stage.is_first:
+                stage.source = self._inputs
+
+    def knows(self, micro: Microbatch) -> bool:
+        """Whether microbatches of this shape have been through all stages."""
+        return key_of(micro.inputs) in self._made
+
+    def learn(self, micro: Microbatch, microbatches: int) -> None:
+        """Makes a schedule for microbatches of this shape, once `Relay.forward` has seen one. Collective."""
+        if len(self._made) >= KEPT:
+            del self._made[next(iter(self._made))]
+        stages = [self._stage(stage, micro) for stage in self._relay.stages]
+        self._made[key_of(micro.inputs)] = self._class(
+            stages[0] if self._single else stages,
+            n_microbatches=microbatches,
+            loss_fn=self._loss_of,
+            scale_grads=False,
+        )
+
+    def run(self, micros: Sequence[Microbatch]) -> None:
+        """Forward and backward of all microbatches, which have one shape. Collective over the pipeline."""
+        self._micros = micros
+        schedule = self._made[key_of(micros[0].inputs)]
+        numbers = torch.arange(len(micros))
+        first = any(stage.is_first for stage in self._relay.stages)
+        last = any(stage.is_last for stage in self._relay.stages)
+        try:
+            schedule.step(
+                *((numbers,) if first else ()), target=numbers if last else None, return_outputs=False
+            )
+        except RuntimeError as error:
+            # torch wraps what a stage raised into a message of its own.
+            raise error.__cause__ or error from error.__cause__
+        finally:
+            self._micros = ()
+
+    def _stage(self, stage: Stage, micro: Microbatch) -> PipelineStage:
+        header = self._relay.header(stage.number, micro, stage.training)
+        if stage.is_first:
+            entering: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int64),)
+        else:
+            entering = _like(self._relay.header(stage.number - 1, micro, stage.training).empty("meta"))
+        return PipelineStage(
+            stage if self._whole else _Closed(stage),
+            stage.number,
+            stage.count,
+            self._device,
+            input_args=entering,
+            output_args=_like(header.empty("meta")),
+            group=self._relay.group,
+        )
+
+    def _inputs(self, number: Tensor) -> Any:
+        """What the first stage's argument stands for."""
+        return self._micros[int(number)].inputs
+
+    def _loss_of(self, output: Any, number: Tensor) -> Tensor:
+        stage = self._relay.stages[-1]
+        assert stage.leaving is not None
+        leaves = output if isinstance(output, tuple) else (output,)
+        return self._loss(tree_unflatten(list(leaves), stage.leaving), self._micros[int(number)])
+
+
+class _Closed(nn.Module):
+    """Hides from torch's stage that FSDP is inside, whose own hooks then shard and reduce at each microbatch."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return self.stage(*leaves)
+
+
+def _like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Every tensor that can have a gradient does: what stages send each other is fixed."""
+    return tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in tensors)

@@ -1,0 +1,118 @@
+"""Replication: DistributedDataParallel over the replicate axis."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from grappe.launch.world import World
+from grappe.parallel.shard import uses_shard
+from grappe.plan import Plan
+from grappe.step.reduction import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
+
+# Renamed in torch 2.13.
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+
+
+def ddp_arguments(find_unused: bool) -> dict[str, bool]:
+    """DDP's arguments wherever it is made.
+
+    Args:
+        find_unused: look, at each step, for parameters that get no gradient; without, DDP fails where there are any.
+    """
+    return {
+        "init_sync": False,  # every process has read the same weights
+        "gradient_as_bucket_view": True,
+        "find_unused_parameters": find_unused,
+        _SYNC_BUFFERS: False,  # statistics are each process's own; they are made to agree for evaluation
+    }
+
+
+class Carrier(nn.Module):
+    """A model and, last so that it is in the first bucket, a parameter whose gradient carries the step's sums."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, device=device))
+
+    def forward(self, inputs: Any) -> Any:
+        return self.model(inputs)
+
+
+DryRun = Callable[[Callable[[Any], Any], Roots], None]
+"""Called with the forward to use and further roots with their gradients; leaves gradients, and nothing else."""
+
+
+class Replicas:
+    """DDP around a model, made at the first step, when it is known whether every parameter gets a gradient.
+
+    DDP fails at its second step where one gets none, unless it looks for such parameters at every step, which costs a
+    walk through the graph and a reduction of its own. See decision 50.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._carrier = Carrier(model, world.device)
+        self._world = world
+        self._wrapped: DistributedDataParallel | None = None
+
+    def wrap(self, dry_run: DryRun) -> LossReduction:
+        """Wraps the model in DDP, with a dry run of a step before it and one after it. Collective.
+
+        DDP puts gradients into other buckets once it has seen in which order they come. Sums of three or more
+        processes' gradients then have other bits; after a dry run they are the same from the first step on, in a
+        resumed training as in one that never stopped.
+
+        Returns:
+            What sums the loss: DDP itself, unless it looks for unused parameters and would find one more.
+        """
+        model, carried = self._carrier.model, self._carrier.sums
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        dry_run(model, NO_ROOTS)
+        missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
+        missing = missing.to(self._world.device)
+        dist.all_reduce(missing, group=self._world.data_group)
+        _forget(trained)
+        self._wrapped = wrap(self._carrier, self._world, find_unused=bool(missing))
+        if missing:
+            return loss_reduction(self._world)
+        reduction = loss_reduction(self._world, carried)
+        dry_run(self._wrapped, reduction.start(reduction.zero, 0.0))
+        _forget([*trained, carried])
+        return reduction
+
+    def __call__(self, inputs: Any) -> Any:
+        assert self._wrapped is not None
+        return self._wrapped(inputs)
+
+    def reduce_in_next_backward(self, last: bool) -> None:
+        """Whether the next backward reduces gradients: that of a step's last microbatch."""
+        assert self._wrapped is not None
+        self._wrapped.require_backward_grad_sync = last
+
+
+def uses_replicas(plan: Plan, world: World) -> bool:
+    """Whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
+    return world.data_group is not None and not uses_shard(plan) and plan.pipeline == 1 and not plan.exact
+
+
+def wrap(model: nn.Module, world: World, *, find_unused: bool = False) -> DistributedDataParallel:
+    """`model`, which has the same weights everywhere, in DDP over the processes with slices of their own."""
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        process_group=world.data_group,
+        **ddp_arguments(find_unused),  # pyrefly: ignore
+    )
+
+
+def _forget(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,60 @@
+"""Sharding: FSDP2's fully_shard over the shard and replicate axes, for ZeRO stages 1 to 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from grappe.launch.world import World
+from grappe.plan import Plan
+
+
+def uses_shard(plan: Plan) -> bool:
+    """Whether the plan needs fully_shard: to shard, to replicate beside tensors, or to offload."""
+    return plan.shard > 1 or plan.offload != "none" or (plan.replicate > 1 and plan.tensor > 1)
+
+
+def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
+    """Shards each unit, then what is left with the root. Gradients are summed, never averaged. Collective."""
+    pin = world.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
+    mesh = _mesh(plan, world)
+    for module in [*units, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(plan: Plan, world: World) -> DeviceMesh:
+    mesh = world.mesh
+    assert mesh is not None
+    return mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees whole parameters: for zero=1 and 2 an evaluation, which has no backward, leaves them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | None:
+    """Called before each microbatch with whether it is the step's last; None: every backward may reduce.
+
+    For zero=1 gradients add up whole and are reduced once a step; for 2 and 3 at each microbatch. With replicas the
+    all-reduce between them waits for the last microbatch either way.
+    """
+    if plan.microbatches == 1 or not uses_shard(plan):
+        return None
+    assert isinstance(model, FSDPModule)
+    if plan.zero == 1:
+        return model.set_requires_gradient_sync
+    if plan.replicate > 1:
+        return model.set_requires_all_reduce
+    return None

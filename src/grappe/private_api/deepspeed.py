@@ -1,0 +1,77 @@
+"""Private names of DeepSpeed, which is imported when a function needs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grappe.private_api.name import PrivateName
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SEEN = "0.19.8"
+_STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+
+USED = tuple(
+    PrivateName(where, name, SEEN)
+    for where, name in (
+        ("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "_register_deepspeed_module"),
+        (_STAGE3, "_get_fp32_opt_state_partition"),
+        (_STAGE3, "_optimizer_states_and_gradient_swap_in"),
+        (_STAGE3, "_optimizer_states_and_gradient_swap_out"),
+        (_STAGE3, "_swappable_optimizer_subgroup"),
+        ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", "_hp_optimizer_states_linked"),
+        (
+            "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
+            "_lazy_init_hp_params_optimizer_state",
+        ),
+        ("deepspeed.utils.groups", "_DATA_PARALLEL_GROUP"),
+        ("deepspeed.utils.groups", "_WORLD_GROUP"),
+        ("deepspeed.utils.groups", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"),
+    )
+)
+
+
+def forget_previous_trainings() -> None:
+    """Resets DeepSpeed's counters and groups.
+
+    Processes number modules and parameters alike, and compare: whatever one of them has trained before.
+    """
+    from deepspeed.comm import comm as module
+    from deepspeed.runtime.zero import Init
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.utils import groups
+
+    module.cdb = None
+    Init.param_id = 0
+    for counter in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
+        counter[0] = 0
+    groups._WORLD_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def is_swapped(optimizer: Any, group: int) -> bool:
+    """Whether ZeRO 3's optimizer keeps the state of its parameter group `group` on a disk."""
+    return optimizer._swappable_optimizer_subgroup(group)
+
+
+def swap_in(optimizer: Any, group: int) -> None:
+    """Reads a group's state from the disk."""
+    optimizer._optimizer_states_and_gradient_swap_in(group)
+
+
+def swap_out(optimizer: Any, group: int) -> None:
+    """Writes a group's state to the disk."""
+    optimizer._optimizer_states_and_gradient_swap_out(group)
+
+
+def state_partition(optimizer: Any, parameter: nn.Parameter, key: str | None) -> tuple[Tensor, int]:
+    """This process's part of the state `key` of a parameter, swapped in, and its group; None: of the weights."""
+    return optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
+
+
+def link_states(optimizer: Any) -> None:
+    """Tells the optimizer of ZeRO 1 and 2 where each parameter's state lies in the flat ones, though it was told."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,1 @@
+"""Measures time, memory and energy."""

@@ -1,0 +1,120 @@
+"""Reads the hardware's energy counters; where there are none, says why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any, Protocol
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+class Counter(Protocol):
+    """A counter of joules."""
+
+    name: str
+
+    def joules(self) -> float:
+        """Returns joules since this object was made; call it more often than the hardware's counter wraps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The counters that can be read, and why others cannot."""
+
+    counters: tuple[Counter, ...]
+    missing: str = ""
+    """Why nothing, or less than all, can be measured; empty if all can."""
+
+
+class Powercap:
+    """A zone of Linux's powercap tree (RAPL): a processor package, or its memory.
+
+    The zone's counter wraps at `max_energy_range_uj`, 262 kJ on many machines: 45 minutes at 100 W.
+    See Documentation/power/powercap/powercap.rst in Linux's source.
+    """
+
+    def __init__(self, zone: Path) -> None:
+        self.name = (zone / "name").read_text().strip()
+        self._file = zone / "energy_uj"
+        self._range = int((zone / "max_energy_range_uj").read_text())
+        self._last = int(self._file.read_text())
+        self._sum = 0
+
+    def joules(self) -> float:
+        now = int(self._file.read_text())
+        self._sum += now - self._last if now >= self._last else now + self._range - self._last
+        self._last = now
+        return self._sum / 1e6
+
+
+class Gpu:
+    """An NVIDIA GPU, through its management library (NVML); joules need a Volta or newer.
+
+    Raises:
+        RuntimeError: the library or the counter is missing.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            raise RuntimeError("nvidia-ml-py is not installed: pip install 'grappe[energy]'") from None
+        import torch
+
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            identity = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            self._handle: Any = pynvml.nvmlDeviceGetHandleByUUID(identity)
+            self.name = pynvml.nvmlDeviceGetName(self._handle)
+            self._first = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except (pynvml.NVMLError, AttributeError) as error:
+            raise RuntimeError(f"the GPU does not tell its energy: {error}") from None
+
+    def joules(self) -> float:
+        return (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._first) / 1e3
+
+    def watts(self) -> float:
+        """Returns the GPU's present power."""
+        return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+
+    def utilisation(self) -> float:
+        """Returns the share of the last second or less in which a kernel ran, 0 to 1."""
+        return self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100  # pyrefly: ignore
+
+
+def processor_counters(root: Path = POWERCAP) -> Found:
+    """Finds the counters of packages and their memories: a package's includes its cores, and psys includes all."""
+    counters: list[Counter] = []
+    missing = "" if root.is_dir() else "this machine has no powercap"
+    for zone in sorted(root.glob("*:*")) if root.is_dir() else []:
+        try:
+            name = (zone / "name").read_text().strip()
+            if name.startswith("package") or name == "dram":
+                counters.append(Powercap(zone))
+        except PermissionError:
+            missing = f"{zone / 'energy_uj'} is for root only: chmod o+r it, or ask your administrator"
+        except (OSError, ValueError) as error:
+            missing = f"{zone} cannot be read: {error}"
+    if not counters and not missing:
+        missing = f"there is no processor in {root}"
+    return Found(counters=tuple(counters), missing=missing)
+
+
+def gpu_counters(index: int) -> Found:
+    """Finds the counter of the GPU that torch calls `index`."""
+    try:
+        return Found(counters=(Gpu(index),))
+    except RuntimeError as error:
+        return Found(counters=(), missing=str(error))
+
+
+def total(counters: tuple[Counter, ...]) -> float | None:
+    """Adds up the joules of all counters; None if there is no counter, or one cannot be read any more."""
+    if not counters:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return sum(counter.joules() for counter in counters)
+    return None

@@ -1,0 +1,139 @@
+"""Measures the memory of a process: bytes of its part of a model, and peaks; sets how glibc keeps freed memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import resource
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+STATUS = Path("/proc/self/status")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+CEILING = 32 << 20  # bytes: as high as glibc lets its threshold for mmap rise by itself
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Adds up the bytes of this process's part of `tensors`; None among them counts nothing."""
+    total = 0
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_meta:
+            # FSDP's parameters are DTensors; DeepSpeed's stage 3 keeps a parameter's partition in its ds_tensor.
+            local = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
+            # A placeholder for a parameter of another process has its shape, and the memory of one number.
+            total += min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
+    return total
+
+
+def held(optimizer: torch.optim.Optimizer, model: Iterable[torch.nn.Parameter] = ()) -> dict[str, int]:
+    """Measures bytes by kind: parameters, their present gradients, and the optimizer's state.
+
+    Args:
+        model: the model's parameters, where the optimizer may have copies of its own.
+    """
+    import torch
+
+    stepped = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = list({id(one): one for one in (*stepped, *model)}.values())
+    state = [
+        value
+        for of_one in optimizer.state.values()
+        for value in (of_one.values() if isinstance(of_one, dict) else ())
+        if isinstance(value, torch.Tensor)
+    ]
+    return {
+        "parameters": bytes_of(parameters),
+        "gradients": bytes_of(one.grad for one in parameters),
+        "optimizer": bytes_of(state),
+    }
+
+
+def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
+    """Returns the peaks so far, in bytes: host memory with shared pages ("host"), and tensors on a GPU ("device")."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        found["host"] = int(lines["VmHWM"].split()[0]) * 1024
+    if device.type == "cuda":
+        import torch
+
+        found["device"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
+def data_size() -> int:
+    """Returns the bytes of this process that RLIMIT_DATA counts; 0 if the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def heed_limit() -> None:
+    """Has glibc return freed memory at once if RLIMIT_DATA limits this process.
+
+    glibc keeps freed blocks of up to 32 MB, in several heaps: a sharded model, whose parameters are gathered and freed,
+    took 60 % more memory for that. Returning blocks costs page faults, so it is not done without a limit.
+    """
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
+        return
+    mallopt(mmap=256 * 1024, trim=1024 * 1024)
+
+
+@contextlib.contextmanager
+def reused() -> Iterator[None]:
+    """Context in which glibc keeps what a batch frees for the next one; with RLIMIT_DATA it changes nothing.
+
+    A pass without gradients frees all that it allocated, 50 MB a batch, and glibc returned that to the system each
+    time, only to fault it in again, page by page: a third of an evaluation's time on a CPU.
+    """
+    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    if not limited:
+        mallopt(mmap=CEILING, trim=2**31 - 1)
+    try:
+        yield
+    finally:
+        if not limited:
+            mallopt(mmap=CEILING, trim=2 * CEILING)
+
+
+def mallopt(*, mmap: int, trim: int | None = None) -> None:
+    """Sets from how many bytes on glibc maps a block, and how much may stay free at the heap's end."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        glibc = ctypes.CDLL(None).mallopt
+        glibc(M_MMAP_THRESHOLD, mmap)
+        if trim is not None:
+            glibc(M_TRIM_THRESHOLD, trim)
+
+
+def found_by_kind() -> dict[str, int]:
+    """Measures, as `held`, all parameters and optimizers of this process, whoever made them."""
+    import torch
+
+    parameters: dict[int, Any] = {}
+    optimizers = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if issubclass(kind, torch.nn.Parameter):
+            if not one.is_meta:
+                parameters[id(one)] = one
+        elif issubclass(kind, torch.optim.Optimizer):
+            optimizers.append(one)
+    return {
+        "parameters": bytes_of(parameters.values()),
+        "gradients": bytes_of(one.grad for one in parameters.values()),
+        "optimizer": sum(held(one)["optimizer"] for one in optimizers),
+    }
+
+
+def size(number: float) -> str:
+    """Formats a number of bytes for people: 247 kB, 101 MB, 1.3 GB."""
+    if number >= 999.5e6:
+        return f"{number / 1e9:.1f} GB"
+    return f"{number / 1e6:.0f} MB" if not 0 < number < 999.5e3 else f"{number / 1e3:.0f} kB"

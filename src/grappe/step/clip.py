@@ -1,0 +1,140 @@
+"""Gradient clipping: the norm of the whole gradient, wherever its parts are, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grappe.plan import Plan
+from grappe.private_api.torch import foreach_mul_, foreach_norm, local_tensor
+from grappe.step.precision import LossScale
+from grappe.task import Task
+
+PIECE = 1 << 16  # numbers
+NO_GRADIENT = "a step had no gradient at all"
+
+
+class Clipping:
+    """Unscales and clips the gradients of a step, and counts it for the loss scale. Collective.
+
+    Args:
+        bound: on the norm; None: none.
+        norm: gives the norm of the whole gradient as it is on `parameters`; alike on every process.
+    """
+
+    def __init__(
+        self,
+        bound: float | None,
+        loss_scale: LossScale,
+        parameters: Sequence[nn.Parameter],
+        norm: Callable[[], Tensor],
+    ) -> None:
+        self._bound, self._loss_scale = bound, loss_scale
+        self._parameters, self._norm = parameters, norm
+
+    def __call__(self) -> tuple[Tensor, bool]:
+        """The norm before clipping, and whether an fp16 step is to be skipped: its gradient has an infinity."""
+        loss_scale = self._loss_scale.value
+        norm = self._norm() / loss_scale
+        skipped = self._loss_scale.is_dynamic and not torch.isfinite(norm)
+        self._loss_scale.update(skipped)
+        if skipped:
+            return norm, True
+        if self._bound is not None:
+            scale(self._parameters, bounding(norm, self._bound) * (1 / loss_scale))
+        elif loss_scale != 1:
+            scale(self._parameters, 1 / loss_scale)
+        return norm, False
+
+
+def clipping(
+    task: Task,
+    plan: Plan,
+    loss_scale: LossScale,
+    parameters: Sequence[nn.Parameter],
+    norm: Callable[[], Tensor],
+) -> Clipping | None:
+    """What is to be done with gradients before the update; None: nothing."""
+    if not needs_norm(task, plan):
+        return None
+    return Clipping(task.clip, loss_scale, parameters, norm)
+
+
+def needs_norm(task: Task, plan: Plan) -> bool:
+    """Whether a step needs the gradient's norm: to clip, or to see an infinity."""
+    return task.clip is not None or plan.precision == "fp16"
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all gradients together, a scalar alike on every process. Collective where they are sharded.
+
+    A gradient that is sharded over mesh axes is summed over those axes' processes; one that is replicated
+    over an axis is there on each of them and counts once.
+
+    Args:
+        stages: the processes that hold the model's other parameters, where each has some.
+    """
+    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
+    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        axes = sharded_groups(gradient)
+        key = tuple(id(group) for group in axes)
+        groups[key] = axes
+        by_axes.setdefault(key, []).append(local_part(gradient))
+    total: Tensor | None = None
+    for key, gradients in by_axes.items():
+        square = _square(gradients)
+        for group in groups[key]:
+            dist.all_reduce(square, group=group)
+        total = square if total is None else total + square
+    if stages is not None and total is None:
+        total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    assert total is not None, NO_GRADIENT
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt().float()
+
+
+def _square(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares, a float64 scalar.
+
+    By pieces, the pieces' norms in float64: on a CPU torch's float32 norm of 20 million numbers is wrong by a
+    thousandth, so that a sharded and a whole gradient would be clipped differently.
+    """
+    pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(PIECE)]
+    return torch.stack(foreach_norm(pieces)).double().square().sum()
+
+
+def local_part(gradient: Tensor) -> Tensor:
+    """What this process has of a gradient."""
+    return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
+
+
+def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
+    """The processes over which a gradient is sharded, a group for each axis of the mesh."""
+    if not isinstance(gradient, DTensor):
+        return []
+    mesh = gradient.device_mesh
+    assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
+    # Not only Shard: under FSDP2 beside tensor parallelism there is _StridedShard, which is none.
+    return [
+        mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()
+    ]
+
+
+def bounding(norm: Tensor, bound: float) -> Tensor:
+    """What a gradient of this norm is multiplied by to have at most `bound`, as in torch's clip_grad_norm_."""
+    return torch.clamp(bound / (norm + 1e-6), max=1.0)
+
+
+def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiplies every gradient by `factor`, in place."""
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    foreach_mul_(gradients, factor)

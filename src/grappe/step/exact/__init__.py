@@ -1,0 +1,1 @@
+"""Sums with the same bits on any number of processes: plan key exact."""

@@ -1,0 +1,43 @@
+"""The gradient's norm with the same bits on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grappe.step.clip import NO_GRADIENT, PIECE, local_part, sharded_groups
+
+
+def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """As `clip.gradient_norm`, to the same bits however the gradients are sharded. Collective where they are.
+
+    Squares, relative to the largest number's, are added up as whole numbers of 2^-60: no order, no rounding.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert gradients, NO_GRADIENT
+    groups = sharded_groups(gradients[0])
+    parts = [local_part(one) for one in gradients]
+    pieces = [piece for part in parts if part.numel() for piece in part.reshape(-1).split(PIECE)]
+    device = parts[0].device
+    largest = torch.zeros((), device=device)
+    if pieces:
+        largest = torch.stack([piece.abs().max() for piece in pieces]).max().float()
+    # NaN is lost by a maximum over processes, or not, as it comes; infinity says as well that there is no norm.
+    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    if not torch.isfinite(largest) or not largest:
+        return largest
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for piece in pieces:
+        squares = (piece.double() / largest.double()).square() * 2.0**30
+        coarse = squares.floor()
+        fine = ((squares - coarse) * 2.0**30).floor()
+        sums += torch.stack([coarse.long().sum(), fine.long().sum()])
+    for group in groups:
+        dist.all_reduce(sums, group=group)
+    total = (sums[0].double() + sums[1].double() * 2.0**-30) * 2.0**-30
+    return (total.sqrt() * largest.double()).float()

@@ -1,0 +1,104 @@
+"""ShardedExact: the same tree of sums where parameters, gradients and optimizer state are sharded by FSDP2.
+
+Shapes: V pieces of a global batch over W processes; V / W of them on each, every W-th; n numbers in a unit's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from grappe.launch.world import World, gather_into
+from grappe.plan import Plan
+from grappe.private_api.torch import local_tensor
+from grappe.step.exact.sums import Exact, tree_reduce_scatter, tree_sum
+from grappe.step.reduction import Sums
+
+
+class TreeReduceScatter:
+    """What FSDP2 calls after each unit's backward: the sum over the processes, neighbours first.
+
+    Everybody's piece j is j W + rank, so these W pieces are a whole subtree; above it each process adds up its share
+    of the gradients of its V / W pieces by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._wire = device
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for either side."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """[n / W] from everybody's [n]. Collective."""
+        output_tensor.copy_(tree_reduce_scatter(input_tensor.to(self._wire), group))
+
+
+class ShardedExact(Exact):
+    """Takes each piece's sharded gradients, already summed over the processes, and gives the sum over all pieces."""
+
+    every_piece: ClassVar[bool] = True  # all processes reduce each unit's gradients together
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World
+    ) -> None:
+        super().__init__(model, parameters, plan, world)
+        self._losses: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(TreeReduceScatter(self._wire))  # type: ignore[arg-type]
+
+    def add(self, loss: Tensor | None) -> None:
+        assert loss is not None, "every piece goes through the model"
+        self._losses.append(loss.reshape(1))
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._put([local_tensor(one) if isinstance(one, DTensor) else None for one in gradients])
+
+    @torch.no_grad()
+    def reduce(self, flag: float, samples: int) -> Sums:
+        [(_, parts)] = self._tree
+        self._tree.clear()
+        assert parts is not None
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            assert isinstance(parameter, DTensor)
+            if part is not None:
+                parameter.grad = DTensor.from_local(
+                    part + 0.0,  # as for replicas: -0 becomes +0
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+        self._statistics.combine(samples)
+        return Sums(self._loss_and_flags(flag))
+
+    def _loss_and_flags(self, flag: float) -> Tensor:
+        mine = torch.cat([*self._losses, torch.full_like(self._losses[0], flag)])
+        self._losses = []
+        assert self._group is not None
+        everyone = mine.new_empty(self._world.data_size * len(mine))
+        gather_into(everyone, mine, self._group)
+        rows = everyone.view(self._world.data_size, -1)
+        losses = rows[:, :-1].reshape(-1)[self._pieces.order()]
+        return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])
+
+
+def exact_sums(model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World) -> Exact:
+    """What sums the gradients of an exact plan."""
+    return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world)

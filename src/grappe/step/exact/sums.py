@@ -1,0 +1,169 @@
+"""Exact: the same bits on any number of processes. A batch in V fixed pieces, summed in one fixed tree.
+
+Shapes: V pieces of a global batch over W processes, each with V / W of them (data.pieces); n numbers in a model's
+gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grappe.data.draw import mix
+from grappe.data.pieces import ExactPieces
+from grappe.launch.world import World, gather_into
+from grappe.plan import Plan
+from grappe.private_api.torch import foreach_add_
+from grappe.step.exact.norm import exact_norm
+from grappe.step.exact.statistics import Statistics
+from grappe.step.fast_paths import seed_generators
+from grappe.step.reduction import Sums
+
+
+class Exact:
+    """Takes one optimizer step's gradients piece by piece, and gives each parameter their sum.
+
+    A sum's bits depend on its order, so the order is fixed: a binary tree over the V pieces. W processes, W a
+    power of two, hold W whole subtrees of it; each sums its own, and the rest of the tree is summed by chunks,
+    every number by one process, and handed to all.
+    """
+
+    every_piece: ClassVar[bool] = False
+    """Whether pieces without a sample go through the model, too."""
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World
+    ) -> None:
+        self._parameters, self._world = parameters, world
+        pieces = ExactPieces.of(plan)
+        assert pieces is not None, "the plan is not exact"
+        self._model, self._pieces, self._places = model, pieces, pieces.places(world.data_rank)
+        self._statistics = Statistics(model, pieces, world)
+        self._tree: list[tuple[int, list[Tensor | None] | None]] = []
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self._group = world.data_group
+        self._wire = wire(world)
+        if world.device.type == "cuda":
+            _choose_deterministic_kernels()
+
+    @contextlib.contextmanager
+    def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
+        """Context of the forward and backward of this process's piece `index`: dropout's stream is the piece's own."""
+        seed_generators(mix(seed, step, self._places[index]), self._world.device)
+        with self._statistics.of_piece(index):
+            yield
+
+    def forward(self, inputs: Any) -> Any:
+        """The model's output for the piece under way; what batch normalisation sees is recorded."""
+        with self._statistics.recorded():
+            return self._model(inputs)
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the whole gradient, to the same bits on any number of processes. Collective."""
+        return exact_norm(self._parameters)
+
+    def add(self, loss: Tensor | None) -> None:
+        """Moves the gradients of the piece just done, and its loss, into the tree; None: it had no sample."""
+        entry: list[Tensor | None] | None = None
+        if loss is not None:
+            entry = [*(parameter.grad for parameter in self._parameters), loss.reshape(1)]
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._put(entry)
+
+    def _put(self, entry: list[Tensor | None] | None) -> None:
+        """A piece's sums into the tree; neighbours that are both there become one."""
+        level = 0
+        while self._tree and self._tree[-1][0] == level:
+            entry = _sum(self._tree.pop()[1], entry)
+            level += 1
+        self._tree.append((level, entry))
+
+    @torch.no_grad()
+    def reduce(self, flag: float, samples: int) -> Sums:
+        """Gives every parameter the gradient of the whole batch of `samples`. Collective; the loss and the flags."""
+        [(_, entry)] = self._tree
+        self._tree.clear()
+        entry = entry if entry is not None else [None] * (len(self._parameters) + 1)
+        flat = self._flat(entry, flag)
+        if self._group is not None:
+            flat = tree_reduce(flat.to(self._wire), self._group).to(self._world.device)
+        flat += 0.0  # where one process skips an empty piece another adds zeros, and -0 + 0 is +0
+        count = len(self._parameters)
+        *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split(
+            [*self._sizes, 1, 1, count]
+        )
+        for parameter, gradient, mine, seen in zip(self._parameters, gradients, entry, reached, strict=False):
+            # A parameter that no sample reached stays without: zeros would let momentum and decay move it.
+            if mine is not None or seen > 0:
+                parameter.grad = gradient.view_as(parameter)
+        self._statistics.combine(samples)
+        return Sums(torch.cat([loss, flags]))
+
+    def _flat(self, entry: Sequence[Tensor | None], flag: float) -> Tensor:
+        """[gradients, n | loss | flag | 1 where a parameter has a gradient], filled up to a multiple of W."""
+        *gradients, loss = entry
+        notes = torch.tensor([flag, *(gradient is not None for gradient in gradients)], dtype=torch.float32)
+        parts = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+        ]
+        device = self._world.device
+        loss = torch.zeros(1, device=device) if loss is None else loss
+        filler = torch.zeros(-(sum(self._sizes) + 1 + len(notes)) % self._world.data_size, device=device)
+        return torch.cat([*(part.reshape(-1) for part in parts), loss, notes.to(device), filler])
+
+
+def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the processes' vectors [n], neighbours first: ((0+1)+(2+3))+…; W must divide n. Collective.
+
+    Each process receives one chunk from all, sums it in the tree's order, and sends the sum to all: over a link
+    go 2 n (W-1) / W numbers, as in a ring, and no process adds in an order of its own.
+    """
+    whole = torch.empty_like(vector)
+    gather_into(whole, tree_reduce_scatter(vector, group), group)
+    return whole
+
+
+def tree_reduce_scatter(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This process's chunk [n / W] of the sum. Collective."""
+    incoming = torch.empty_like(vector)
+    dist.all_to_all_single(incoming, vector, group=group)
+    return tree_sum(incoming.view(dist.get_world_size(group), -1))
+
+
+def tree_sum(rows: Tensor) -> Tensor:
+    """The sum of rows [W, n], neighbours first."""
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
+
+
+def wire(world: World) -> torch.device:
+    """Where what is sent must lie: gloo's all-to-all knows the CPU's memory only."""
+    gloo = world.data_group is not None and dist.get_backend(world.data_group) == "gloo"
+    return torch.device("cpu") if gloo else world.device
+
+
+def _sum(left: list[Tensor | None] | None, right: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """Entry by entry left + right, in the left's memory where it has some."""
+    if left is None or right is None:
+        return right if left is None else left
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def _choose_deterministic_kernels() -> None:
+    """CUDA's fastest kernels may add in any order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,58 @@
+"""Precision: autocast for bf16 and fp16, both TF32 flags, and loss scaling for fp16."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GROWTH_STEPS = 2000  # as torch.amp.GradScaler
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The forward's context, which does nothing in fp32. Parameters and reductions stay fp32 in every precision."""
+    if precision not in LOWER:
+        return contextlib.nullcontext()
+    # The cache would keep casts of parameters alive across FSDP's resharding, and across steps of our own loop.
+    return torch.autocast(device.type, dtype=LOWER[precision], cache_enabled=False)
+
+
+def set_tf32(precision: str) -> None:
+    """TF32 in matrix products and convolutions with precision=tf32, in neither without."""
+    allowed = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+class LossScale:
+    """Keeps fp16 gradients within range: halved after an infinity, doubled after 2,000 good steps.
+
+    As torch.amp.GradScaler, but whether a step is skipped is judged from the norm of the whole gradient,
+    which every process has alike.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.value = 2.0**16 if precision == "fp16" else 1.0
+        self.is_dynamic = precision == "fp16"
+        self._good = 0
+
+    def update(self, skipped: bool) -> None:
+        """Counts a step, and changes the scale where that is due."""
+        if not self.is_dynamic:
+            return
+        self._good = 0 if skipped else self._good + 1
+        if skipped:
+            self.value /= 2
+        elif self._good == GROWTH_STEPS:
+            self.value, self._good = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint."""
+        return {"value": self.value, "good": self._good}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's."""
+        if self.is_dynamic and state:
+            self.value, self._good = float(state["value"]), int(state["good"])

@@ -1,0 +1,112 @@
+"""LossReduction: sums a step's loss and stop flag over all processes, asynchronously."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grappe.launch.world import World
+from grappe.step.host_copy import HostCopy
+
+PAYLOAD_SIZE = 2  # the loss's sum and the flag
+Roots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+NO_ROOTS: Roots = ((), ())
+
+
+class Sums:
+    """The global sums of one step, being computed; `read` waits for them."""
+
+    def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
+        if work is not None and values.is_cuda:
+            work.wait()  # makes the stream wait, not us
+        self._values: Tensor | HostCopy = HostCopy(values) if values.is_cuda else values
+        self._work = work
+        self._flag = flag
+
+    def read(self) -> Sequence[float]:
+        """[the loss's sum over all processes, the sum of their flags]."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        values = self._values.read() if isinstance(self._values, HostCopy) else self._values
+        return (values.item(), self._flag) if self._flag is not None else values.tolist()
+
+
+class LossReduction:
+    """The sums of one process alone; also the base of the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), device=device)
+        self._flag = 0.0
+        self._flags = {0.0: torch.zeros((), device=device)}
+        self.zero = self._flags[0.0]
+
+    def payload(self, loss: Tensor, flag: float) -> Tensor:
+        """[loss, flag] as one tensor that stays untouched until it is read."""
+        if flag not in self._flags:
+            self._flags[flag] = torch.full_like(self.zero, flag)
+        return torch.stack((loss, self._flags[flag]))
+
+    def start(self, loss: Tensor, flag: float) -> Roots:
+        """Starts the reduction, before the step's last backward.
+
+        Returns:
+            Further roots of that backward, and their gradients, through which the sums travel.
+        """
+        self._loss, self._flag = loss, flag
+        return NO_ROOTS
+
+    def sums(self) -> Sums:
+        """The step's sums, once its last backward has been called."""
+        return Sums(self._loss, flag=self._flag)
+
+
+class PiggybackReduction(LossReduction):
+    """The sums travel with DDP's own reduction, as the gradient of a parameter that nothing else uses."""
+
+    def __init__(self, carried: nn.Parameter, processes: int) -> None:
+        super().__init__(carried.device)
+        self._carried = carried
+        self._as_root = (carried,)  # a leaf's gradient is what backward is given for it
+        self._processes = processes
+
+    def start(self, loss: Tensor, flag: float) -> Roots:
+        return self._as_root, (self.payload(loss, flag),)
+
+    def sums(self) -> Sums:
+        assert self._carried.grad is not None
+        total = self._carried.grad * self._processes  # DDP has divided by them
+        self._carried.grad = None
+        return Sums(total)
+
+
+class AllReduceReduction(LossReduction):
+    """The sums have an all-reduce of their own, started before backward and over long before it is read."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.device)
+        # Over the whole world, since a flag may be raised anywhere; tensor peers have the same loss.
+        self._copies = world.size // world.data_size
+        self._work: dist.Work | None = None
+
+    def start(self, loss: Tensor, flag: float) -> Roots:
+        self._payload = self.payload(loss / self._copies, flag)
+        self._work = dist.all_reduce(self._payload, async_op=True)
+        return NO_ROOTS
+
+    def sums(self) -> Sums:
+        return Sums(self._payload, self._work)
+
+
+def loss_reduction(world: World, carried: nn.Parameter | None = None) -> LossReduction:
+    """What sums the losses of `world`'s processes.
+
+    Args:
+        carried: a parameter of PAYLOAD_SIZE numbers whose gradient DDP averages over the data slices, if there is one.
+    """
+    if carried is not None:
+        return PiggybackReduction(carried, world.data_size)
+    return AllReduceReduction(world) if world.size > 1 else LossReduction(world.device)

@@ -1,0 +1,115 @@
+"""Scores: what an evaluation found, merged over the processes that saw different samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.data.batch import Microbatch
+from grappe.data.loader import rows_of
+from grappe.errors import TaskError
+from grappe.launch.world import World
+from grappe.private_api.torch import tree_map
+from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
+from grappe.step.losses import Losses
+from grappe.task import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What an evaluation found."""
+
+    samples: int
+    """How many samples were seen, each once."""
+    count: float
+    """What the loss was divided by: samples, or counted tokens."""
+    loss: float
+    metrics: Mapping[str, float | list[float]]
+
+
+class Scorer:
+    """Adds up losses and metrics of this process's samples."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._world = world
+        self._losses = Losses(task)
+        self._metrics = {name: metric.to(world.device) for name, metric in task.metrics().items()}
+        for metric in self._metrics.values():
+            never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
+        self._samples = 0
+        self._totals: list[Tensor] = []
+
+    def add(self, output: Any, micro: Microbatch) -> None:
+        """Counts a microbatch; a padding row counts nowhere."""
+        if not micro.rows:
+            return
+        rows = rows_of(micro.targets)
+        values = self._losses.values(output, micro, rows)
+        total = self._losses.total(values, micro, rows)
+        count = float(rows) if micro.weights is None else micro.weights.sum()
+        self._totals.append(
+            torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
+        )
+        self._samples += micro.rows
+        for metric in self._metrics.values():
+            metric.update(output, micro.targets)
+
+    def scores(self, expected: int) -> Scores:
+        """The scores over all data slices, on every process. Collective.
+
+        Raises:
+            TaskError: the samples seen are not `expected`, so something was lost or seen twice.
+        """
+        mine = {
+            "samples": self._samples,
+            "totals": torch.stack(self._totals).tolist() if self._totals else [],
+            "states": {name: _state(metric) for name, metric in self._metrics.items()},
+        }
+        everyone = self._world.gather_data(mine)
+        samples = sum(one["samples"] for one in everyone)
+        if samples != expected:
+            raise TaskError(
+                f"evaluation saw {samples} samples of a dataset of {expected}: its length changed"
+            )
+        # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
+        totals = [pair for one in everyone for pair in one["totals"]]
+        total, count = (math.fsum(pair[part] for pair in totals) for part in (0, 1))
+        metrics = {}
+        for name, metric in self._metrics.items():
+            _merge(metric, [one["states"][name] for one in everyone if one["samples"]])
+            metrics[name] = _number(metric.compute())
+        return Scores(samples=samples, count=count, loss=total / count, metrics=metrics)
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    return {name: tree_map(lambda leaf: leaf.cpu(), state) for name, state in metric.metric_state.items()}
+
+
+def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
+    """Sets the metric to the merger of several processes' states, each by its own reduction.
+
+    As torchmetrics does when it synchronises (Metric._sync_dist), but over given processes.
+    """
+    for name, reduce in reductions(metric).items():
+        values = [state[name] for state in states]
+        merged: Any = (
+            torch.stack(values)
+            if isinstance(values[0], Tensor)
+            else [one for value in values for one in value]
+        )
+        empty = isinstance(merged, list) and not merged
+        if reduce is not None and not empty:
+            merged = reduce(merged)
+        if isinstance(default_states(metric)[name], list) and isinstance(merged, Tensor):
+            merged = [merged]
+        setattr(metric, name, tree_map(lambda leaf: leaf.to(metric.device), merged))
+    states_were_set(metric)
+
+
+def _number(value: Any) -> float | list[float]:
+    return value.item() if value.numel() == 1 else value.tolist()

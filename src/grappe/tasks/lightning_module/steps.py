@@ -1,0 +1,174 @@
+"""A LightningModule's own steps as a model's forward, without a Trainer: losses and logged values, row by row.
+
+Shapes: B rows; K values that `validation_step` logs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from grappe.errors import TaskError
+from grappe.private_api.torchmetrics import default_states, last_batch_value, set_default_states
+
+
+class NoTrainer:
+    """What a module finds as its trainer: what is known before training; anything else is refused by name."""
+
+    def __init__(self, epochs: int, steps: int) -> None:
+        self.max_epochs = epochs
+        self.estimated_stepping_batches = steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for some
+            raise AttributeError(name)
+        raise TaskError(
+            f"the LightningModule uses its trainer's {name}, which is not carried over: there is no Trainer here"
+        )
+
+
+class Logged:
+    """In place of `self.log` and `self.log_dict`: keeps what one step logs."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def log(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
+        """Keeps it."""
+        self.values[name] = value
+
+    def log_dict(self, dictionary: Mapping[str, Any], *rest: Any, **options: Any) -> None:
+        """Keeps them."""
+        self.values.update(dictionary)
+
+    def read(self, name: str) -> Tensor:
+        """A value as a tensor; of a metric what it says of this batch alone.
+
+        Raises:
+            TaskError: the step did not log it, or it is not one number.
+        """
+        if name not in self.values:
+            raise TaskError(f"validation_step logged '{name}' for some batches, and not for others")
+        value = self.values[name]
+        if isinstance(value, torchmetrics.Metric):
+            # Called, it knows its last batch; updated, it has seen nothing else since it was reset.
+            last = last_batch_value(value)
+            value = last if last is not None else value.compute()
+        value = torch.as_tensor(value)
+        if value.numel() != 1:
+            raise TaskError(
+                f"validation_step logs '{name}' as {list(value.shape)}: only one number is carried over"
+            )
+        return value.detach().reshape(())
+
+
+class Steps(nn.Module):
+    """The module's training_step as forward in training; in evaluation the loss and what is logged beside it.
+
+    Args:
+        logged: the names of the K values.
+        loss: the name under which validation_step logs its loss; None: it returns it.
+    """
+
+    def __init__(self, module: Any, logged: Sequence[str] = (), loss: str | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self._logged, self._loss = tuple(logged), loss
+        self._log = Logged()
+        module.log, module.log_dict = self._log.log, self._log.log_dict
+        metrics = [one for one in module.modules() if isinstance(one, torchmetrics.Metric)]
+        for metric in metrics:
+            metric.sync_on_compute = False
+        # Their states are neither parameters nor buffers: nothing would fill them on another device.
+        self._fresh = [(metric, copy.deepcopy(default_states(metric))) for metric in metrics]
+
+    def forward(self, inputs: tuple[Any, Tensor]) -> Tensor:
+        """The batch and B marks, one a row; [B] in training, [B, 1 + K] in evaluation, every row the batch's mean."""
+        batch, marks = inputs
+        if self.training:
+            return self.step(batch, training=True)[0].expand(len(marks))
+        loss, logged = self.step(batch, training=False)
+        columns = torch.stack([loss, *[logged.read(name).to(loss) for name in self._logged]])
+        return columns.expand(len(marks), -1)
+
+    def step(self, batch: Any, *, training: bool, index: int = 0) -> tuple[Tensor, Logged]:
+        """The module's step: its loss, a scalar, and what it logged.
+
+        Raises:
+            TaskError: there is no loss, or it is not one number.
+        """
+        self._log.values = {}
+        self._reset_metrics()
+        validates = not training and defines(self.module, "validation_step")
+        name = "validation_step" if validates else "training_step"
+        result = _call(getattr(self.module, name), batch, index)
+        if validates and self._loss is not None:
+            return self._log.read(self._loss), self._log
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TaskError(f"{type(self.module).__name__}.{name}() returned no loss that is one number")
+        return loss.reshape(()), self._log
+
+    def _reset_metrics(self) -> None:
+        for metric, defaults in self._fresh:
+            own = {
+                name: value.to(metric.device) if isinstance(value, Tensor) else list(value)
+                for name, value in defaults.items()
+            }
+            set_default_states(metric, own)
+            metric.reset()
+
+
+def defines(module: Any, name: str) -> bool:
+    """Whether the user's class has its own `name`, rather than Lightning's."""
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    bases = [base for base in (LightningModule, LightningDataModule) if isinstance(module, base)]
+    return any(getattr(type(module), name) is not getattr(base, name, None) for base in bases)
+
+
+def _call(step: Any, batch: Any, index: int) -> Any:
+    return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
+
+
+class Column(torchmetrics.Metric):
+    """The mean over rows of one column of the output [B, 1 + K]."""
+
+    total: Tensor
+    rows: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+        self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("rows", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.total += output[:, self._index].double().sum()
+        self.rows += len(output)
+
+    def compute(self) -> Tensor:
+        return self.total / self.rows
+
+
+class EachEpoch(LRScheduler):
+    """A schedule of Lightning's interval "epoch", stepped each optimizer step: it advances after every `steps`-th."""
+
+    def __init__(self, inner: LRScheduler, steps: int) -> None:
+        self.optimizer, self.last_epoch = inner.optimizer, 0
+        self._inner, self._steps = inner, steps
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        if self.last_epoch % self._steps == 0:
+            self._inner.step()
+
+    def get_last_lr(self) -> list[Any]:
+        return self._inner.get_last_lr()

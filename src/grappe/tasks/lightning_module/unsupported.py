@@ -1,0 +1,153 @@
+"""What of a LightningModule and its data is not carried over; each is found by what it does, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from grappe.errors import TaskError
+from grappe.tasks.lightning_module.steps import Steps, defines
+
+CARRIED = frozenset({
+    "forward", "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers",
+    "configure_model", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "setup",
+})  # fmt: skip
+ROWS = 7  # odd, so that a sum is not taken for a mean
+CLOSE = 1e-4
+WHY = {
+    "prepare_data": "it is not called: run it yourself, once, where there is a network",
+    "configure_callbacks": "Lightning's callbacks are not run; evaluation, checkpoints and patience are grappe's own",
+    "drop_last": "grappe keeps the last, short batch and weighs it by its size; set drop_last=False",
+    "shuffle": "grappe shuffles; set shuffle=True",
+}
+
+
+class Refusals:
+    """Gathers what is not carried over, but for what the user leaves out knowingly."""
+
+    def __init__(self, name: str, without: Collection[str]) -> None:
+        self._name, self._without = name, without
+        self._found: list[str] = []
+
+    def add(self, what: str, why: str = "it is not carried over") -> None:
+        """`what` is refused, unless it is left out."""
+        if what not in self._without:
+            self._found.append(f"{what} ({WHY.get(what, why)})")
+
+    def check(self) -> None:
+        """Raises TaskError when something was found."""
+        if self._found:
+            raise TaskError(
+                f"{self._name} cannot be made a task as it is: {'; '.join(self._found)}. Do without it, leave it "
+                "out knowingly with from_lightning(…, without=[its name]), or use Lightning's own Trainer"
+            )
+
+
+def overridden(owner: Any, base: type, refusals: Refusals) -> None:
+    """Refuses every hook of Lightning's that the user's class defines and that is never called here."""
+    for kind in type(owner).__mro__:
+        if kind is base:
+            return
+        for name in vars(kind):
+            hook = callable(getattr(base, name, None)) and not hasattr(nn.Module, name)
+            if hook and not name.startswith("_") and name not in CARRIED:
+                refusals.add(name, "this hook is not called")
+
+
+def loader(found: Any, what: str, training: bool, refusals: Refusals) -> DataLoader | None:
+    """A DataLoader that grappe can replace by its own; None, and a refusal, where it cannot."""
+    if isinstance(found, list | tuple) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, DataLoader):
+        refusals.add(what, f"it gives {type(found).__name__}, and not one torch DataLoader")
+        return None
+    if isinstance(found.dataset, IterableDataset):
+        refusals.add(what, "its IterableDataset cannot be shuffled, cut or resumed exactly")
+        return None
+    sampler = found.sampler
+    if found.batch_size is None or type(found.batch_sampler) is not torch.utils.data.BatchSampler:
+        refusals.add("batch_sampler", f"{what} has one of its own; grappe makes the batches")
+    elif not _is_plain(sampler):
+        refusals.add("sampler", f"{what} draws its samples with {type(sampler).__name__}")
+    elif training and isinstance(sampler, SequentialSampler):
+        refusals.add("shuffle")
+    if training and found.drop_last:
+        refusals.add("drop_last")
+    return found
+
+
+def _is_plain(sampler: Any) -> bool:
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
+def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str, Any] | None] | None:
+    """The optimizer, and its schedule {"scheduler", "interval"}; None, and a refusal, where there are others."""
+    schedule = None
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list | tuple):
+        ones, schedules = configured
+        configured = ones[0] if len(ones) == 1 else list(ones)
+        schedule = schedules[0] if len(schedules) == 1 else (list(schedules) or None)
+    if isinstance(configured, list | tuple) and len(configured) == 1:
+        configured = configured[0]
+    if isinstance(configured, dict):
+        schedule = configured.get("lr_scheduler")
+        configured = configured.get("optimizer")
+    if not isinstance(configured, Optimizer):
+        refusals.add("configure_optimizers", "it gives something else than one optimizer")
+        return None
+    if schedule is None:
+        return configured, None
+    if not isinstance(schedule, dict):
+        schedule = {"scheduler": schedule}
+    scheduler = schedule.get("scheduler")
+    if isinstance(scheduler, ReduceLROnPlateau) or not hasattr(scheduler, "step"):
+        refusals.add(
+            "lr_scheduler", f"{type(scheduler).__name__} is not stepped by the number of steps alone"
+        )
+    elif schedule.get("frequency", 1) != 1:
+        refusals.add("frequency", "of the schedule: every step or every epoch is carried over")
+    return configured, {"scheduler": scheduler, "interval": schedule.get("interval", "epoch")}
+
+
+def mean_over_rows(
+    steps: Steps, samples: list[Any], collate: Any, names: list[str], refusals: Refusals
+) -> None:
+    """Refuses what is not the mean over its batch: the losses, and what validation_step logs under `names`.
+
+    A batch's value must be that of its two halves, weighted by their sizes. Dropout is off while this is tried.
+    """
+    cut, size = len(samples) // 2, len(samples)
+    for training in (True, False):
+        whole = _values(steps, collate(samples), names, training)
+        other_seed = _values(steps, collate(samples), names, training, seed=1)
+        next_batch = _values(steps, collate(samples), names, training, index=1)
+        first = _values(steps, collate(samples[:cut]), names, training)
+        second = _values(steps, collate(samples[cut:]), names, training)
+        for name, value in whole.items():
+            halves = (first[name] * cut + second[name] * (size - cut)) / size
+            if not value.equal(other_seed[name]):
+                refusals.add(name, "it draws random numbers of its own, which do not belong to a sample")
+            elif not value.equal(next_batch[name]):
+                refusals.add(name, "it depends on batch_idx, which is another one here")
+            elif not torch.isclose(value, halves.to(value.dtype), rtol=CLOSE, atol=1e-6):
+                found = f"{value.item():.6g} over {size} samples, {halves.item():.6g} from their halves"
+                refusals.add(name, f"it is not the mean over its batch: {found}")
+
+
+def _values(
+    steps: Steps, batch: Any, names: list[str], training: bool, index: int = 0, seed: int = 0
+) -> dict[str, Tensor]:
+    """The loss, under its step's name, and what is logged, under its own."""
+    torch.manual_seed(seed)
+    loss, logged = steps.step(batch, training=training, index=index)
+    if training or not defines(steps.module, "validation_step"):
+        return {"training_step": loss}
+    return {"validation_step": loss, **{name: logged.read(name) for name in names}}

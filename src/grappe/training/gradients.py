@@ -1,0 +1,39 @@
+"""GradientsHook: calls the watchers that want them when a step's gradients are about to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grappe.profiling.chronometer import Chronometer
+from grappe.training.watchers.watcher_list import WatcherList
+
+
+class GradientsHook:
+    """A context: inside, the engine's optimizer calls `gradients_ready` when it is about to step.
+
+    Without a watcher that overrides it nothing is hooked, and no step pays for it.
+
+    Args:
+        steps_done: how many steps the training has taken.
+        chronometer: knows the engine's optimizer, and this process's parameters.
+    """
+
+    def __init__(
+        self, watchers: WatcherList, steps_done: Callable[[], int], chronometer: Chronometer
+    ) -> None:
+        self._watchers, self._steps_done, self._chronometer = watchers, steps_done, chronometer
+        self._hook: Any = None
+
+    def __enter__(self) -> None:
+        if self._watchers.wants_gradients:
+            optimizer = self._chronometer.optimizer
+            assert optimizer is not None, "an engine announces its optimizer when it is made"
+            self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def __exit__(self, *_: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _before_step(self, *_: object) -> None:
+        self._watchers.gradients_ready(self._steps_done() + 1, self._chronometer.parameters)

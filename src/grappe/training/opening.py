@@ -1,0 +1,254 @@
+"""Opens a run: makes it or checks it, takes its lease, finds or builds the checkpoint that training begins from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grappe
+from grappe.checkpoint.format import Checkpoint, step_folder
+from grappe.checkpoint.initial import build
+from grappe.checkpoint.lease import Lease
+from grappe.checkpoint.saver import leftovers
+from grappe.errors import GrappeError, RunError
+from grappe.errors.user_code import naming_user_line
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.task import Task
+from grappe.training.run import Run, new_folder
+from grappe.training.task_reference import field_texts, same_task
+
+ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A run that this process may write to."""
+
+    run: Run
+    checkpoint: Checkpoint
+    """Where training begins; of step 0 when it is new."""
+    token: str
+    """Names this start of the run."""
+    notes: tuple[str, ...]
+    """What the user should know, a line each."""
+    lease: Lease | None
+    """Held by process 0."""
+
+    def check_lease(self) -> None:
+        """Checks that the run is still ours to write; raises RunError where it is not."""
+        if self.lease is not None:
+            self.lease.check()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenRequest:
+    """What a run is opened for."""
+
+    name: str
+    """The task's, as the user wrote it."""
+    task: Task
+    plan: str
+    folder: Path | None
+    base: Path
+    data: Path
+    weights: Path | None
+    dataset: str
+    """The training data's fingerprint."""
+
+
+@contextlib.contextmanager
+def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
+    """Opens the run on process 0, and shares what was found with the others; closes it at the end. Collective.
+
+    Raises:
+        GrappeError: on every process, whatever made it impossible.
+    """
+    answer: tuple[Any, GrappeError | None] = (None, None)
+    lease = None
+    if world.rank == 0:
+        try:
+            with naming_user_line(request.task):
+                folder, step, notes, lease = _open(request, world)
+            answer = ((folder, step, notes, lease.token), None)
+        except GrappeError as error:
+            answer = (None, error)
+    try:
+        found, error = world.share(answer)
+        if error is not None:
+            raise error
+        assert found is not None
+        folder, step, notes, token = found
+        run = Run(folder)
+        checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
+        yield Opened(run=run, checkpoint=checkpoint, token=token, notes=notes, lease=lease)
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...], Lease]:
+    new = request.folder is None or not Run.is_run(request.folder)
+    now = description(request, world)
+    if new:
+        run = Run.create(request.folder or new_folder(request.base, request.name), now)
+    else:
+        assert request.folder is not None
+        run = Run(request.folder)
+        if not same_task(request.task, run.read_description()):
+            raise RunError(
+                f"{run.folder} is a run of the task {run.read_description().get('task')}, not of {request.name}: "
+                "give another folder with --run, or none for a new one"
+            )
+    lease = Lease(run.folder)
+    lease.take()
+    try:
+        return run.folder, *_begin(run, request, now, new), lease
+    except BaseException:
+        lease.release()
+        if new:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+
+
+def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tuple[int, tuple[str, ...]]:
+    for entry in leftovers(run.checkpoints):
+        shutil.rmtree(entry, ignore_errors=True)
+    found = run.latest()
+    if found is None:
+        build(request.task, run.checkpoints, request.weights)
+        if new:
+            return 0, ()
+        found = Checkpoint(folder=step_folder(run.checkpoints, 0), step=0)
+    known = run.read_description()
+    changes = tuple(changed(known, now))
+    _refuse_another_order(run, known, now, found.step)
+    restarts = int(known.get("restarts", 0)) + 1
+    kept = {name: known[name] for name in ("started", "host") if name in known}
+    history = known.get("changes") if isinstance(known.get("changes"), list) else []
+    history = [*history, *(f"restart {restarts} at step {found.step}: {one}" for one in changes)]
+    run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
+    run.cut_back(found.step)
+    unread = [one.folder.name for one in run.unverified(found)]
+    notes = tuple(f"{name} does not verify: passed over" for name in unread)
+    resumed = f"going on from step {found.step}" if found.step else "starting again from step 0"
+    mine = Plan.parse(request.plan).engine
+    if found.step and (engine := found.read_values().get("engine_name")) != mine:
+        notes = (
+            *notes,
+            f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh",
+        )
+    if found.step and (broken := other_bits(known, now)):
+        notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
+    return found.step, (resumed, *notes, *(f"changed since: {one}" for one in changes))
+
+
+def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why an exact plan would not go on to the bits of the run that never stopped, a few words each.
+
+    The number of processes is no reason; decision 20 says what is.
+    """
+    plans = [Plan.parse(str(of.get("plan", ""))) for of in (known, now)]
+    if not plans[1].exact:
+        return []
+    pairs = {
+        name: (getattr(plans[0], name), getattr(plans[1], name)) for name in ("exact", "engine", "precision")
+    }
+    pairs |= {name: (known.get(name), now[name]) for name in ("threads", "device", "processor")}
+    pairs["torch"] = ((known.get("versions") or {}).get("torch"), now["versions"]["torch"])
+    return [
+        f"{name} {before} -> {after}"
+        for name, (before, after) in pairs.items()
+        if before not in (None, after)
+    ]
+
+
+def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs from the last start, a line each: `field lr: 0.1 -> 0.2`."""
+    lines = []
+    for group, word in (("fields", "field "), ("versions", "")):
+        before, after = known.get(group) or {}, now[group]
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                lines.append(f"{word}{name}: {before.get(name)} -> {after.get(name)}")
+    for name in ("plan", "processes", "threads", "device", "source", "dataset"):
+        if name in known and known[name] != now[name]:
+            lines.append(f"{name}: {known[name] or 'one process'} -> {now[name] or 'one process'}")
+    return lines
+
+
+def _refuse_another_order(run: Run, known: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
+    if step == 0:
+        return
+    before, after = known.get("fields") or {}, now["fields"]
+    reasons = [
+        f"{name} {before[name]} -> {after[name]}"
+        for name in ORDER
+        if before.get(name, after[name]) != after[name]
+    ]
+    lengths = [str(of.get("dataset", "")).partition("-")[0] for of in (known, now)]
+    if lengths[0] and lengths[0] != lengths[1]:
+        reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
+    if reasons:
+        raise RunError(
+            f"{run.folder} cannot go on at step {step} with {', '.join(reasons)}: the samples seen so far would not "
+            f"be those of this order. Start a new run from its weights: --from {run.folder}"
+        )
+
+
+def description(request: OpenRequest, world: World) -> dict[str, Any]:
+    """What run.json says of a run."""
+    task = request.task
+    return {
+        "task": request.name,
+        "class": type(task).__qualname__,
+        "fields": field_texts(task),
+        "plan": request.plan,
+        "seed": task.seed,
+        "data": str(request.data.absolute()),
+        "dataset": request.dataset,
+        "source": _source(task),
+        "processes": world.size,
+        "threads": world.threads,
+        "device": world.device.type,
+        "processor": processor(world.device),
+        "host": platform.node(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {
+            "grappe": grappe.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "restarts": 0,
+        "status": "running",
+    }
+
+
+def processor(device: torch.device) -> str:
+    """The model of what computes, which decides with what instructions."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (models[0] if models else platform.machine()) + f", {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _source(task: Task) -> str:
+    """A hash of the task's own source text; empty where there is none to be had."""
+    try:
+        return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,111 @@
+"""SampleLog: writes which samples each step and each evaluation of this process really took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from grappe.data.batch import Batch
+from grappe.data.loader import BatchLoader
+from grappe.data.order import SampleOrder
+from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+
+FOLDER = "samples"
+BUFFER_BYTES = 1 << 16
+
+
+class SampleLog(Watcher):
+    """Written from the batches themselves, so that a reader can check the sample order from outside.
+
+    One on every process, each with a file of its own. A line is {"kind": "step" or "evaluation", "step", "ids"}.
+
+    Args:
+        enabled: whether to write at all.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._file: IO[bytes] | None = None
+        self._buffer = bytearray()
+        self._step = 0  # steps done, as of the last that was delivered: of all before an evaluation
+
+    def started(self, info: RunInfo) -> None:
+        """Drops what lies beyond the first step: the training goes on from there, perhaps with fewer processes."""
+        if not self._enabled:
+            return
+        folder = info.folder / FOLDER
+        folder.mkdir(exist_ok=True)
+        self._step = info.start
+        ranks = {info.rank}
+        if info.rank == 0:
+            found = {int(file.stem.partition("-")[2]) for file in folder.glob("rank-*.jsonl")}
+            ranks |= {rank for rank in found if rank >= info.world_size}  # of processes that are no more
+        for rank in ranks:
+            _cut_back(_path(folder, rank), info.start)
+        self._file = _path(folder, info.rank).open("ab", buffering=0)
+
+    def stepped(self, record: Record) -> None:
+        self._step = record.step
+
+    def saving(self, step: int) -> None:
+        self._flush()
+
+    def ended(self, outcome: Outcome | None) -> None:
+        self._flush()
+        if self._file is not None:
+            self._file.close()
+
+    def logged(self, loader: BatchLoader, kind: str) -> BatchLoader | LoggedLoader:
+        """The same batches as the loader's, each written down when it is taken."""
+        return LoggedLoader(self, loader, kind) if self._enabled else loader
+
+    def add(self, kind: str, batch: Batch) -> None:
+        """Writes down a batch of a step, or of the evaluation after the last step."""
+        step = batch.step + 1 if kind == "step" else self._step
+        line = {"kind": kind, "step": step, "ids": batch.ids.tolist()}
+        self._buffer += json.dumps(line).encode() + b"\n"
+        if len(self._buffer) >= BUFFER_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: kept until there is room
+            while self._buffer and self._file is not None:
+                del self._buffer[: self._file.write(self._buffer)]
+
+
+class LoggedLoader:
+    """A BatchLoader whose batches are written to a SampleLog."""
+
+    def __init__(self, log: SampleLog, loader: BatchLoader, kind: str) -> None:
+        self._log, self._loader, self._kind = log, loader, kind
+
+    @property
+    def order(self) -> SampleOrder:
+        """The loader's."""
+        return self._loader.order
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """The batches of steps `start` to `stop`."""
+        for batch in self._loader.batches(start, stop):
+            self._log.add(self._kind, batch)
+            yield batch
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.jsonl"
+
+
+def _cut_back(file: Path, step: int) -> None:
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        # A process that was killed has left half a line, the last, of a step after the checkpoint.
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    beside = file.with_name(f".{file.name}")
+    beside.write_text("".join(kept))
+    beside.replace(file)

@@ -1,0 +1,117 @@
+"""Saving: writes a training's checkpoints, and resumes from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from grappe.checkpoint.format import Checkpoint
+from grappe.checkpoint.saver import Saver
+from grappe.checkpoint.weights import Weights
+from grappe.engines.base import Engine, SavedState
+from grappe.errors import RunError
+from grappe.launch.signals import StopSignal
+from grappe.profiling import phases
+from grappe.profiling.chronometer import Chronometer
+from grappe.training.evaluation import Evaluation
+from grappe.training.options import Options
+from grappe.training.watchers.base import RunInfo
+from grappe.training.watchers.watcher_list import WatcherList
+
+
+class Saving:
+    """Saves the engine's state and what else a training needs to go on; the saver writes it in the background."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        saver: Saver,
+        info: RunInfo,
+        options: Options,
+        watchers: WatcherList,
+        chronometer: Chronometer,
+        stop_signal: StopSignal,
+    ) -> None:
+        self._engine, self._saver, self._info = engine, saver, info
+        self.every = None if options.bare else options.save_every or info.steps_per_epoch
+        """Steps between checkpoints; None: there is none but at a stop."""
+        self._stop_on_failure = options.stop_on_failed_save
+        self._watchers, self._chronometer, self._stop_signal = watchers, chronometer, stop_signal
+        self._step = -1
+
+    def save(self, step: int, evaluated: Mapping[str, Any]) -> None:
+        """Saves the state after `step`, unless it is saved; most of it in the background. Collective.
+
+        Args:
+            evaluated: the evaluation's state, JSON.
+
+        Raises:
+            RunError: the save before this one failed, and the training is to stop then.
+        """
+        if step == self._step:
+            return
+        began = time.perf_counter()
+        with self._chronometer.during(phases.CHECKPOINT):
+            self._watchers.saving(step)
+            state = self._engine.state()
+            values: dict[str, Any] = {
+                "engine_name": self._info.engine,
+                "engine": dict(state.values),
+                **evaluated,
+            }
+            problem = self._saver.save(step, state.tensors, state.local, values, state.stream)
+            self._step = step
+            self._report(problem)
+        self._stop_signal.reserve(saving=time.perf_counter() - began)
+
+    def wait(self) -> None:
+        """Waits for the save under way, if there is one. Collective; raises as `save` does."""
+        self._report(self._saver.wait())
+
+    def finish(self) -> None:
+        """Waits until the last save is committed, so that a training that ends has lost nothing. Collective.
+
+        Raises:
+            RunError: it failed.
+        """
+        with self._chronometer.during(phases.CHECKPOINT):
+            problem = self._saver.wait()
+        if problem is not None:
+            raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
+
+    def close(self) -> None:
+        """Ends the background thread, after an error too."""
+        self._saver.close()
+
+    def _report(self, problem: str | None) -> None:
+        """A save in the background failed: reports it, and goes on or stops as asked."""
+        if problem is None:
+            return
+        if self._stop_on_failure:
+            raise RunError(f"{problem}. The checkpoint before it is whole")
+        self._watchers.failed_to_save(problem)
+
+
+def resume(
+    engine: Engine, evaluation: Evaluation, info: RunInfo, checkpoint: Checkpoint, tensors: Weights
+) -> None:
+    """Resumes from the checkpoint whose weights the engine was made with. Collective.
+
+    Args:
+        tensors: the checkpoint's; the model's are in the engine already, and are not read again.
+
+    Raises:
+        RunError: it verifies, and yet holds what no training of grappe's wrote.
+    """
+    values = checkpoint.read_values()
+    try:
+        saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
+        # The optimizer's state means something to the engine that saved it only.
+        engine.restore(saved if values.get("engine_name") == info.engine else saved.weights_only())
+        evaluation.restore(values)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise RunError(
+            f"{checkpoint.folder} verifies, but its state is not one that a training can go on from "
+            f"({type(error).__name__}: {error}). Start a new run from its weights: --from {info.folder}"
+        ) from error

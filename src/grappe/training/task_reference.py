@@ -1,0 +1,67 @@
+"""TaskReference: a task on its way to other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grappe import tasks
+from grappe.errors import TaskError
+from grappe.task import Task, fields, overrides
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskReference:
+    """A task on its way to other processes: by name and field texts, or by value from a notebook or a script."""
+
+    name: str
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    value: Task | None = None
+
+    def resolve(self) -> Task:
+        """The task itself.
+
+        Raises:
+            TaskError: it cannot be found or made, or lacks a part.
+        """
+        task = self.value if self.value is not None else tasks.make(tasks.find(self.name), self.texts)
+        for part in ("model", "data", "loss", "optimizer"):
+            if not overrides(task, part):
+                raise TaskError(
+                    f"the task {type(task).__name__} has no {part}(): write it, see grappe.Task.{part}"
+                )
+        return task
+
+    @classmethod
+    def of(cls, task: Task | type[Task] | str, texts: Mapping[str, str] | None = None) -> TaskReference:
+        """A reference from a task, its class, or its name."""
+        if isinstance(task, str):
+            return cls(name=_absolute(task), texts=dict(texts or {}))
+        value = task() if isinstance(task, type) else task
+        if not isinstance(value, Task):
+            raise TaskError(f"{value!r} is not a task: derive its class from grappe.Task")
+        kind = type(value)
+        return cls(name=f"{kind.__module__}:{kind.__qualname__}", value=value)
+
+
+def same_task(task: Task, description: Mapping[str, Any]) -> bool:
+    """Whether a run's description is of this task: the same class, wherever its file lies now."""
+    return description.get("class") == type(task).__qualname__
+
+
+def field_texts(task: Task) -> dict[str, Any]:
+    """The task's fields as JSON has them."""
+    return {name: value if _is_plain(value) else repr(value) for name, value in fields(task).items()}
+
+
+def _absolute(name: str) -> str:
+    place, colon, rest = name.partition(":")
+    if place.endswith(".py"):
+        return f"{Path(place).resolve()}{colon}{rest}"
+    return name
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

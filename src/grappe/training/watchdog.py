@@ -1,0 +1,245 @@
+"""Watchdog: notices that a training makes no progress, and says which process holds up the others, and in what.
+
+Each process has one, in a thread. When there was no progress for too long it writes what this process is doing, and
+the stacks of its threads, beside the run's logs. A process that sees another's report adds its own. Then the lowest
+rank that answered reads them all, and ends with an error that names the one at fault.
+
+What the main thread is doing is asked of those who do it: the phase, whether it waits for other processes, whether
+it writes to the user's terminal (decision 57).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from grappe.errors import user_code
+from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION
+
+T = TypeVar("T")
+
+FIRST_SECONDS = 900.0  # of a kind of work done for the first time: torch.compile may take minutes
+SAVING_SECONDS = 900.0  # a file system may be busy with others' files
+LEAST_SECONDS = 60.0
+TIMES_LONGEST = 20.0
+TICK_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+LAST_LINES = 8
+WORK = {EVALUATION: "evaluation", CHECKPOINT: "save"}  # by phase; any other is a part of a step
+TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/")
+"""Parts of torch's files that a process waits for others in, where nothing says so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Standstill:
+    """What a process says of itself when the training makes no progress."""
+
+    rank: int
+    host: str
+    phase: str
+    """"step", "evaluation" or "save"."""
+    step: int
+    """Steps done."""
+    where: str
+    """The line that its main thread is in: the user's own, where there is one."""
+    waits: bool
+    """Whether it waits for other processes there."""
+    excused: bool
+    """Whether it waits for the user's terminal: paused by Ctrl-S, or a pipe whose reader takes its time."""
+    stack: tuple[str, ...]
+    """The last lines of the main thread's stack."""
+
+
+class Watchdog:
+    """The training counts its progress in `marks`; a step pays for four assignments.
+
+    Args:
+        folder: where reports go; all processes see it.
+        token: names this start, so that an older report is not taken for a present one.
+        limit: seconds without progress that are too long; None: learned from the longest so far.
+        end: ends this process with a message for the user.
+        phase: returns what the main thread is doing now, one of profiling.phases.
+        writing: returns whether the main thread is writing to the user's terminal now.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        folder: Path,
+        token: str,
+        limit: float | None,
+        end: Callable[[str], None],
+        phase: Callable[[], int],
+        writing: Callable[[], bool],
+    ) -> None:
+        self._rank, self._size, self._folder, self._token = rank, size, folder, token
+        self._limit, self._end, self._phase, self._writing = limit, end, phase, writing
+        self.marks = self.step = 0
+        """Counted up by one whenever something got done; steps done."""
+        self.waiting = False
+        """Whether the main thread waits for other processes, outside of what the phase says."""
+        self._seen: set[str] = set()
+        self._longest = 0.0
+        self._main = threading.main_thread().ident
+        self._over = threading.Event()
+        self._tick = min(TICK_SECONDS, limit / 10) if limit else TICK_SECONDS
+        self._grace = min(GRACE_SECONDS, limit / 2) if limit else GRACE_SECONDS
+
+    def start(self, step: int) -> None:
+        """From now on, no progress for too long ends the training."""
+        self.step = step
+        threading.Thread(target=self._watch, name="grappe-watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+
+    def counted(self, items: Iterator[T]) -> Iterator[T]:
+        """The same items, each of which counts as progress."""
+        for item in items:
+            self.marks += 1
+            yield item
+
+    def _watch(self) -> None:
+        # Seconds are counted in ticks of this thread: while a laptop sleeps, or all processes are stopped,
+        # no time passes here either.
+        before, silent = self._progress(), 0.0
+        while not self._over.wait(self._tick):
+            silent += self._tick
+            now = self._progress()
+            if now != before:
+                _, work = before
+                self._longest = max(self._longest, silent) if work in self._seen else self._longest
+                self._seen.add(work)
+                before, silent = now, 0.0
+            late = silent > self.bound()
+            if (late or (silent > self._grace and self._others())) and self._stands_still(before, silent):
+                return
+            if late:
+                silent = 0.0
+
+    def _progress(self) -> tuple[int, str]:
+        """What changes as long as something gets done: the marks, and the kind of work."""
+        return self.marks, WORK.get(self._phase(), "step")
+
+    def bound(self) -> float:
+        """Seconds without progress that are too long now."""
+        if self._limit is not None:
+            return self._limit
+        _, work = self._progress()
+        least = SAVING_SECONDS if work == "save" else LEAST_SECONDS
+        if work not in self._seen:
+            least = FIRST_SECONDS
+        return max(least, TIMES_LONGEST * self._longest)
+
+    def _stands_still(self, before: tuple[int, str], silent: float) -> bool:
+        """Reports, and ends this process unless there is progress again meanwhile."""
+        self._report(silent)
+        while not self._over.wait(self._grace):
+            found = self._others()
+            if self._progress() != before or any(one.excused for one in found.values()):
+                break
+            if min(found, default=self._rank) >= self._rank:
+                self._end(sentence(found, self._size, self._folder, silent))
+                return True
+        with contextlib.suppress(OSError):
+            self._path(self._rank).unlink()
+        return self._over.is_set()
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"stall-rank-{rank}.txt"
+
+    def _report(self, silent: float) -> None:
+        frames = sys._current_frames()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        mine = (
+            traceback.extract_stack(frames[self._main]) if self._main in frames else traceback.StackSummary()
+        )
+        me = self._standstill(mine)
+        stacks = [
+            f"\nthread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sorted(frames.items(), key=lambda one: one[0] != self._main)
+        ]
+        head = json.dumps({"token": self._token, **dataclasses.asdict(me)})
+        words = f"no progress for {silent:.0f} s in {me.phase}, {me.step} steps done\n"
+        beside = self._path(self._rank).with_suffix(".new")
+        with contextlib.suppress(OSError):  # a full disk must not keep a standstill from being ended
+            beside.write_text(f"{head}\n{words}{''.join(stacks)}")
+            beside.replace(self._path(self._rank))
+
+    def _others(self) -> dict[int, Standstill]:
+        """What the processes of this start have reported, by rank."""
+        found = {}
+        for rank in range(self._size):
+            try:
+                with self._path(rank).open() as stream:
+                    known = json.loads(stream.readline())
+                if known.pop("token") == self._token:
+                    found[rank] = Standstill(**known)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue
+        return found
+
+    def _standstill(self, stack: traceback.StackSummary) -> Standstill:
+        _, work = self._progress()
+        return Standstill(
+            rank=self._rank,
+            host=os.uname().nodename,
+            phase=work,
+            step=self.step,
+            where=user_code.place_in(stack),
+            waits=self._size > 1 and (self.waiting or waits_in(self._phase(), stack)),
+            excused=self._writing(),
+            stack=tuple("".join(traceback.format_list(stack)).splitlines()[-LAST_LINES:]),
+        )
+
+
+def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
+    """Whether a main thread that is in `phase`, at `stack`, waits for other processes."""
+    if phase == COMMUNICATION:
+        return True
+    innermost = stack[-1].filename if stack else ""
+    # DDP waits inside of backward, in C++, where no line of Python can say so: below ours or torch's there is no other.
+    if phase == BACKWARD and Path(innermost).is_relative_to(user_code.PACKAGE):
+        return True
+    return any(part in innermost for part in TORCH_WAITS)
+
+
+def sentence(found: dict[int, Standstill], size: int, folder: Path, silent: float) -> str:
+    """Which process is at fault, with what it is doing."""
+    begin = f"the training has stood still for {silent:.0f} s: "
+    end = f"\nThe stacks of all processes: {folder}/stall-rank-*.txt"
+    silent_ones = [rank for rank in range(size) if rank not in found]
+    if silent_ones and found:
+        which = ", ".join(map(str, silent_ones))
+        waiting = _waiting(next(iter(found.values())))
+        return f"{begin}process {which} of {size} does not answer: it is stopped, dead or cut off; {waiting}{end}"
+    if not found:
+        return f"{begin}no process could write why; what it was doing is unknown{end}"
+    busy = [one for one in found.values() if not one.waits]
+    if not busy and len({one.step for one in found.values()}) == 1:
+        waiting = _waiting(next(iter(found.values())))
+        return f"{begin}all {size} processes wait for each other: a message was lost, {waiting}{end}"
+    one = min(busy or found.values(), key=lambda one: (one.step, one.rank))
+    who = f"process {one.rank} of {size} on {one.host}"
+    others = "; the others wait for it" if size > 1 else ""
+    lines = "".join(f"\n  | {line}" for line in one.stack)
+    return f"{begin}{who} makes no progress in {_doing(one)}, at {one.where}{others}{lines}{end}"
+
+
+def _waiting(one: Standstill) -> str:
+    return f"process {one.rank} waits in {_doing(one)}, at {one.where}"
+
+
+def _doing(one: Standstill) -> str:
+    return f"step {one.step + 1}" if one.phase == "step" else f"its {one.phase} behind step {one.step}"

@@ -1,0 +1,1 @@
+"""Watchers: callbacks that follow a training without changing what is learned."""

@@ -1,0 +1,179 @@
+"""Console: shows a training to its user, by a live bar on a terminal, a line for each evaluation, a closing table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import IO, Any, cast
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from grappe.launch.output import UserStream
+from grappe.profiling.memory import size
+from grappe.step.scores import Scores
+from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+
+REFRESH_SECONDS = 0.2
+SHOWN = 8  # processes whose memory is shown
+WIDE = 96  # characters that the longest line takes
+
+
+class Console(Watcher):
+    """Shows a training on `stream`; draws at most five times a second, whatever the number of steps.
+
+    Args:
+        sample: the word for what is counted per second.
+    """
+
+    def __init__(self, stream: UserStream, sample: str = "samples") -> None:
+        # Given, since a notebook's environment variables would make rich draw as on a terminal.
+        self._console = RichConsole(
+            file=cast(IO[str], stream), highlight=False, force_terminal=stream.isatty()
+        )
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._console.soft_wrap = not self._live
+        # Other output goes above the bar, unless it is redirected to a log.
+        self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
+        self._unit = f" {sample}/s" if not self._live or self._console.width >= WIDE else "/s"
+        self._progress: Progress | None = None
+        self._steps = 0  # since the bar was drawn
+        self._record: Record | None = None
+        self._scores: Scores | None = None
+        self._info: RunInfo | None = None
+        self._rate = 0.0
+        self._seconds = 0.0
+
+    def started(self, info: RunInfo) -> None:
+        self._info = info
+        if self._live:
+            self._progress = Progress(
+                TextColumn("epoch {task.fields[epoch]}"),
+                BarColumn(bar_width=24 if self._console.width >= WIDE else 10),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+                auto_refresh=False,  # a thread of its own would take time from the steps
+                transient=True,
+                redirect_stdout=self._shared,
+                redirect_stderr=self._shared,
+            )
+            self._bar = self._progress.add_task(
+                "starting", total=info.last_step, completed=info.start, epoch=1
+            )
+            self._progress.start()
+
+    def stepped(self, record: Record) -> None:
+        self._record = record
+        self._seconds += record.seconds
+        self._steps += 1
+        if self._seconds > REFRESH_SECONDS:
+            self._refresh()
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        self._scores = scores
+        assert self._info is not None
+        self._refresh()
+        epoch = -(-step // self._info.steps_per_epoch)
+        train = f"loss {self._record.loss:.4f}  " if self._record else ""
+        self._console.print(
+            f"epoch {epoch:>2}  step {step:>4}  {train}validation {scores.loss:.4f}"
+            f"{_metrics(scores)}  {self._rate:,.0f}{self._unit}"
+        )
+
+    def failed_to_save(self, problem: str) -> None:
+        self._console.print(f"{problem}; the checkpoint before it is whole, training goes on")
+
+    def ended(self, outcome: Outcome | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if outcome is not None:
+            self._console.print(self._closing(outcome), markup=False)
+
+    def _refresh(self) -> None:
+        assert self._info is not None
+        if self._seconds:
+            self._rate = self._steps * self._info.batch_size / self._seconds
+        self._seconds, self._steps = 0.0, 0
+        if self._progress is None or self._record is None:
+            return
+        text = f"loss {self._record.loss:.4f}{_metrics(self._scores)}  {self._rate:,.0f}{self._unit}"
+        self._progress.update(
+            self._bar,
+            completed=self._record.step,
+            description=text,
+            epoch=self._record.epoch + 1,
+            refresh=True,
+        )
+
+    def _closing(self, outcome: Outcome) -> str:
+        assert self._info is not None
+        words = {
+            "finished": "finished",
+            "stopped": "stopped: no better for a while",
+            "interrupted": "interrupted, saved",
+            "paused": "paused after the steps asked for",
+        }
+        rows = [
+            ("training", f"{words[outcome.status]}, {outcome.step} step{'s' if outcome.step != 1 else ''}")
+        ]
+        if outcome.scores is not None:
+            for name, value in outcome.scores.metrics.items():
+                rows.append((name, _with_counts(name, value, outcome.scores)))
+            rows.append(("validation loss", f"{outcome.scores.loss:.4f}"))
+        spent = outcome.timing.totals
+        total = sum(spent.values())
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
+        rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows += _memory(outcome)
+        rows.extend(("engine", remark) for remark in outcome.remarks)
+        rows.append(("run", str(self._info.folder)))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _memory(outcome: Outcome) -> list[tuple[str, str]]:
+    """The peak of each process, and what for; of many processes those with the highest and the lowest peak."""
+    ranked = sorted(enumerate(outcome.peaks), key=lambda one: -_most(one[1]))
+    if len(ranked) > SHOWN:
+        ranked = [ranked[0], ranked[-1]]
+    if len(ranked) == 1:
+        return [("peak memory", _spent(ranked[0][1]))]
+    return [
+        (f"peak memory, process {rank}", _spent(one)) for rank, one in sorted(ranked, key=lambda one: one[0])
+    ]
+
+
+def _most(peak: Mapping[str, int]) -> int:
+    return peak.get("device", peak.get("host", 0))
+
+
+def _spent(peak: Mapping[str, int]) -> str:
+    kinds = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+    held = {word: peak[kind] for kind, word in kinds.items() if kind in peak}
+    rest = max(0, _most(peak) - sum(held.values()))
+    parts = [f"{word} {size(number)}" for word, number in {**held, "rest": rest}.items()]
+    return f"{size(_most(peak))} = {', '.join(parts)}"
+
+
+def _metrics(scores: Scores | None) -> str:
+    if scores is None:
+        return ""
+    return "".join(
+        f"  {name} {value:.4f}" for name, value in scores.metrics.items() if isinstance(value, float)
+    )
+
+
+def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
+    if isinstance(value, list):
+        return ", ".join(f"{one:.4f}" for one in value)
+    if name == "accuracy":
+        return f"{value:.2%} ({round(value * scores.samples)} of {scores.samples})"
+    return f"{value:.4f} (over {scores.samples})"
+
+
+def sample_word(dataset: Any) -> str:
+    """ "images" where a dataset's first input looks like one, [1 or 3, height, width]; else "samples"."""
+    inputs = dataset[0][0]
+    return "images" if getattr(inputs, "ndim", 0) == 3 and inputs.shape[0] in (1, 3) else "samples"

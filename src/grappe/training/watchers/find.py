@@ -1,0 +1,101 @@
+"""Finds a user's own watcher by name: `module:Class` or `path/to/file.py:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from grappe.errors import GrappeError, UsageError, nearest, user_code
+from grappe.training.watchers.base import Watcher
+
+
+def make(watchers: Iterable[Watcher | str]) -> list[Watcher]:
+    """The watchers themselves: those given by name are found, and made without arguments.
+
+    Raises:
+        UsageError: one cannot be found, or made.
+    """
+    return [_made(find(one), one) if isinstance(one, str) else one for one in watchers]
+
+
+def find(reference: str) -> type[Watcher]:
+    """The watcher class that `reference` names.
+
+    Raises:
+        UsageError: there is none, or it cannot be imported.
+    """
+    place, _, name = check_name(reference).rpartition(":")
+    module = _loaded(place, reference)
+    found = getattr(module, name, None)
+    if not (inspect.isclass(found) and issubclass(found, Watcher)):
+        classes = [
+            key for key, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, Watcher) and value is not Watcher
+        ]  # fmt: skip
+        if inspect.isclass(found):
+            raise UsageError(f"--watch={reference}: {name} does not derive from grappe.Watcher")
+        raise UsageError(f"--watch={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}")
+    return found
+
+
+def check_name(reference: str) -> str:
+    """`reference`, with its file's whole path; loads nothing.
+
+    Raises:
+        UsageError: it names no class, or a file that is not there.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UsageError(
+            f"--watch={reference}: name a class, as in my_file.py:MyWatcher or package.module:MyWatcher"
+        )
+    if not place.endswith(".py"):
+        return reference
+    if not Path(place).is_file():
+        raise UsageError(
+            f"--watch={reference}: there is no file {place}: is the path right, seen from {Path.cwd()}?"
+        )
+    return f"{Path(place).resolve()}:{name}"
+
+
+def _loaded(place: str, reference: str) -> ModuleType:
+    try:
+        return _from_file(Path(place)) if place.endswith(".py") else _imported(place)
+    except GrappeError:
+        raise
+    except (Exception, SystemExit) as error:  # a script that ends itself holds no watcher either
+        raise UsageError(f"--watch={reference} cannot be loaded: {user_code.sentence(error)}") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"grappe_watcher_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that it may import its neighbours, as when it is run
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def _made(kind: type[Watcher], reference: str) -> Watcher:
+    try:
+        return kind()
+    except GrappeError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--watch={reference}: {kind.__name__}() failed: {user_code.sentence(error)}. It is made without arguments"
+        ) from error

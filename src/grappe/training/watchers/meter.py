@@ -1,0 +1,207 @@
+"""Meter: measures what a training uses (cores, memory, power, energy), about once a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+from grappe.launch.world import World, cores
+from grappe.profiling import energy, memory
+from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.summary import StepTimes
+from grappe.step.scores import Scores
+from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+
+USAGE = "usage.jsonl"
+EVERY_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one process of a training used, from its first instruction to its end."""
+
+    rank: int
+    host: str
+    device: str
+    """The GPU's name, or "cpu"."""
+    seconds: float
+    """Wall time."""
+    cpu_seconds: float
+    """Of all cores, its data workers that have ended too."""
+    cores: int
+    """Those of the node that it could use; 0 for a process that is not its node's first, so that they can be summed."""
+    threads: int
+    workers: int | None
+    """Data-loading processes of its own; None: the samples are in memory."""
+    gpus: int
+    """1 if it is the first process on its GPU."""
+    peak: Mapping[str, int]
+    """Bytes at most: "host", resident memory, shared pages too; "device", tensors on the GPU."""
+    held: Mapping[str, int]
+    """Bytes of this process's parameters, gradients and optimizer state, at the second update."""
+    joules: Mapping[str, float | None]
+    """By what drew them: "processors" (of the node, by its first process) and "gpu"; None: not measurable here."""
+    why: Mapping[str, str]
+    """Why something could not be measured."""
+    timing: StepTimes | None
+    """Where the time of this process went."""
+    step: int
+    samples: int
+    """Of this start, over the whole world."""
+
+
+class Meter(Watcher):
+    """Measures its own process, one in each; that of process 0 writes usage.jsonl.
+
+    Args:
+        per_device: processes that share a GPU.
+        began: when the process began, by time.perf_counter.
+        workers: this process's data workers; None: the samples are in memory.
+    """
+
+    def __init__(
+        self, world: World, chronometer: Chronometer, *, per_device: int, began: float, workers: int | None
+    ) -> None:
+        self._world, self._chronometer, self._began, self._workers = world, chronometer, began, workers
+        process = world.process
+        self._first_of_node = process.local_rank == 0
+        self._first_on_gpu = world.device.type == "cuda" and process.local_rank % per_device == 0
+        nothing = energy.Found(counters=())
+        self._processors = energy.processor_counters() if self._first_of_node else nothing
+        self._gpu = energy.gpu_counters(world.device.index or 0) if self._first_on_gpu else nothing
+        self._since = 0.0
+        self._file: IO[str] | None = None
+        self._cpu, self._wall = 0.0, began
+        self._joules: dict[str, float | None] = {}
+        self._step = self._samples = self._first_sample = 0
+        self._timing: StepTimes | None = None
+
+    def started(self, info: RunInfo) -> None:
+        self._step = info.start
+        epoch, within = divmod(info.start, info.steps_per_epoch)
+        self._samples = epoch * info.samples + within * info.batch_size
+        self._first_sample = self._samples
+        self._read_joules()
+        if self._world.rank == 0:
+            self._file = (info.folder / USAGE).open("a", buffering=1)
+
+    def stepped(self, record: Record) -> None:
+        self._since += record.seconds
+        self._step, self._samples = record.step, record.samples
+        if self._since > EVERY_SECONDS:
+            self._since = 0.0
+            self.sample()
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        self.sample()
+
+    def ended(self, outcome: Outcome | None) -> None:
+        self.sample()
+        self._timing = outcome.timing if outcome is not None else None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def sample(self) -> None:
+        """Writes down what was used since the last time."""
+        before = dict(self._joules)
+        cpu, wall = _cpu_seconds(), time.perf_counter()
+        spent, passed = cpu - self._cpu, wall - self._wall
+        self._cpu, self._wall = cpu, wall
+        self._read_joules()
+        if self._file is None or passed <= 0:
+            return
+        steps, phases = self._chronometer.window()
+        line: dict[str, Any] = {
+            "step": self._step,
+            "time": round(time.time(), 3),
+            "seconds": round(passed, 6),
+            "steps": steps,
+            "phases": {name: round(value, 6) for name, value in phases.items() if value},
+            "cores": round(spent / passed, 3),
+            "memory": memory.peak(self._world.device),
+        }
+        for name, joules in self._joules.items():
+            earlier = before.get(name)
+            if joules is not None and earlier is not None:
+                line.setdefault("watts", {})[name] = round((joules - earlier) / passed, 2)
+        if self._gpu.counters:
+            line["gpu"] = round(self._gpu.counters[0].utilisation(), 3)  # type: ignore[attr-defined]
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError:  # a full disk is reported by the checkpoints
+            return
+
+    def usage(self) -> Usage:
+        """What this process used so far."""
+        return Usage(
+            rank=self._world.rank,
+            host=os.uname().nodename,
+            device=_device_name(self._world),
+            seconds=time.perf_counter() - self._began,
+            cpu_seconds=_cpu_seconds(),
+            cores=cores() if self._first_of_node else 0,
+            threads=self._world.threads,
+            workers=self._workers,
+            gpus=int(self._first_on_gpu),
+            peak=memory.peak(self._world.device),
+            held=self._chronometer.held,
+            joules=dict(self._joules),
+            why={
+                name: found.missing
+                for name, found in (("processors", self._processors), ("gpu", self._gpu))
+                if found.missing
+            },
+            timing=self._timing,
+            step=self._step,
+            samples=self._samples - self._first_sample,
+        )
+
+    def _read_joules(self) -> None:
+        if self._first_of_node:
+            self._joules["processors"] = energy.total(self._processors.counters)
+        if self._first_on_gpu:
+            self._joules["gpu"] = energy.total(self._gpu.counters)
+
+
+def _cpu_seconds() -> float:
+    mine, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return mine.ru_utime + mine.ru_stime + ended.ru_utime + ended.ru_stime
+
+
+def _device_name(world: World) -> str:
+    if world.device.type != "cuda":
+        return world.device.type
+    import torch
+
+    return torch.cuda.get_device_name(world.device)
+
+
+def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run has used in all its starts, from what all processes of this one used and what was used before.
+
+    Core-hours are those of all allocated cores, GPU-hours those of all GPUs, busy or not.
+    """
+    hours = max(usage.seconds for usage in usages) / 3600
+    now: dict[str, Any] = {
+        "seconds": hours * 3600,
+        "core_hours": hours * sum(usage.cores for usage in usages),
+        "cpu_hours": sum(usage.cpu_seconds for usage in usages) / 3600,
+        "gpu_hours": hours * sum(usage.gpus for usage in usages),
+        "samples": usages[0].samples,
+    }
+    sums = {name: value + float(before.get(name) or 0) for name, value in now.items()}
+    joules: dict[str, float | None] = {}
+    for kind in ("processors", "gpu"):
+        values = [usage.joules[kind] for usage in usages if kind in usage.joules]
+        earlier = before.get("joules", {}).get(kind, 0.0 if not before else None)
+        if values:
+            gone = any(value is None for value in values) or earlier is None
+            joules[kind] = None if gone else sum(value or 0.0 for value in values) + earlier
+    reasons = {name: reason for usage in usages for name, reason in usage.why.items()}
+    return {**sums, "joules": joules, "why": reasons}

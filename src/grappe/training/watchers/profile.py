@@ -1,0 +1,210 @@
+"""Profile: runs torch's profiler over a few steps; lists what takes longest, and writes a trace for Perfetto."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import itertools
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grappe.launch.output import UserStream
+from grappe.profiling.phases import WARMUP
+from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+
+STEPS = 5
+TOP = 12
+COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "c10d::", "mpi:")
+
+
+class Event(NamedTuple):
+    """Something that a processor or a GPU did; times in microseconds."""
+
+    name: str
+    began: float
+    ended: float
+    own: float
+    """Without what it called."""
+    place: str
+    """"main", "device", or another thread."""
+
+
+class Profile(Watcher):
+    """Profiles `steps` steps after the warm-up, on this process.
+
+    Args:
+        stream: where the summary goes besides the file; None: nowhere.
+    """
+
+    prompt = True  # it begins and ends between two steps
+
+    def __init__(self, rank: int, steps: int, stream: UserStream | None) -> None:
+        self._rank, self._steps, self._stream = rank, steps, stream
+        self._seen = 0
+        self._profiler: Any = None
+        self._text = ""
+        self._folder = Path()
+
+    def started(self, info: RunInfo) -> None:
+        self._folder = info.folder / "profile"
+
+    def stepped(self, record: Record) -> None:
+        self._seen += 1
+        if self._seen == WARMUP:
+            self._begin()
+        elif self._profiler is not None and self._seen == WARMUP + self._steps:
+            self._end()
+
+    def ended(self, outcome: Outcome | None) -> None:
+        if self._profiler is not None:  # the training was shorter
+            self._end()
+        if self._stream is None or outcome is None:
+            return
+        needed = WARMUP + self._steps
+        self._stream.write(self._text or f"too few steps to profile: {self._seen} of {needed}\n")
+        self._stream.flush()
+
+    def _begin(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        kinds = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=kinds)
+        self._profiler.__enter__()
+
+    def _end(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profiler, self._profiler = self._profiler, None
+        profiler.__exit__(None, None, None)
+        self._folder.mkdir(exist_ok=True)
+        trace = self._folder / f"rank-{self._rank}.json.gz"
+        _export(profiler, trace)
+        steps = self._seen - WARMUP
+        self._text = summary(_events(profiler), steps, f"process {self._rank}")
+        self._text += f"\nthe whole of it: {trace} (open it in ui.perfetto.dev)\n"
+        (self._folder / f"rank-{self._rank}.txt").write_text(self._text)
+
+
+def _export(profiler: Any, trace: Path) -> None:
+    plain = trace.with_suffix("")
+    profiler.export_chrome_trace(str(plain))
+    with plain.open("rb") as source, gzip.open(trace, "wb", compresslevel=3) as packed:
+        shutil.copyfileobj(source, packed)
+    plain.unlink()
+
+
+def _events(profiler: Any) -> list[Event]:
+    from torch.autograd import DeviceType
+
+    found = [one for one in profiler.events() if one.time_range.end > one.time_range.start]
+    on_host = collections.Counter(one.thread for one in found if one.device_type == DeviceType.CPU)
+    # The thread with most operators drives the steps; a communication library's has few.
+    main = on_host.most_common(1)[0][0] if on_host else None
+    events = []
+    for one in found:
+        device = one.device_type != DeviceType.CPU
+        place = "device" if device else "main" if one.thread == main else f"thread {one.thread}"
+        whole = one.time_range.end - one.time_range.start
+        own = whole if device else one.self_cpu_time_total
+        events.append(Event(one.name, one.time_range.start, one.time_range.end, own, place))
+    return events
+
+
+def summary(events: Sequence[Event], steps: int, title: str) -> str:
+    """What took longest in a step: operators, kernels, gaps in which nothing ran, communication and its overlap."""
+    spans = {place: union(one for one in events if one.place == place) for place in ("main", "device")}
+    known = [span for several in spans.values() for span in several]
+    if not known or steps < 1:
+        return f"{title}: nothing was seen\n"
+    whole = (max(end for _, end in known) - min(begin for begin, _ in known)) / steps
+    lines = [f"{title}: {steps} steps of {_time(whole)}, what takes longest in each:"]
+    for place, word in (("main", "operators on the host (their own time)"), ("device", "kernels on the GPU")):
+        lines += _top([one for one in events if one.place == place], steps, whole, word)
+        lines += _gaps(spans[place], events, place, steps, whole)
+    waited = union(one for one in events if _communicates(one))
+    if waited:
+        total = _length(waited)
+        computed = [one for one in events if not _communicates(one)]
+        place = "device" if any(one.place == "device" for one in computed) else "main"
+        beside = _length(common(waited, union(one for one in computed if one.place == place)))
+        share = beside / total
+        lines.append(
+            f"communication {_time(total / steps)} a step, {share:.0%} of it while something was computed"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _communicates(event: Event) -> bool:
+    return event.name.lower().startswith(COMMUNICATION)
+
+
+def _top(events: Sequence[Event], steps: int, whole: float, word: str) -> list[str]:
+    if not events:
+        return []
+    own: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
+    for one in events:
+        own[one.name] += one.own  # type: ignore[assignment]
+        calls[one.name] += 1
+    lines = [f"  {word}"]
+    for name, time in own.most_common(TOP):
+        share = time / steps / whole
+        lines.append(
+            f"    {_time(time / steps):>10} {share:>5.0%} {calls[name] / steps:>6.0f} x  {name[:80]}"
+        )
+    return lines
+
+
+def _gaps(
+    spans: Sequence[tuple[float, float]], events: Sequence[Event], place: str, steps: int, whole: float
+) -> list[str]:
+    """The pauses between what ran, and after what the longest of them came."""
+    if len(spans) < 2:
+        return []
+    found = [(begin - end, end) for (_, end), (begin, _) in itertools.pairwise(spans)]
+    total = sum(length for length, _ in found) / steps
+    ends = {one.ended: one.name for one in events if one.place == place}
+    longest = sorted(found, reverse=True)[:3]
+    behind = ", ".join(f"{_time(length)} behind {ends.get(end, '?')[:40]}" for length, end in longest)
+    where = "no operator ran on the main thread" if place == "main" else "the GPU had nothing to do"
+    return [f"  {where}: {_time(total)} a step ({total / whole:.0%}); the longest: {behind}"]
+
+
+def union(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """The times in which at least one of `events` went on, in order and disjoint."""
+    spans: list[tuple[float, float]] = []
+    for one in sorted(events, key=lambda event: event.began):
+        if spans and one.began <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], one.ended))
+        else:
+            spans.append((one.began, one.ended))
+    return spans
+
+
+def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that are in both; each is in order and disjoint."""
+    found, left, right = [], 0, 0
+    while left < len(a) and right < len(b):
+        begin, end = max(a[left][0], b[right][0]), min(a[left][1], b[right][1])
+        if begin < end:
+            found.append((begin, end))
+        if a[left][1] < b[right][1]:
+            left += 1
+        else:
+            right += 1
+    return found
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.3g} ms" if microseconds >= 1e3 else f"{microseconds:.3g} µs"

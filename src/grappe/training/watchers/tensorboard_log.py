@@ -1,0 +1,49 @@
+"""TensorBoard: writes event files into the run's folder, one run over restarts: tensorboard --logdir runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from grappe.training.watchers.logger import Logger, distribution
+
+
+class TensorBoard(Logger):
+    """Writes to RUN/tensorboard; a restart voids what was written of steps beyond its checkpoint."""
+
+    def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+        if not start:
+            run = {"task": description.get("task"), "plan": description.get("plan") or "one process"}
+            fields = description.get("fields") or {}
+            lines = [f"- {name}: {value}" for name, value in {**run, **fields}.items()]
+            self._writer.add_text("description", "\n".join(lines))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histogram(self, step: int, name: str, values: Tensor) -> None:
+        counts, limits = distribution(values)
+        self._writer.add_histogram_raw(
+            name,
+            min=float(values.min()),
+            max=float(values.max()),
+            num=len(values),
+            sum=float(values.double().sum()),
+            sum_squares=float(values.double().square().sum()),
+            bucket_limits=limits[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+LOGGER = TensorBoard

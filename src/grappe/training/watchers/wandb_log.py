@@ -1,0 +1,50 @@
+"""Weights & Biases: logs offline unless WANDB_MODE says otherwise, one run over restarts: wandb sync RUN/wandb/*."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from grappe.training.watchers.logger import Logger, distribution
+
+
+class WandB(Logger):
+    """Writes to RUN/wandb. All starts of a run have one id, made of its folder's name, so that they sync into one.
+
+    Steps that a later start takes again are logged twice; on the site the later ones replace nothing, so the axis
+    to plot over is `step`, where both lie.
+    """
+
+    def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
+        import wandb
+
+        name = folder.resolve().name
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "grappe"),
+            id=re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:128],
+            name=name,
+            dir=str(folder),
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),  # pyrefly: ignore
+            config={name: value for name, value in description.items() if name not in ("used", "costs")},
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def histogram(self, step: int, name: str, values: Tensor) -> None:
+        self._run.log({"step": step, name: self._wandb.Histogram(np_histogram=distribution(values))})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+LOGGER = WandB

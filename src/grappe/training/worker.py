@@ -1,0 +1,237 @@
+"""Worker: one process of a training, from joining the others to leaving them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grappe import engines
+from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.model_weights import ModelWeights
+from grappe.checkpoint.saver import Saver
+from grappe.data import loader
+from grappe.data.fingerprint import fingerprint
+from grappe.engines.base import EngineSetup
+from grappe.errors.user_code import naming_user_line, user_call
+from grappe.launch.child import early_log, end_now, redirect
+from grappe.launch.output import UserStream, user_stream
+from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import StopSignal
+from grappe.launch.world import World, join
+from grappe.plan import Plan
+from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.communication import waits_counted
+from grappe.task import Task
+from grappe.training.evaluation import Evaluation
+from grappe.training.gradients import GradientsHook
+from grappe.training.opening import Opened, OpenRequest, open_run
+from grappe.training.options import Options
+from grappe.training.out_of_memory import explained
+from grappe.training.request import Request, Result
+from grappe.training.run import Run
+from grappe.training.sample_log import SampleLog
+from grappe.training.saving import Saving, resume
+from grappe.training.training import Training
+from grappe.training.watchdog import Watchdog
+from grappe.training.watchers import find
+from grappe.training.watchers.base import Outcome, RunInfo, Watcher
+from grappe.training.watchers.console import Console, sample_word
+from grappe.training.watchers.curves import Curves
+from grappe.training.watchers.logger import find as find_logger
+from grappe.training.watchers.meter import Meter, used
+from grappe.training.watchers.profile import Profile
+from grappe.training.watchers.watcher_list import WatcherList
+
+
+class Data(NamedTuple):
+    """The task's datasets."""
+
+    train: Any
+    validation: Any
+
+
+def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
+    """Runs one process of a training. Collective."""
+    began = time.perf_counter()
+    plan, options = request.plan, request.options
+    terminal = None if request.quiet else user_stream(process)
+
+    world = join(plan, process, rendezvous_folder)
+    stop_signal = StopSignal(options.time_limit)
+    stop_signal.install()  # not while the others are waited for: there is nothing to save yet
+    engine_class = engines.check(plan)
+    task = request.task.resolve()
+    own_watchers = find.make(request.watchers) if world.rank == 0 else []
+    data = Data(train=_load(task, "train", request.data), validation=_load(task, "validation", request.data))
+
+    with open_run(_open_request(request, task, data, world), world) as opened:
+        if process.launcher == "grappe":
+            log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
+            redirect(log, process, early_log(rendezvous_folder, process))
+        memory = explained(task, plan, process.rank)
+        chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
+        with naming_user_line(task), memory, chronometer, waits_counted(chronometer):
+            batches = loader.training_loader(task, data.train, plan, world)
+            validation = loader.evaluation_loader(task, data.validation, plan, world)
+            info = _run_info(request, task, batches, opened, world)
+            if terminal is not None:
+                _announce(terminal, task, info, plan, opened, world)
+
+            batches.phase = chronometer.switch
+            tensors = opened.checkpoint.read_tensors()
+            setup = EngineSetup(
+                task=task,
+                plan=plan,
+                world=world,
+                weights=ModelWeights(tensors),
+                total_steps=info.total_steps,
+                stop_requested=stop_signal.flag,
+                on_phase=chronometer.switch,
+                on_optimizer=chronometer.on_optimizer,
+                sample_inputs=batches.example(),
+                samples=info.samples,
+            )
+            engine = engine_class(setup)
+
+            meter = Meter(
+                world, chronometer, per_device=plan.per_device, began=began, workers=batches.loading
+            )
+            sample_log = SampleLog(enabled=options.log_samples)
+            reporting = _reporting(options, terminal, data, world)
+            watchers = WatcherList([*reporting, meter, sample_log, *own_watchers, *request.also])
+            watchdog = Watchdog(
+                rank=world.rank,
+                size=world.size,
+                folder=info.folder / "logs",
+                token=opened.token,
+                limit=options.stall_limit,
+                end=functools.partial(end_now, rendezvous_folder, process),
+                phase=lambda: chronometer.phase,
+                writing=lambda: terminal is not None and terminal.writing,
+            )
+            saver = Saver(
+                opened.run.checkpoints, world, opened.token, Keep(last=options.keep), opened.check_lease
+            )
+            saving = Saving(engine, saver, info, options, watchers, chronometer, stop_signal)
+            evaluation = Evaluation(
+                engine,
+                sample_log.logged(validation, "evaluation"),
+                info,
+                options,
+                watchers,
+                chronometer,
+                watchdog,
+            )
+            if info.start:
+                resume(engine, evaluation, info, opened.checkpoint, tensors)
+
+            training = Training(
+                engine=engine,
+                loader=sample_log.logged(batches, "step"),
+                info=info,
+                world=world,
+                evaluation=evaluation,
+                saving=saving,
+                watchers=watchers,
+                chronometer=chronometer,
+                watchdog=watchdog,
+                stop_signal=stop_signal,
+            )
+            with GradientsHook(watchers, lambda: training.step, chronometer):
+                outcome = training.run()
+
+        _write_outcome(opened.run, outcome, meter, world)
+        engine.close()
+        world.barrier()
+    world.leave()
+    return Result(run=info.folder, status=outcome.status, step=outcome.step)
+
+
+def _load(task: Task, split: str, folder: Path) -> Any:
+    dataset = user_call(task, "data", split, folder)
+    loader.check(dataset, split, task)
+    return dataset
+
+
+def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
+    with naming_user_line(task):
+        dataset = fingerprint(data.train) if world.rank == 0 else ""
+    return OpenRequest(
+        name=request.task.name,
+        task=task,
+        plan=str(request.plan),
+        folder=request.run,
+        base=request.base,
+        data=request.data,
+        weights=request.weights,
+        dataset=dataset,
+    )
+
+
+def _run_info(
+    request: Request, task: Task, batches: loader.BatchLoader, opened: Opened, world: World
+) -> RunInfo:
+    order, steps = batches.order, request.options.steps
+    total = task.epochs * order.steps_per_epoch
+    if request.options.bare:
+        total = max(total, steps or 0)
+    return RunInfo(
+        folder=opened.run.folder,
+        task=request.task.name,
+        plan=str(request.plan),
+        engine=request.plan.engine,
+        rank=world.rank,
+        world_size=world.size,
+        device=world.device.type,
+        start=opened.checkpoint.step,
+        last_step=min(total, steps or total),
+        total_steps=total,
+        steps_per_epoch=order.steps_per_epoch,
+        batch_size=order.batch_size,
+        samples=order.length,
+        description=opened.run.read_description(),
+    )
+
+
+def _reporting(options: Options, terminal: UserStream | None, data: Data, world: World) -> list[Watcher]:
+    """The watchers that report to the user: curves, console and loggers on process 0, and profiles where asked for."""
+    found = list[Watcher]()
+    if world.rank == 0:
+        found.append(Curves())
+        if terminal is not None:
+            found.append(Console(terminal, sample_word(data.train)))
+        found += [find_logger(name)() for name in options.log]
+    if world.rank in options.profile:
+        found.append(Profile(world.rank, options.profile_steps, terminal))
+    return found
+
+
+def _announce(
+    terminal: UserStream, task: Task, info: RunInfo, plan: Plan, opened: Opened, world: World
+) -> None:
+    slices, micro = world.data_size, plan.microbatches
+    each = -(-task.batch_size // slices)
+    sizes = f"batch {task.batch_size} over all processes"
+    if slices > 1 or micro > 1:
+        sizes += f" = {slices} x {each}" + (f", each in {micro} microbatches" if micro > 1 else "")
+    terminal.write(
+        f"{type(task).__name__} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
+        f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
+        f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
+        + "".join(f"{note}\n" for note in opened.notes)
+    )
+    terminal.flush()
+
+
+def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> None:
+    """Writes into run.json how the training ended, and what it used. Collective."""
+    usages = world.gather(meter.usage())
+    if world.rank == 0:
+        costs = [dataclasses.asdict(one) for one in usages]
+        so_far = used(usages, run.read_description().get("used", {}))
+        run.describe(step=outcome.step, status=outcome.status, used=so_far, costs=costs)
+        if outcome.status in ("finished", "stopped"):
+            run.finish()

@@ -1,0 +1,1 @@
+"""grappe doctor: checks of this machine and this allocation."""

@@ -1,0 +1,64 @@
+"""The Slurm job: its processes against the plan's, memory of an older one, what sbatch would refuse."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from grappe.errors import GrappeError
+from grappe.sites import slurm
+from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+
+TRIAL = "#!/bin/bash\n#SBATCH --time=5\ntrue\n"
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Looks at Slurm's variables in a job, and at what sbatch says of the smallest job outside."""
+    environment, process, plan = machine.environment, machine.process, machine.plan
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        if not machine.job and process.launcher == "grappe":
+            yield from submittable()
+        return
+    if machine.process.rank:
+        return
+    tasks = environment.get("SLURM_NTASKS", "")
+    if process.launcher == "grappe" and tasks.isdigit() and int(tasks) > 1 and plan.processes == int(tasks):
+        yield warning(
+            f"this job has {tasks} tasks, and this is none of them: grappe would start its own processes here",
+            "the other nodes would be idle",
+            "start it with srun: srun grappe train …",
+        )
+    if not machine.job and not _runs(job):
+        yield warning(
+            f"SLURM_JOB_ID={job} is set, and that job does not run any more",
+            "this shell has another job's variables: programs start on cores and ports that are not theirs",
+            "open a new shell, or unset SLURM_JOB_ID",
+        )
+    if process.size > 1 and plan.processes != process.size:
+        yield error(f"the plan has {plan.processes} processes, srun started {process.size}", "training ends at once",
+                    "give the plan to srun --ntasks, or use grappe submit")  # fmt: skip
+
+
+def _runs(job: str) -> bool:
+    try:
+        return bool(slurm.queue([job]))
+    except GrappeError:
+        return True  # no Slurm to ask
+
+
+def submittable() -> Iterator[Finding]:
+    """What a real sbatch says of a job of one core and five minutes."""
+    with tempfile.TemporaryDirectory(prefix="grappe-doctor-") as folder:
+        script = Path(folder) / "trial.sh"
+        script.write_text(TRIAL)
+        try:
+            slurm.submit(script, test_only=True)
+        except slurm.SlurmError as refusal:
+            yield warning(
+                "sbatch would refuse even a small job", str(refusal), "grappe submit says what to change"
+            )
+        except GrappeError:
+            yield note(f"no Slurm on {os.uname().nodename}")

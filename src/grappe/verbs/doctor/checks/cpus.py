@@ -1,0 +1,45 @@
+"""The cores that each process may use, against its threads and data workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grappe.launch.world import cores, own_cores
+from grappe.verbs.doctor.finding import Finding, Machine, warning
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Too many threads fight for cores; too few leave what was paid for idle."""
+    plan, process = machine.plan, machine.process
+    usable, mine = cores(), own_cores(process)
+    threads, workers = plan.threads or mine, plan.workers or 0
+    yield from of_cores(usable, mine, threads, workers, requested=process.cores)
+    limit = machine.environment.get("OMP_NUM_THREADS", "")
+    if limit.isdigit() and int(limit) > mine:
+        yield warning(
+            f"OMP_NUM_THREADS={limit}, and each process has {mine} core{'s' if mine > 1 else ''}",
+            "threads that wait for each other's cores made training 40 times slower here",
+            f"unset it, or set it to {mine}",
+        )
+
+
+def of_cores(usable: int, mine: int, threads: int, workers: int, requested: int | None) -> Iterator[Finding]:
+    """Findings for a process that may use `usable` cores, of which `mine` are its own."""
+    if threads > mine:
+        yield warning(
+            f"threads={threads}, and each process has {mine} core{'s' if mine > 1 else ''}",
+            "threads that wait for each other's cores made training 40 times slower here",
+            f"use threads={mine}, or ask for more cores",
+        )
+    elif workers > mine:
+        yield warning(
+            f"workers={workers} for each process, which has {mine} core{'s' if mine > 1 else ''}",
+            "loading fights with training for cores",
+            f"use workers={max(0, mine - 1)}, or ask for more cores",
+        )
+    if requested is not None and usable < requested:
+        yield warning(
+            f"the job asked for {requested} cores a process, and this one may use {usable}",
+            "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from the job",
+            "start with srun --cpus-per-task=$SLURM_CPUS_PER_TASK, as grappe submit does",
+        )

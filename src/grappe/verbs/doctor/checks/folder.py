@@ -1,0 +1,99 @@
+"""The run's folder: can it be written, renamed in, how fast, how much room, is it where the site wants it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from grappe.errors import GrappeError
+from grappe.launch import command
+from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+
+BYTES = 16 << 20
+SLOW = 20e6  # bytes a second, flushed to disk
+LEAST_FREE = 2 << 30
+LEAST_FILES = 1000
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Writes, flushes, renames and reads a file of 16 MiB, on the first process of each node."""
+    if not machine.is_node_leader:
+        return
+    folder = machine.folder
+    while not folder.exists():
+        folder = folder.parent
+    probe = folder / f".doctor-{os.uname().nodename}-{os.getpid()}"
+    try:
+        yield from of_speed(folder, speed(probe))
+        usage, files = shutil.disk_usage(folder), os.statvfs(folder)
+        yield from of_room(folder, usage.free, files.f_favail if files.f_files else None)
+    except OSError as mistake:
+        yield error(
+            f"{folder} cannot be written: {mistake.strerror}",
+            "no checkpoint could be saved" + (": your quota is used up" if mistake.errno == 122 else ""),
+            "free some space (grappe prune), or write elsewhere with --run",
+        )
+    if machine.process.rank == 0:
+        yield from quota()
+
+
+def speed(probe: Path) -> float:
+    """Bytes a second to write and flush a file; raises OSError where it cannot be renamed atomically."""
+    renamed = probe.with_name(f"{probe.name}-renamed")
+    try:
+        began = time.perf_counter()
+        with probe.open("wb") as stream:
+            stream.write(os.urandom(BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+        took = time.perf_counter() - began
+        renamed.write_bytes(b"older")
+        probe.replace(renamed)  # over an existing file, as a commit does
+        if renamed.stat().st_size != BYTES:
+            raise OSError(5, "a renamed file has not its content")
+        return BYTES / took
+    finally:
+        for file in (probe, renamed):
+            file.unlink(missing_ok=True)
+
+
+def of_speed(folder: Path, found: float) -> Iterator[Finding]:
+    """Findings for a folder that takes so many bytes a second."""
+    if found < SLOW:
+        yield warning(
+            f"{folder} takes {found / 1e6:.1f} MB/s",
+            "every checkpoint waits for it",
+            "write runs to the site's scratch file system, or save less often (--save-every)",
+        )
+
+
+def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
+    """Findings for what is left there."""
+    if free < LEAST_FREE:
+        yield warning(
+            f"{folder} has {free / 1e9:.1f} GB left",
+            "checkpoints need room",
+            "grappe prune, or --run elsewhere",
+        )
+    if files is not None and files < LEAST_FILES:
+        yield warning(
+            f"{folder} has room for {files} more files", "each checkpoint is several", "remove small files"
+        )
+
+
+def quota() -> Iterator[Finding]:
+    """What `quota` says, where it is installed: a line with a star is over its limit."""
+    try:
+        text = command.run("quota", "-w", seconds=5)
+    except GrappeError as mistake:
+        text = str(mistake)  # it fails when a limit is passed, and says which
+    for line in text.splitlines():
+        if "*" in line and line.split()[0].startswith("/"):
+            yield error(
+                f"a disk quota is used up: {' '.join(line.split())}",
+                "nothing can be saved",
+                "free some space",
+            )

@@ -1,0 +1,40 @@
+"""Processes that share a GPU: NVIDIA's MPS, and what carries their collectives."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+from grappe.launch.mps import CLIENTS, PROGRAM
+from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+
+FIRST_NCCL = (2, 30)
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Only for plans with per_device > 1."""
+    import torch
+
+    plan = machine.plan
+    if plan.per_device == 1 or plan.device == "cpu" or not torch.cuda.is_available():
+        return
+    nccl = torch.cuda.nccl.version()[:2] if plan.backend == "nccl" else FIRST_NCCL
+    yield from of_sharing(plan.per_device, plan.backend, nccl, program=shutil.which(PROGRAM) is not None)
+
+
+def of_sharing(clients: int, backend: str, nccl: tuple[int, ...], *, program: bool) -> Iterator[Finding]:
+    """Findings for `clients` processes on each GPU."""
+    if not program:
+        yield warning(
+            f"there is no {PROGRAM} here",
+            "processes that share a GPU take turns on it instead of running together",
+            "load the site's CUDA module, or ask for nodes with MPS",
+        )
+    if clients > CLIENTS:
+        yield error(f"per_device={clients}", f"MPS takes {CLIENTS} processes a GPU", "use fewer")
+    if backend == "nccl" and nccl < FIRST_NCCL:
+        yield error(
+            f"backend=nccl with per_device={clients}, and NCCL {'.'.join(map(str, nccl))}",
+            'before 2.30 it fails with "Duplicate GPU detected"',
+            "leave backend out: gloo carries them",
+        )

@@ -1,0 +1,62 @@
+"""The network: names that resolve, interfaces that variables name, a shared folder to meet in, fast links unused."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+
+INTERFACES = Path("/sys/class/net")
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Looks at names and interfaces, once a node."""
+    if not machine.is_node_leader:
+        return
+    several = machine.process.size > machine.process.local_size
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        if several and address.startswith("127."):
+            yield warning(
+                f"this node's name {socket.gethostname()} leads to {address}",
+                "processes on other nodes cannot reach it there",
+                "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network's interface (ip addr)",
+            )
+    except OSError:
+        yield (error if several else note)(
+            f"this node's name {socket.gethostname()} leads nowhere",
+            "processes meet by name between nodes",
+            "tell the site",
+        )
+    interfaces = [entry.name for entry in INTERFACES.iterdir()] if INTERFACES.is_dir() else []
+    yield from of_variables(machine.environment, interfaces)
+    if (
+        several
+        and list(Path("/sys/class/infiniband").glob("*"))
+        and machine.environment.get("NCCL_IB_DISABLE") == "1"
+    ):
+        yield warning(
+            "NCCL_IB_DISABLE=1 where there is InfiniBand", "gradients take the slow way", "unset it"
+        )
+
+
+def of_variables(environment, interfaces: Iterable[str]) -> Iterator[Finding]:  # noqa: ANN001
+    """A variable that names an interface which is not here makes every start fail."""
+    known = list(interfaces)
+    for variable in VARIABLES:
+        text = environment.get(variable, "")
+        names = [one.partition(":")[0] for one in text.lstrip("^=").split(",") if one]
+        if (
+            known
+            and names
+            and not text.startswith("^")
+            and not any(one.startswith(tuple(names)) for one in known)
+        ):
+            yield error(
+                f"{variable}={text}, and this node has {', '.join(sorted(known))}",
+                "no process will find the others",
+                f"unset {variable}",
+            )

@@ -1,0 +1,107 @@
+"""Torch's build against this machine: GPU architectures, driver, known-bad versions, what it can communicate with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+
+# The Alliance's PyTorch page and its page on H100 say these.
+BAD_VERSIONS = (
+    ((0, 0), (1, 0, 1), "leaks memory on CPUs with AVX512 until the job is killed"),
+    ((1, 10), (1, 11), "loses Python's traceback of errors in C++ (c10::Error), and DDP fails at random"),
+)
+H100 = (9, 0)
+FIRST_FOR_H100 = (2, 5, 1)
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Compares what torch was built for with what is here."""
+    import torch
+    import torch.distributed as dist
+
+    yield from of_version(torch.__version__)
+    if machine.plan.backend == "mpi" and not dist.is_mpi_available():
+        yield error(
+            "this torch has no MPI",
+            "pip's and conda's builds have none",
+            "use backend=gloo or nccl, or build torch from source against your MPI",
+        )
+    if torch.cuda.is_available():
+        capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+        yield from of_architectures(torch.cuda.get_arch_list(), capabilities, torch.__version__)
+        if machine.plan.precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+            yield warning(
+                "TF32 is switched on for matrix products",
+                "plan precision=fp32 rounds them to 10 bits then",
+                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or say precision=tf32",
+            )
+        if machine.plan.per_device == 1 and machine.plan.processes > 1 and not dist.is_nccl_available():
+            yield error(
+                "this torch has no NCCL",
+                "GPUs cannot exchange gradients",
+                "use another build, or backend=gloo",
+            )
+        return
+    if machine.plan.device == "cpu":
+        return
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        built = torch.version.cuda or "no CUDA"
+        yield error(
+            f"there is a GPU, and torch {torch.__version__} (built for {built}) cannot use it",
+            f"driver: {driver_version(driver.read_text())}",
+            "install a torch built for this driver, or check CUDA_VISIBLE_DEVICES; device=cpu goes without",
+        )
+    elif machine.plan.device == "cuda":
+        yield error(
+            "there is no GPU here", "the plan says device=cuda", "ask Slurm for GPUs, or use device=cpu"
+        )
+    elif machine.environment.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0"):
+        yield warning(
+            "Slurm gave this job GPUs, and no driver is here", "training goes on CPU cores", "tell the site"
+        )
+    else:
+        yield note("no GPU here: training goes on CPU cores")
+
+
+def of_version(version: str) -> Iterator[Finding]:
+    """Findings about a version of torch."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    for first, beyond, why in BAD_VERSIONS:
+        if first <= numbers < beyond:
+            yield error(f"torch {version} is known to be bad", why, "install a newer one")
+
+
+def of_architectures(
+    built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str
+) -> Iterator[Finding]:
+    """Whether torch has code for each GPU: its own (same major version), or one that the driver can translate."""
+    known = list(built)
+    parts = [re.fullmatch(r"(sm|compute)_(\d+)[af]?", one) for one in known]  # another maker's are not judged
+    numbers = [(one[1], int(one[2])) for one in parts if one]
+    for major, minor in sorted(set(capabilities)):
+        mine = major * 10 + minor
+        native = any(kind == "sm" and number // 10 == major and number <= mine for kind, number in numbers)
+        translated = any(kind == "compute" and number <= mine for kind, number in numbers)
+        if numbers and not native and not translated:
+            yield error(
+                f"torch {version} has no code for this GPU (sm_{mine})",
+                f'it fails with "no kernel image is available for execution on the device"; it has {", ".join(known)}',
+                "install a torch built for this GPU, or ask for another kind of GPU",
+            )
+        found = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+        if (major, minor) == H100 and found < FIRST_FOR_H100:
+            yield warning(
+                f"torch {version} on an H100",
+                "wheels before 2.5.1 fail or are slow there",
+                "install a newer one",
+            )
+
+
+def driver_version(text: str) -> str:
+    """The version in /proc/driver/nvidia/version."""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else "unknown"

@@ -1,0 +1,167 @@
+"""grappe doctor: what is wrong with this machine, this allocation; and a small collective between all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from grappe.errors import EXIT_FAILURE, GrappeError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import Plan
+from grappe.verbs.doctor.checks import examine
+from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+
+WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
+CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
+SLOW_SECONDS = 0.5
+NUMBERS = 1 << 18
+PATIENCE_SECONDS = 60.0  # for all to meet: the training that follows would wait half an hour
+
+
+class Unfit(GrappeError):
+    """A process found an error that would end the training."""
+
+    exit_code = EXIT_FAILURE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the processes of an examination do."""
+
+    plan: Plan
+    folder: Path
+    job: bool = False
+    task: str | None = None
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    run: Path | None = None
+
+
+def doctor(request: Request) -> list[Finding]:
+    """Examines this machine, or all processes of this job, as the plan would use them. Collective.
+
+    Returns:
+        What was found, errors first; the same finding of several nodes once, with their names.
+
+    Raises:
+        GrappeError: the processes of the plan did not even find each other; the message says why.
+    """
+    request = dataclasses.replace(request, run=request.folder)
+    return start("grappe.verbs.doctor.doctor:worker", request, request.plan)
+
+
+def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> list[Finding]:
+    """Runs one process of an examination. Collective."""
+    machine = Machine(
+        process=process,
+        plan=request.plan,
+        folder=request.folder,
+        job=request.job,
+        environment=dict(os.environ),
+        task=request.task,
+        fields=request.fields,
+    )
+    mine = list(examine(machine))
+    host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    if process.size == 1:
+        return _ordered([mine], [host])
+    if failed(mine):  # the others might wait for a process that cannot come
+        raise Unfit(f"{host} is not fit for this training\n{text(_ordered([mine], [host]))}")
+    from grappe.launch.world import join
+
+    try:
+        world = join(request.plan, process, rendezvous_folder, timedelta(seconds=PATIENCE_SECONDS))
+        mine += _collective(world)
+    except RuntimeError as mistake:
+        raise Unfit(
+            f"the {process.size} processes did not all meet in {PATIENCE_SECONDS:.0f} s: {_first_line(mistake)}. Is "
+            "one missing, does each node reach the others by name, do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
+            "the right network?"
+        ) from mistake
+    gathered = world.gather((host, mine, time.time()))
+    world.leave()
+    clocks = [at for _, _, at in gathered]
+    if max(clocks) - min(clocks) > CLOCK_SECONDS:
+        gathered.append(("", [_clock(max(clocks) - min(clocks))], 0.0))
+    return _ordered([found for _, found, _ in gathered], [name for name, _, _ in gathered])
+
+
+def _first_line(mistake: Exception) -> str:
+    return str(mistake).partition("\n")[0]
+
+
+def _collective(world: Any) -> list[Finding]:
+    """A sum over all processes of the plan's own backend: is it right, and how long does it take."""
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.full((NUMBERS,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(numbers)
+    began = time.perf_counter()
+    numbers.fill_(world.rank + 1)
+    dist.all_reduce(numbers)
+    found, took = float(numbers[-1]), time.perf_counter() - began
+    right = world.size * (world.size + 1) / 2
+    if found != right:
+        return [
+            error(
+                f"a sum over all processes is {found}, not {right}",
+                "gradients would be wrong",
+                "tell the site",
+            )
+        ]
+    if took > SLOW_SECONDS and world.rank == 0:
+        return [
+            warning(
+                f"a sum of 1 MB over all processes takes {took:.2f} s",
+                "each step makes several",
+                "is this the fast network? See GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+            )
+        ]
+    return []
+
+
+def _clock(apart: float) -> Finding:
+    return warning(
+        f"the nodes' clocks are {apart:.0f} s apart",
+        "a living process may be taken for dead",
+        "tell the site",
+    )
+
+
+def _ordered(found: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Errors first; the same on several nodes once."""
+    nodes: dict[Finding, list[str]] = {}
+    for host, mine in zip(hosts, found, strict=True):
+        for one in mine:
+            names = nodes.setdefault(one, [])
+            if host not in names:
+                names.append(host)
+    everywhere = len(set(hosts))
+    merged = [
+        dataclasses.replace(one, host="" if len(names) == everywhere else ", ".join(names))
+        for one, names in nodes.items()
+    ]
+    return sorted(merged, key=lambda one: list(WORDS).index(one.level))
+
+
+def text(found: Sequence[Finding]) -> str:
+    """The text to print: three lines a finding."""
+    if not found:
+        return "nothing is wrong here"
+    lines = []
+    for one in found:
+        lines.append(f"{WORDS[one.level]}: {one.what}{f' (on {one.host})' if one.host else ''}")
+        lines += [f"  why: {one.why}"] if one.why else []
+        lines += [f"  do:  {one.do}"] if one.do else []
+    return "\n".join(lines)
+
+
+def failed(found: Sequence[Finding]) -> bool:
+    """Whether a training would fail."""
+    return any(one.level == "error" for one in found)

@@ -1,0 +1,1 @@
+"""grappe drill: faults on purpose."""

@@ -1,0 +1,200 @@
+"""grappe drill: kills a small training of the user's own task, on purpose, and shows what was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from grappe.checkpoint.names import MODEL
+from grappe.errors import GrappeError, UsageError
+from grappe.launch.rank import rank_from_environment
+from grappe.plan import Plan
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.run import Run
+from grappe.training.watchers.base import Watcher
+from grappe.verbs.drill import faults
+from grappe.verbs.drill.faults import FaultInjector, Stopwatch
+from grappe.verbs.train import run_training
+
+STEPS, SAVE_EVERY, HURT_AT = 10, 2, 5
+LEAST_STEPS = HURT_AT + 2
+STALL_SECONDS = 10.0
+NEAR = 1e-5  # contract 7, for another number of processes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault to inject, and the plan to resume under."""
+
+    name: str
+    injector: FaultInjector | None = None
+    damage: Callable[[Path], None] | None = None
+    """Damage to the run's folder, once the training has paused."""
+    plan: Plan | None = None
+    """The plan to resume under; None: the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a fault did to a training, and whether it recovered."""
+
+    fault: str
+    recovered: bool
+    lost: int | None = None
+    """Steps that had to be done again."""
+    seconds: float | None = None
+    """From the new start to its first step."""
+    weights: str = ""
+
+
+def drill(request: Request, note: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:
+    """Disturbs trainings of a few steps, in a folder that is thrown away; yields a finding for each fault.
+
+    Args:
+        note: called with a few words on the fault that is tried next.
+
+    Raises:
+        GrappeError: the task does not even train undisturbed.
+    """
+    if rank_from_environment() is not None:
+        raise UsageError(
+            "grappe drill starts and kills processes of its own: start it without torchrun or srun"
+        )
+    with tempfile.TemporaryDirectory(prefix="grappe-drill-") as base:
+        quiet = dataclasses.replace(request, base=Path(base), quiet=True)
+        note("a training that nothing disturbs")
+        reference = _train(quiet, Path(base) / "undisturbed")
+        if Run(reference).read_description()["step"] < LEAST_STEPS:
+            raise UsageError(f"a drill takes {STEPS} steps, and this training has fewer: give it more epochs")
+        faults_to_try = all_faults(request.plan)
+        for number, fault in enumerate(faults_to_try):
+            note(f"{fault.name} ({number + 1} of {len(faults_to_try)})")
+            yield _finding(fault, quiet, Path(base) / f"fault-{number}", reference)
+
+
+def all_faults(plan: Plan) -> list[Fault]:
+    """Lists the faults to try under a plan."""
+    many = plan.processes > 1
+    cases = (
+        [Fault(name="one process killed", injector=FaultInjector("SIGKILL", HURT_AT, "last"))] if many else []
+    )
+    cases += [
+        Fault(name="all processes killed", injector=FaultInjector("SIGKILL", HURT_AT)),
+        Fault(name="killed in a save", injector=FaultInjector("save", HURT_AT, "first")),
+        Fault(name="SIGTERM", injector=FaultInjector("SIGTERM", HURT_AT, "first")),
+        Fault(name="newest checkpoint cut short", damage=faults.truncate),
+        Fault(name="a bit of it flipped", damage=faults.flip),
+        Fault(name="disk full", injector=FaultInjector("disk", HURT_AT)),
+    ]
+    if many:
+        cases.append(Fault(name="one process stopped", injector=FaultInjector("SIGSTOP", HURT_AT, "last")))
+    for word, other in (("fewer", _resized(plan, -1)), ("more", _resized(plan, 1))):
+        if other is not None:
+            name = f"killed, resumed with {word} processes"
+            cases.append(Fault(name=name, injector=FaultInjector("SIGKILL", HURT_AT), plan=other))
+    return cases
+
+
+def _resized(plan: Plan, change: int) -> Plan | None:
+    if plan.shard > 1 and plan.replicate == 1:
+        zero = plan.zero if plan.shard + change > 1 else 3
+        return dataclasses.replace(plan, shard=plan.shard + change, zero=zero)
+    if plan.replicate == 1 and plan.pipeline > 1 and change < 0:
+        return dataclasses.replace(plan, pipeline=1, schedule=Plan.schedule, stages=Plan.stages)
+    if plan.replicate + change < 1:
+        return None
+    return dataclasses.replace(plan, replicate=plan.replicate + change)
+
+
+OPTIONS = Options(
+    steps=STEPS,
+    evaluate_every=STEPS,
+    save_every=SAVE_EVERY,
+    keep=STEPS,
+    stop_on_failed_save=True,
+    stall_limit=STALL_SECONDS,
+)
+
+
+def _train(request: Request, run: Path, also: tuple[Watcher, ...] = (), options: Options = OPTIONS) -> Path:
+    return run_training(dataclasses.replace(request, run=run, also=also, options=options)).run
+
+
+def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> Finding:
+    done = _disturb(fault, request, run)
+    if done is None:
+        return Finding(fault=fault.name, recovered=False, weights="the fault had no effect")
+    began = time.time()
+    try:
+        _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, (Stopwatch(),))
+        resumed = json.loads((run / faults.RESUMED).read_text())
+    except (GrappeError, OSError) as error:
+        return Finding(fault=fault.name, recovered=False, weights=str(error).splitlines()[0])
+    gap = difference(reference, run, whole=fault.plan is None)
+    words = "the same bits" if gap == 0 else f"{gap:.1g} away"
+    return Finding(
+        fault=fault.name,
+        recovered=gap == 0 or fault.plan is not None,
+        lost=max(0, done - resumed["from"]),
+        seconds=resumed["time"] - began,
+        weights=f"within {NEAR:g} ({words})" if 0 < gap <= NEAR else words,
+    )
+
+
+def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
+    """Trains until the fault; returns the steps done by then, None when the fault had no effect."""
+    if fault.damage is not None:
+        done = HURT_AT - HURT_AT % SAVE_EVERY + SAVE_EVERY
+        _train(request, run, options=dataclasses.replace(OPTIONS, steps=done))
+        fault.damage(run)
+        return done
+    assert fault.injector is not None
+    with contextlib.suppress(GrappeError):  # it is meant to fail
+        _train(request, run, (fault.injector,))
+    if Run(run).read_description().get("status") == "paused":
+        return None
+    return json.loads((run / faults.DISTURBED).read_text())["step"]
+
+
+def difference(a: Path, b: Path, *, whole: bool) -> float:
+    """The largest |a - b| / |a| over the tensors of two runs' newest checkpoints; 0: the same bits.
+
+    Args:
+        whole: whether optimizer state and buffers count, or the model's parameters alone.
+    """
+    import torch
+
+    one, other = (Run(run).latest() for run in (a, b))
+    if one is None or other is None or one.step != other.step:
+        return float("inf")
+    ours, theirs = one.read_tensors(), other.read_tensors()
+    names = [name for name in ours if whole or name.startswith(MODEL)]
+    worst = 0.0
+    for name in names:
+        if name not in theirs:
+            return float("inf")
+        x, y = ours.read(name), theirs.read(name)
+        if not torch.equal(x, y):
+            gap = (x.double() - y.double()).norm() / x.double().norm().clamp(min=1e-30)
+            worst = max(worst, float(gap) or 1e-30)
+    return worst
+
+
+def table(findings: list[Finding]) -> Table:
+    """Findings as a table."""
+    shown = Table(
+        "fault", "recovered", "steps lost", "seconds to next step", "weights", box=None, padding=(0, 2, 0, 0)
+    )
+    for one in findings:
+        lost = "" if one.lost is None else str(one.lost)
+        seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
+        shown.add_row(one.fault, "yes" if one.recovered else "NO", lost, seconds, one.weights)
+    return shown

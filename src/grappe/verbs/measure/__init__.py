@@ -1,0 +1,1 @@
+"""grappe measure: what plans cost and how they scale."""

@@ -1,0 +1,93 @@
+"""FLOPs of a model, counted operation by operation, and what the device reaches on a large matrix product."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from grappe.plan import Plan
+    from grappe.task import Task
+
+ROWS = 2
+SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product a device is measured by
+REPEATS = 5
+
+
+def per_sample(task: Task, dataset: Any) -> float:
+    """Floating-point operations of one sample's forward and backward: a multiplication and an addition are 2.
+
+    Matrix products, convolutions and attention count; additions, activations and normalisations do not, as is
+    usual (torch.utils.flop_counter). Nothing is computed: the model has no memory, but where it looks at values.
+    """
+    import torch
+
+    from grappe.data.arrays import in_memory
+    from grappe.parallel.materialise import on_meta
+    from grappe.private_api.torch import tree_map
+
+    arrays = in_memory(dataset)
+    if arrays is not None:
+        import numpy as np
+
+        rows = np.arange(ROWS) % len(dataset)
+        inputs, targets = arrays.gather(rows, torch.device("cpu"))
+    else:
+        inputs, targets = task.collate([dataset[index % len(dataset)] for index in range(ROWS)])
+    try:
+        meta = tree_map(_to_meta, (inputs, targets))
+        return _counted(task, on_meta(task), *meta) / ROWS
+    except (RuntimeError, NotImplementedError):  # it reads a tensor's values
+        return _counted(task, task.model(), inputs, targets) / ROWS
+
+
+def _to_meta(leaf: Any) -> Any:
+    import torch
+
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model.train()
+    with FlopCounterMode(display=False) as counter:
+        task.loss(model(inputs), targets).sum().backward()
+    return counter.get_total_flops()
+
+
+def reachable(device: torch.device, plan: Plan) -> float:
+    """Floating-point operations per second of a large matrix product on `device`, in the plan's precision.
+
+    Measured, with the threads that this process has, so that it is what could be had here and now; a data
+    sheet's peak is higher.
+    """
+    import torch
+
+    from grappe.step.precision import set_tf32
+
+    set_tf32(plan.precision)
+    side = SIDE[device.type]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
+    a, b = (torch.ones(side, side, device=device, dtype=kind) for _ in range(2))
+    best = float("inf")
+    for _ in range(REPEATS):
+        best = min(best, _seconds(a, b))
+    return 2 * side**3 / best
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    import torch
+
+    if a.is_cuda:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        a @ b
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+    start = time.perf_counter()
+    a @ b
+    return time.perf_counter() - start

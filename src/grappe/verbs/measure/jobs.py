@@ -1,0 +1,138 @@
+"""grappe measure --site: points as Slurm jobs, each a training of its own, and gathered once they have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grappe import tasks
+from grappe.errors import RunError, UsageError
+from grappe.fields import split
+from grappe.plan import Plan
+from grappe.profiling.phases import WARMUP
+from grappe.training.run import Run
+from grappe.verbs.jobs import newest_job, submitted
+from grappe.verbs.measure.measure import Answer, point
+from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import Point
+from grappe.verbs.submission import JobOptions, Submission
+from grappe.verbs.submit import Submitted, submit_all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What to measure in Slurm jobs, and on which site."""
+
+    task: str
+    fields: tuple[str, ...]
+    plans: tuple[str, ...]
+    options: MeasureOptions
+    job: JobOptions
+    data: str | None
+
+
+def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
+    """Submits a job for each point and repetition; with `show`, renders the scripts only.
+
+    Raises:
+        GrappeError: the request is wrong, or sbatch refuses.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    points = [
+        (text, batch)
+        for _ in range(request.options.repeats)
+        for batch in request.options.batch_size or (0,)
+        for text in request.plans
+    ]
+    submissions = [
+        _submission(request, text, batch, request.job.base / f"measure-{stamp}-{number}")
+        for number, (text, batch) in enumerate(points, 1)
+    ]
+    yield from submit_all(submissions, show=show)
+
+
+def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submission:
+    fields = request.fields
+    if batch or request.options.weak:
+        own = batch or _batch_of(request)
+        whole = own * (Plan.parse(plan).data_parallel if request.options.weak else 1)
+        fields = (*(one for one in fields if not one.startswith("batch_size=")), f"batch_size={whole}")
+    options = ("--bare", "--steps", str(request.options.steps + WARMUP))
+    return Submission(
+        task=request.task,
+        arguments=(request.task, *fields, *options),
+        plan=plan,
+        fields=fields,
+        run=run,
+        data=request.data,
+        job=dataclasses.replace(request.job, restarts=0),
+    )
+
+
+def _batch_of(request: JobRequest) -> int:
+    return tasks.make(tasks.find(request.task), split(request.fields)).batch_size
+
+
+def gather(places: Sequence[Path]) -> list[Point]:
+    """Points of runs that have ended: those of one plan and batch size are trials of one point.
+
+    The first, with which the others are compared, is one with the fewest processes.
+
+    Raises:
+        RunError: one of them is no run.
+        UsageError: none of them has ended.
+    """
+    answers: dict[tuple[str, int], list[Answer]] = {}
+    failures: dict[tuple[str, int], str] = {}
+    not_started: list[Point] = []
+    for place in places:
+        if not Run.is_run(place) and submitted(place):
+            not_started.append(_not_started(place))
+            continue
+        run = Run(place)
+        known = run.read_description()
+        fields = known.get("fields")
+        batch = fields.get("batch_size") if isinstance(fields, dict) else None
+        if not isinstance(batch, int):
+            raise RunError(f"{run.folder}: its run.json says no batch_size")
+        key = (str(known.get("plan") or ""), batch)
+        found = answers.setdefault(key, [])
+        try:
+            usages = _usages(run, known)
+        except UsageError as why:
+            failures[key] = str(why)
+        else:
+            found.append(Answer(usages=usages, batch=batch, why="jobs do not count them"))
+    points = [
+        point(Plan.parse(text), batch, found, "" if found else failures[text, batch], "asked")
+        for (text, batch), found in answers.items()
+    ]
+    points = [*sorted(points, key=lambda one: one.processes), *not_started]
+    if all(one.failure for one in points):
+        raise UsageError(f"nothing to gather yet: {points[0].failure if points else 'no run was given'}")
+    return points
+
+
+def _usages(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a run's processes used.
+
+    Raises:
+        UsageError: it is no trial of a point, and why.
+    """
+    usages = known.get("costs")
+    if not isinstance(usages, list) or not usages:
+        raise UsageError(f"{run.folder} has not ended ({known.get('status')})")
+    if not all(one.get("timing") for one in usages):
+        raise UsageError(f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted")
+    return usages
+
+
+def _not_started(place: Path) -> Point:
+    """A row for a job that has left nothing yet, and of which only the run's name is known."""
+    failure = (
+        f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
+    )
+    return Point(plan=place.name, batch=0, processes=0, slices=0, failure=failure)

@@ -1,0 +1,167 @@
+"""The largest batch that fits: doubled in fresh processes until memory runs out, then closed in on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from grappe.errors import GrappeError
+from grappe.launch.folders import scratch
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import Plan, as_plan
+from grappe.task import Task
+from grappe.training.options import Options
+from grappe.training.request import Request, make_request
+from grappe.training.worker import worker as train_worker
+from grappe.verbs.measure.measure import with_batch
+
+STEPS = 3  # the optimizer's state comes with the first, the second has it and the gradients
+EIGHTHS = 8  # how close the answer is: no more than an eighth below what just fits
+MEMINFO = Path("/proc/meminfo")
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|MemoryError|bad_alloc|killed by SIGKILL|Cannot allocate",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LargestRequest:
+    """A few steps of a training, on their way to their processes."""
+
+    training: Request
+    limit: int | None
+    """Bytes of data that a process may have; None: as many as there are."""
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder, where processes of several nodes meet."""
+        return self.training.run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The largest batch of a plan."""
+
+    plan: str
+    batch: int
+    """Samples a step over all processes; 0: not even the smallest fits."""
+    too_large: int | None
+    """The smallest that was seen not to fit; None: the whole dataset fits."""
+
+    def __str__(self) -> str:
+        name = self.plan or "one process"
+        if not self.batch:
+            return f"largest batch of {name}: not even {self.too_large} fits"
+        end = "all of the dataset" if self.too_large is None else f"{self.too_large} does not fit"
+        return f"largest batch of {name}: {self.batch} ({end})"
+
+
+def largest_batch(
+    request: Request,
+    plan: Plan,
+    folder: Path,
+    *,
+    limit: int | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Largest:
+    """Tries batch sizes under `plan`.
+
+    Args:
+        limit: bytes of data that each process may have; None: on a CPU its share of what is free now, so that
+            the system's killer is not needed; on a GPU, what it has.
+
+    Raises:
+        GrappeError: it fails for another reason than memory.
+    """
+    task = request.task.resolve()
+    samples = len(task.data("train", request.data))  # type: ignore[arg-type]
+    runner = _Runner(request, plan, folder, limit, note)
+    fits, fails, batch = 0, None, min(samples, max(plan.data_parallel, task.batch_size))
+    while fails is None and fits < samples:
+        if runner.fits(batch):
+            fits, batch = batch, min(samples, 2 * batch)
+        else:
+            fails = batch
+    least = 2 * plan.data_parallel
+    while fails is not None and fails - fits > max(least, fails // EIGHTHS):
+        batch = (fits + fails) // 2 // least * least or least
+        if batch in (fits, fails):
+            break
+        fits, fails = (batch, fails) if runner.fits(batch) else (fits, batch)
+    return Largest(plan=str(plan), batch=fits, too_large=fails)
+
+
+def largest_batches(
+    task: Task | type[Task] | str,
+    plans: Sequence[Plan | str],
+    data: Path | str | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> Iterator[Largest]:
+    """The largest batch of each plan; raises as `largest_batch` does."""
+    with scratch("largest") as folder:
+        for number, plan in enumerate(plans):
+            yield largest_batch(
+                make_request(task, "", data=data, fields=fields), as_plan(plan), folder / str(number)
+            )
+
+
+class _Runner:
+    """Runs trainings of a few steps at one batch size."""
+
+    def __init__(
+        self, training: Request, plan: Plan, folder: Path, limit: int | None, note: Callable[[str], None]
+    ) -> None:
+        self._training, self._plan, self._folder, self._note = training, plan, folder, note
+        self._limit = limit or _share(plan)
+        self._number = 0
+
+    def fits(self, batch: int) -> bool:
+        """Whether a few steps of `batch` samples go through."""
+        self._number += 1
+        training = dataclasses.replace(
+            self._training,
+            task=with_batch(self._training.task, batch, 1),
+            plan=self._plan,
+            run=self._folder / f"largest-{self._number}",
+            base=self._folder,
+            options=Options(steps=STEPS, bare=True),
+            quiet=True,
+        )
+        request = LargestRequest(training=training, limit=self._limit)
+        try:
+            start("grappe.verbs.measure.largest:worker", request, self._plan)
+        except GrappeError as error:
+            if not OUT_OF_MEMORY.search(str(error)):
+                raise
+            self._note(f"batch {batch} does not fit")
+            return False
+        self._note(f"batch {batch} fits")
+        return True
+
+
+def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
+    """Runs one process of such a training. Collective."""
+    if request.limit is not None:
+        import resource
+
+        # Counted is data, so that a failure is torch's own message; a limit on addresses would count libraries.
+        own = resource.getrlimit(resource.RLIMIT_DATA)[1]  # the user's `ulimit -d`, which may not be raised
+        limit = request.limit if own == resource.RLIM_INFINITY else min(request.limit, own)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    train_worker(request.training, process, rendezvous_folder)
+
+
+def _share(plan: Plan, meminfo: Path = MEMINFO) -> int | None:
+    """Each process's share of the host's free memory; None where a GPU's memory is what matters."""
+    import torch
+
+    if plan.device == "cuda" or (plan.device == "auto" and torch.cuda.is_available()):
+        return None
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 // plan.processes
+    return None

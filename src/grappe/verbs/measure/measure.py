@@ -1,0 +1,230 @@
+"""grappe measure: what plans cost and how they scale, each in fresh processes, by turns; a verdict in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grappe.errors import GrappeError, UsageError
+from grappe.launch.folders import scratch
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import Plan, as_plan
+from grappe.profiling.phases import WARMUP
+from grappe.task import Task
+from grappe.training.options import Options
+from grappe.training.request import Request, make_request
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.training.worker import worker as train_worker
+from grappe.verbs.measure import verdict
+from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import Point, Process, Trial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureRequest:
+    """A training to measure, on its way to its processes."""
+
+    training: Request
+    count: bool
+    """Whether to count the model's operations, and what the device reaches."""
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder, where processes of several nodes meet."""
+        return self.training.run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a training's processes measured."""
+
+    usages: Sequence[Mapping[str, Any]]
+    batch: int
+    flops: float | None = None
+    reachable: float | None = None
+    why: str = ""
+
+
+def measure(
+    task: Task | type[Task] | str,
+    plans: Sequence[Plan | str] = ("",),
+    *,
+    options: MeasureOptions | None = None,
+    advise: bool = True,
+    data: Path | str | None = None,
+    fields: Mapping[str, str] | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Point]:
+    """Measures each plan at each batch size; the first is what the others are compared with.
+
+    Args:
+        options: how much of each plan; the points take turns, so that a busy moment hits them alike.
+        advise: try what the first verdict suggests, too.
+        note: called with a line about each training.
+
+    Raises:
+        UsageError: nothing to measure.
+        GrappeError: no point could be measured.
+    """
+    options = options or MeasureOptions()
+    grid = [(as_plan(plan), batch) for batch in (options.batch_size or (0,)) for plan in plans]
+    first = make_request(task, "", data=data, fields=fields, options=_options(options.steps))
+    with scratch("measure") as folder:
+        runner = _Runner(first, folder, options.weak, note)
+        points = runner.measured(grid, options.repeats)
+        if advise:
+            points += runner.measured(
+                verdict.next_points(points), options.repeats, origin="advice", weak=False
+            )
+    if all(point.failure for point in points):
+        raise UsageError(f"nothing could be measured: {points[0].failure}")
+    return points
+
+
+class _Runner:
+    """Runs trainings by turns."""
+
+    def __init__(self, request: Request, folder: Path, weak: bool, note: Callable[[str], None]) -> None:
+        self._request, self._folder, self._weak, self._note = request, folder, weak, note
+        self._number = 0
+
+    def measured(
+        self, grid: Sequence[tuple[Plan, int]], repeats: int, origin: str = "asked", weak: bool | None = None
+    ) -> list[Point]:
+        """Measures a point for each of `grid`; batch 0 is the task's own."""
+        weak = self._weak if weak is None else weak
+        answers: list[list[Answer]] = [[] for _ in grid]
+        failures = [""] * len(grid)
+        for turn in range(repeats):
+            for step in range(len(grid)):
+                index = (turn + step) % len(grid)
+                plan, batch = grid[index]
+                if failures[index]:
+                    continue
+                try:
+                    answers[index].append(self._train(plan, batch, weak, count=turn == 0))
+                except GrappeError as error:
+                    failures[index] = str(error)
+                self._report(grid[index], turn, repeats, answers[index], failures[index])
+        return [
+            point(plan, batch, answers[index], failures[index], origin)
+            for index, (plan, batch) in enumerate(grid)
+        ]
+
+    def _train(self, plan: Plan, batch: int, weak: bool, count: bool) -> Answer:
+        self._number += 1
+        training = dataclasses.replace(
+            self._request,
+            task=with_batch(self._request.task, batch, plan.data_parallel if weak else 1),
+            plan=plan,
+            run=self._folder / f"{self._number}",
+            base=self._folder,
+            quiet=True,
+        )
+        return start(
+            "grappe.verbs.measure.measure:worker", MeasureRequest(training=training, count=count), plan
+        )
+
+    def _report(
+        self, what: tuple[Plan, int], turn: int, repeats: int, answers: Sequence[Answer], failure: str
+    ) -> None:
+        plan, batch = what
+        title = f"{turn + 1} of {repeats}: {str(plan) or 'one process'}" + (
+            f", batch {batch}" if batch else ""
+        )
+        if failure:
+            self._note(f"{title}: {failure.splitlines()[0]}")
+        else:
+            step = max(one["timing"]["step"]["median"] for one in answers[-1].usages)
+            self._note(f"{title}: {answers[-1].batch / step:,.0f} samples/s")
+
+
+def with_batch(task: TaskReference, batch: int, times: int) -> TaskReference:
+    """Returns the task with `times` its batch size, or times `batch` where that is not 0."""
+    if not batch and times == 1:
+        return task
+    made = task.resolve()
+    value = dataclasses.replace(made, batch_size=(batch or made.batch_size) * times)
+    if task.value is not None:
+        return dataclasses.replace(task, value=value)
+    return dataclasses.replace(task, texts={**task.texts, "batch_size": str(value.batch_size)})
+
+
+def _options(steps: int) -> Options:
+    return Options(steps=steps + WARMUP, bare=True)
+
+
+def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Answer:
+    """Runs one process of a training that is measured. Collective."""
+    result = train_worker(request.training, process, rendezvous_folder)
+    task = request.training.task.resolve()
+    if process.rank:
+        return Answer(usages=(), batch=task.batch_size)
+    answer = Answer(usages=Run(result.run).read_description()["costs"], batch=task.batch_size)
+    return _counted(answer, request, task, process) if request.count else answer
+
+
+def _counted(answer: Answer, request: MeasureRequest, task: Task, process: ProcessRank) -> Answer:
+    from grappe.launch.world import choose_device
+    from grappe.verbs.measure import flops
+
+    try:
+        plan = request.training.plan
+        return dataclasses.replace(
+            answer,
+            flops=flops.per_sample(task, task.data("train", request.training.data)),
+            reachable=flops.reachable(choose_device(plan, process), plan),
+        )
+    except Exception as error:  # a task may do what cannot be counted; it was measured all the same
+        return dataclasses.replace(answer, why=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def point(plan: Plan, batch: int, answers: Sequence[Answer], failure: str, origin: str) -> Point:
+    """Makes the point that `answers` are trials of, or that says why there are none."""
+    empty = Point(
+        plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, origin=origin
+    )
+    if failure or not answers:
+        return dataclasses.replace(empty, failure=failure or "it was not measured")
+    one = answers[0]
+    head = one.usages[0]
+    why = {name: reason for usage in one.usages for name, reason in usage["why"].items()}
+    return dataclasses.replace(
+        empty,
+        batch=one.batch,
+        device=head["device"],
+        cores=sum(usage["cores"] for usage in one.usages),
+        threads=head["threads"],
+        workers=head["workers"],
+        flops=one.flops,
+        reachable=one.reachable,
+        trials=[_trial(answer) for answer in answers],
+        why={**why, **({"flops": one.why} if one.why else {})},
+    )
+
+
+def _trial(answer: Answer) -> Trial:
+    usages = answer.usages
+    joules = [value for usage in usages for value in usage["joules"].values()]
+    samples = usages[0]["samples"]
+    known = None if not joules or None in joules else sum(joules) / max(1, samples)
+    return Trial(
+        processes=[
+            Process(
+                rank=usage["rank"],
+                host=usage["host"],
+                step=usage["timing"]["step"]["median"],
+                phases=usage["timing"]["means"],
+                memory=usage["peak"].get("device", usage["peak"].get("host", 0)),
+                held=usage["held"],
+            )
+            for usage in usages
+        ],
+        steps=usages[0]["timing"]["steps"],
+        joules=known,
+        cores_used=sum(usage["cpu_seconds"] for usage in usages) / max(usage["seconds"] for usage in usages),
+    )

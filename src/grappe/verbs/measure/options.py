@@ -1,0 +1,30 @@
+"""Options of grappe measure, for Python and the command line; needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from grappe.errors import UsageError
+from grappe.fields import Counts, at_least
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """How much of each plan is measured.
+
+    `grappe measure` has an option for each field, with the docstring under the field as its help.
+    """
+
+    steps: int = 30
+    """Timed steps of each training, after 5 warm-up steps."""
+    repeats: int = 3
+    """Trainings of each plan, by turns."""
+    batch_size: Counts = ()
+    """Samples a step over all processes: 64, or 32,64,128. Default: the task's own."""
+    weak: bool = False
+    """Weak scaling: batch sizes are for one data-parallel process and grow with their number."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "steps", "repeats")
+        if min(self.batch_size, default=1) < 1:
+            raise UsageError(f"--batch-size={min(self.batch_size)}: it must be at least 1")

@@ -1,0 +1,222 @@
+"""Verdict: what measured points mean, in words, and what to try next."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from grappe.plan import Plan
+from grappe.verbs.measure.points import COMPUTING, Point, efficiency, lost
+
+# Shares of a step, from which on something is worth saying.
+WAITING = 0.15
+IMBALANCE = 0.10
+COMMUNICATING = 0.25
+DEARER = 1.25  # a sample's computing, beside that in larger slices
+FASTER = 1.05  # less than 5 % may be noise
+SPARE = 1.1  # of data workers beyond what the average needs
+MOST_WORKERS = 16
+
+
+def sentences(points: Sequence[Point]) -> list[str]:
+    """Advice, the most important first."""
+    good = [point for point in points if not point.failure]
+    if not good:
+        return ["nothing could be measured"]
+    said = [*_best(good), *_gpu_or_cpu(good)]
+    for point in good:
+        if point.origin == "asked":
+            said += [*_data(point), *_imbalance(point), *_crowded(point)]
+    said += [*_slices(good), *_communication(good), *_advised(good), *_more(good)]
+    return said
+
+
+def name(point: Point) -> str:
+    """How a point is called."""
+    return f"{point.plan or 'one process'} (batch {point.batch})"
+
+
+def _best(good: Sequence[Point]) -> Iterator[str]:
+    best = max(good, key=lambda point: point.rate)
+    if len(good) > 1:
+        gain = best.rate / good[0].rate
+        beside = f", {gain:.1f} times {name(good[0])}" if gain > FASTER else ""
+        yield f"fastest: {name(best)}, {best.rate:,.0f} samples/s{beside}"
+        known = [point for point in good if point.joules is not None]
+        if len(known) > 1:
+            frugal = min(known, key=lambda point: point.joules or 0.0)
+            yield f"least energy: {name(frugal)}, {frugal.joules:.3g} J a sample"
+
+
+def _gpu_or_cpu(good: Sequence[Point]) -> Iterator[str]:
+    on_cpu = [point for point in good if point.device == "cpu"]
+    on_gpu = [point for point in good if point.device != "cpu"]
+    if not on_cpu or not on_gpu:
+        return
+    cpu, gpu = (max(some, key=lambda point: point.rate) for some in (on_cpu, on_gpu))
+    if cpu.rate > gpu.rate * FASTER:
+        several = f"{cpu.processes} CPU processes are" if cpu.processes > 1 else "one CPU process is"
+        yield (
+            f"this model is too small for a GPU at this batch size: {several} faster ({cpu.rate / gpu.rate:.1f} times)"
+        )
+    else:
+        yield f"the GPU is {gpu.rate / cpu.rate:.1f} times as fast as {name(cpu)}"
+
+
+def advised_workers(point: Point) -> int | None:
+    """How many data workers a process needs, from how long batches take to load; None: workers would not help."""
+    waits = point.share("data", "transfer")
+    if waits < WAITING or point.workers is None:
+        return None
+    # Workers that cannot keep up load all the time: a batch takes them (workers x step) seconds.
+    batch = waits if point.workers == 0 else point.workers * 1.0
+    needed = math.ceil(SPARE * batch / max(1e-9, 1 - waits))
+    return needed if needed > point.workers else None
+
+
+def _data(point: Point) -> Iterator[str]:
+    waits = point.share("data", "transfer")
+    if waits < WAITING:
+        return
+    who = "the GPU waits" if point.device != "cpu" else "it waits"
+    wait = f"{name(point)}: {who} for data {waits:.0%} of the time"
+    needed = advised_workers(point)
+    if point.workers is None:
+        yield f"{wait}: the samples are in memory, so make `prepare` and `augment` cheaper, or the batch larger"
+    elif needed is None or needed > MOST_WORKERS:
+        yield f"{wait}: {needed or 'more'} workers would be needed, so store the samples decoded and smaller first"
+    else:
+        room = point.cores // max(1, point.processes)
+        short = (
+            f" (it has {room} cores a process: fewer may do if loading only waits)" if needed > room else ""
+        )
+        yield f"{wait}: use workers={needed}{short}"
+
+
+def _imbalance(point: Point) -> Iterator[str]:
+    whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
+    if point.processes < 2 or point.imbalance / whole < IMBALANCE / point.processes:
+        return
+    slow, more = point.slowest()
+    if more < IMBALANCE * slow.step:
+        return
+    others = [one for one in point.middle().processes if one.rank != slow.rank]
+    excess = {
+        phase: seconds - sum(one.phases[phase] for one in others) / len(others)
+        for phase, seconds in slow.phases.items()
+        if phase != "communication"
+    }
+    where = max(excess, key=lambda phase: excess[phase])
+    yield (
+        f"{name(point)}: process {slow.rank} on {slow.host} holds the others up: it has {slow.busy * 1e3:.3g} ms a "
+        f"step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
+    )
+
+
+def _crowded(point: Point) -> Iterator[str]:
+    wanted = point.processes * point.threads
+    if point.device == "cpu" and wanted > point.cores:
+        yield (
+            f"{name(point)}: {point.processes} processes with {point.threads} thread"
+            f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
+        )
+
+
+def _slices(good: Sequence[Point]) -> Iterator[str]:
+    """Names the points whose slices are so small that a sample costs more than in larger ones."""
+    for point in good:
+        mine = point.batch / point.slices
+        larger = [
+            other
+            for other in good
+            if other.batch / other.slices > mine
+            and (other.device, other.threads) == (point.device, point.threads)
+        ]
+        if not larger or point.origin != "asked":
+            continue
+        # The least of all trials: what else runs on a machine makes some of them longer, none shorter.
+        other = min(larger, key=lambda one: one.least(*COMPUTING))
+        factor = point.least(*COMPUTING) / other.least(*COMPUTING)
+        if factor > DEARER:
+            yield (
+                f"{name(point)}: slices of {mine:.0f} samples are small: a sample takes {factor:.1f} times the "
+                f"computing that it takes in slices of {other.batch / other.slices:.0f}: use a larger batch_size"
+            )
+
+
+def _communication(good: Sequence[Point]) -> Iterator[str]:
+    for point in good:
+        whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
+        share = point.share("communication") - point.imbalance / whole
+        if point.processes > 1 and share > COMMUNICATING:
+            yield (
+                f"{name(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
+                "fewer processes, make it less"
+            )
+
+
+def _advised(good: Sequence[Point]) -> Iterator[str]:
+    for point in good:
+        if point.origin == "advice":
+            before = good[0]
+            if point.batch == before.batch:
+                yield f"tried: {name(point)} gives {point.rate / before.rate:.2f} times {name(before)}"
+
+
+def _more(good: Sequence[Point]) -> Iterator[str]:
+    """What one more process would bring, by Amdahl's law over the points of the first one's kind."""
+    first = good[0]
+    family = {
+        point.processes: point
+        for point in good
+        if point.batch == first.batch
+        and point.device == first.device
+        and point.origin == "asked"
+        and _alike(point) == _alike(first)
+    }
+    if len(family) < 2:
+        return
+    last = family[max(family)]
+    alone, many = min(family), max(family)
+    # step(n) = fixed + shared / n, through the ends (Amdahl 1967)
+    few_step, many_step = (family[count].batch / family[count].rate for count in (alone, many))
+    shared = (few_step - many_step) / (1 / alone - 1 / many)
+    fixed = many_step - shared / many
+    if shared <= 0:
+        yield f"more processes than {alone} do not help at this batch size"
+        return
+    # Where nothing seems fixed (noise, caches that fit better) one more brings no more than its share.
+    bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
+    speed = last.rate / family[alone].rate
+    share = efficiency(last, family[alone])
+    scaling = f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}"
+    gone = lost(last, family[alone])
+    parts = {
+        "waiting for data": gone.data,
+        "communication": gone.communication,
+        "imbalance": gone.imbalance,
+        "smaller slices or shared cores": gone.computing,
+    }
+    worst = max(parts, key=lambda part: parts[part])
+    where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 else ""
+    yield f"{scaling}{where}); one more would bring about {bring - 1:+.0%}"
+
+
+def _alike(point: Point) -> Plan:
+    """The plan but for how many processes it has: only those that agree in it can tell what processes bring."""
+    return dataclasses.replace(Plan.parse(point.plan), replicate=1, shard=1, zero=3, pipeline=1, tensor=1)
+
+
+def next_points(points: Sequence[Point]) -> list[tuple[Plan, int]]:
+    """What the advice suggests to try: plans and batch sizes that were not measured yet."""
+    good = [point for point in points if not point.failure]
+    tried = {(point.plan, point.batch) for point in points}
+    found: list[tuple[Plan, int]] = []
+    for point in good[:1]:
+        workers = advised_workers(point)
+        if workers is not None and workers <= MOST_WORKERS:
+            found.append((dataclasses.replace(Plan.parse(point.plan), workers=workers), point.batch))
+        if len({one.batch for one in good}) == 1:
+            found.append((Plan.parse(point.plan), 4 * point.batch))
+    return [(plan, batch) for plan, batch in found if (str(plan), batch) not in tried]

@@ -1,0 +1,195 @@
+"""Gathers what a report shows of runs and measurements, as plain JSON; long curves are thinned, peaks kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grappe.errors import RunError
+from grappe.training.run import Run
+from grappe.training.watchers.meter import USAGE
+
+POINTS = 800  # of a curve; a screen has no more
+NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "skipped"})
+
+Curve = list[tuple[float, float | None]]
+
+
+def gather(places: Sequence[Path]) -> dict[str, Any]:
+    """What a report of `places` shows: folders of runs, and files that grappe measure has written.
+
+    Raises:
+        RunError: one of them is neither.
+    """
+    runs, measurements = [], []
+    for place in places:
+        if place.is_file() and place.suffix == ".json":
+            measurements.append(_measurement(place))
+        else:
+            runs.append(_run(Run(place)))
+    return {"runs": runs, "measurements": measurements}
+
+
+def _run(run: Run) -> dict[str, Any]:
+    known = run.read_description()
+    steps: dict[str, Curve] = {}
+    evaluations: dict[str, Curve] = {}
+    last = 0
+    for record in run.records():
+        curves = {"step": steps, "evaluation": evaluations}.get(str(record.get("kind")))
+        step = record.get("step")
+        if curves is None or not isinstance(step, int):
+            continue
+        last = max(last, step)
+        for name, value in record.items():
+            if name not in NOT_CURVES and _is_number(value, or_null=True):
+                curves.setdefault(name, []).append((step, _rounded(value)))
+    return {
+        "name": run.folder.resolve().name,
+        "status": _status(run, known),
+        "step": last,
+        "description": {name: value for name, value in known.items() if name not in ("costs", "used")},
+        "training": {name: thinned(curve) for name, curve in steps.items()},
+        "validation": {name: thinned(curve) for name, curve in evaluations.items()},
+        "usage": _thinned_usage(_usage(run)),
+        "processes": known.get("costs") if isinstance(known.get("costs"), list) else [],
+        "used": known.get("used") if isinstance(known.get("used"), dict) else {},
+    }
+
+
+def _status(run: Run, known: dict[str, Any]) -> str:
+    if run.is_finished():
+        return "finished"
+    status = str(known.get("status") or "")
+    return status if status in ("paused", "interrupted", "stopped") else "still going, or ended unexpectedly"
+
+
+def _usage(run: Run) -> list[dict[str, Any]]:
+    file = run.folder / USAGE
+    if not file.is_file():
+        return []
+    found = []
+    for line in file.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # half of a line: a process was killed while it wrote
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("phases"), dict)
+            and _is_number(record.get("time"))
+        ):
+            found.append(record)
+    return found
+
+
+def _thinned_usage(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours merged until there are few enough: seconds add up, the most of what is a level."""
+    while len(records) > POINTS // 2:
+        pairs = [records[place : place + 2] for place in range(0, len(records), 2)]
+        records = [_merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    return records
+
+
+def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    seconds = _number(a.get("seconds")) + _number(b.get("seconds"))
+    phases = dict(a["phases"])
+    for name, value in b["phases"].items():
+        phases[name] = _number(phases.get(name)) + _number(value)
+    merged = {
+        **b,
+        "seconds": seconds,
+        "steps": _number(a.get("steps")) + _number(b.get("steps")),
+        "phases": phases,
+    }
+    for name in ("watts", "memory"):
+        if isinstance(a.get(name), dict) and isinstance(b.get(name), dict):
+            merged[name] = {
+                key: max(_number(a[name].get(key)), _number(value)) for key, value in b[name].items()
+            }
+    return merged
+
+
+def thinned(curve: Curve, points: int = POINTS) -> Curve:
+    """At most about `points` of a curve: of each piece its lowest and its highest, and every gap."""
+    if len(curve) <= points:
+        return curve
+    size = math.ceil(2 * len(curve) / points)
+    kept: Curve = []
+    for begin in range(0, len(curve), size):
+        piece = curve[begin : begin + size]
+        known = [point for point in piece if point[1] is not None]
+        if not known:
+            kept.append(piece[0])
+            continue
+        chosen = {min(known, key=_value), max(known, key=_value)}
+        kept += sorted(chosen)
+        if len(known) < len(piece):
+            kept.append((piece[-1][0], None))
+    if kept[-1] != curve[-1]:
+        kept.append(curve[-1])
+    return kept
+
+
+def _value(point: tuple[float, float | None]) -> float:
+    return point[1] or 0.0
+
+
+def _measurement(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+    if (
+        not isinstance(known, dict)
+        or known.get("kind") != "measurement"
+        or not isinstance(known.get("points"), list)
+    ):
+        raise RunError(f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one")
+    return {**known, "name": file.stem}
+
+
+def html(gathered: dict[str, Any], title: str) -> str:
+    """The whole page. What is gathered is data in it, never markup or code."""
+    folder = Path(__file__).parent
+    names = ("page.html", "page.css", "plots.js", "page.js")
+    page, style, plots, code = ((folder / name).read_text() for name in names)
+    # "<" would end the element that the data is in; JSON may write it otherwise.
+    data = json.dumps(_finite(gathered), separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"TITLE": _escaped(title), "STYLE": style, "DATA": data, "CODE": plots + code}
+    return re.sub(
+        "@@([A-Z]+)@@", lambda found: parts[found[1]], page
+    )  # in one pass: data is not looked through
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinities nor NaN; they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _is_number(value: object, *, or_null: bool = False) -> bool:
+    if value is None:
+        return or_null
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

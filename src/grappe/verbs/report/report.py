@@ -1,0 +1,40 @@
+"""grappe report: one HTML file of runs and measurements, which opens offline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grappe.errors import UsageError
+from grappe.training.run import Run
+from grappe.verbs.report.gather import gather, html
+
+NAME = "report.html"
+
+
+def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
+    """Writes a report of `places`: runs' folders, and files of `grappe measure --out`.
+
+    Args:
+        out: the file; None: report.html in the run's folder when there is one run, here else.
+
+    Raises:
+        RunError: one of the places is no run and no measurement.
+        UsageError: there is none, or the file cannot be written.
+    """
+    if not places:
+        raise UsageError("nothing to report: give one or several runs (see: grappe runs)")
+    paths = [Path(place) for place in places]
+    gathered = gather(paths)
+    alone = len(paths) == 1 and Run.is_run(paths[0])
+    file = Path(out) if out is not None else (paths[0] / NAME if alone else Path(NAME))
+    title = (
+        paths[0].resolve().name if len(paths) == 1 else f"{paths[0].resolve().name} and {len(paths) - 1} more"
+    )
+    beside = file.with_name(f".{file.name}.part")
+    try:
+        beside.write_text(html(gathered, title))
+        beside.replace(file)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
+    return file

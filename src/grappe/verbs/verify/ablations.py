@@ -1,0 +1,109 @@
+"""Ablations: switches off what may make a plan differ, one thing at a time, to see whether the difference goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from grappe.plan import Plan
+from grappe.verbs.verify.compare import compare
+from grappe.verbs.verify.instrument import Instrumentation
+from grappe.verbs.verify.reference import Reference
+from grappe.verbs.verify.runner import Runner
+
+KEPT = frozenset(
+    {
+        "engine", "device", "backend", "replicate", "shard", "pipeline", "tensor",
+        "per_device", "threads", "workers", "exact",
+    }
+)  # fmt: skip
+"""Keys of a plan without which it would be another."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """One thing that can be switched off."""
+
+    word: str
+    plan: Plan
+    instrumentation: Callable[[], Instrumentation]
+    buffers: bool = True
+    """Whether buffers are compared."""
+
+
+def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
+    """Names each thing without which the plan learns what one plain process learns."""
+    causes = []
+    for one in _candidates(runner, plan, instrumentation, known):
+        less = one.instrumentation()
+        base = runner.reference(one.plan, less)
+        steps = runner.trial(one.plan, less, base)
+        if compare(base, steps, without=() if one.buffers else base.buffers).agrees:
+            causes.append(one.word)
+    return causes
+
+
+def _candidates(
+    runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference
+) -> Iterator[Ablation]:
+    def changed(**off: Any) -> Callable[[], Instrumentation]:
+        return lambda: dataclasses.replace(instrumentation, **off)
+
+    if plan.microbatches > 1:
+        word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference goes"
+        yield Ablation(word=word, plan=dataclasses.replace(plan, microbatches=1), instrumentation=changed())
+    yield Ablation(
+        word="a loss that averages: computed row by row, each row by itself, the difference goes",
+        plan=plan,
+        instrumentation=changed(loss=True),
+    )
+    even = 2 * plan.data_parallel * plan.microbatches * max(1, plan.exact)
+    yield Ablation(
+        word="means of slices are averaged, however large the slices are: with slices of one size the difference goes",
+        plan=plan,
+        instrumentation=changed(even=even),
+    )
+    yield Ablation(
+        word="a dataset that draws random numbers outside the keyed generators: with samples that were loaded once "
+        "the difference goes",
+        plan=plan,
+        instrumentation=lambda: dataclasses.replace(
+            instrumentation, samples=runner.samples(plan, instrumentation)
+        ),
+    )
+    if known.augments:
+        word = "augmentation that draws random numbers outside grappe.draw: without it the difference goes"
+        yield Ablation(word=word, plan=plan, instrumentation=changed(augment=True))
+    if known.buffers:
+        word = (
+            f"a buffer that is not synchronised ({_some(known)}): with buffers held still the difference goes"
+        )
+        yield Ablation(word=word, plan=plan, instrumentation=changed(buffers=True), buffers=False)
+    yield Ablation(
+        word="a lower precision than asked for: with the forward held in float32 the difference goes",
+        plan=plan,
+        instrumentation=changed(precision=True),
+    )
+    if known.clips:
+        yield Ablation(
+            word="clipping: without it the difference goes", plan=plan, instrumentation=changed(clip=True)
+        )
+    yield from _keys(plan, instrumentation)
+
+
+def _keys(plan: Plan, instrumentation: Instrumentation) -> Iterator[Ablation]:
+    """The plan with one of its other keys at its default, key by key."""
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
+    for key in sorted(plan.changed_keys() - KEPT - {"microbatches"}):
+        word = f"{key}: with {key}={defaults[key]} the difference goes"
+        yield Ablation(
+            word=word,
+            plan=dataclasses.replace(plan, **{key: defaults[key]}),
+            instrumentation=lambda: instrumentation,
+        )
+
+
+def _some(known: Reference) -> str:
+    names = [name for name in known.buffers if name.rpartition(".")[0] not in known.coupled]
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

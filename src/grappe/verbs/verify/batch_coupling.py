@@ -1,0 +1,226 @@
+"""Batch coupling: finds modules in which one sample's output depends on the other samples of its batch, by trying."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grappe.parallel.batchnorm import buffers_kept
+from grappe.private_api.torch import tree_flatten, tree_map, tree_unflatten
+from grappe.verbs.verify.random_ops import RandomOps
+
+RELATIVE = 1e-4
+"""Rounding makes 1e-7 of a difference, batch statistics of half a batch a tenth."""
+COMPANIONS = 7  # with the row itself an even number, for models that put rows together in pairs
+FEWEST_ROWS = 4
+
+Call = tuple[Any, Any]
+"""A module's arguments: (args, kwargs)."""
+Dims = list[int | None]
+"""By leaf: which of its dimensions is the batch; None: none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Companions:
+    """Fixed samples that each row is run with, in a module that couples samples always: the same under any plan.
+
+    Two rows of a batch by themselves would do as well, if their statistics were not a step function of them: the
+    smallest rounding then grows to anything within three steps.
+    """
+
+    name: str
+    """The module's name."""
+    rows: int
+    inputs: Call
+    """The module's arguments for these samples at the start."""
+    dims: Dims
+    outputs: Dims
+    """The batch dimension of each output."""
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a `forward` that calls the module's for one row at a time, followed by the fixed samples."""
+
+        def one_by_one(*args: Any, **kwargs: Any) -> Any:
+            leaves, form = tree_flatten((args, kwargs))
+            outputs = []
+            for row in range(self._length(leaves)):
+                one_args, one_kwargs = tree_unflatten(list(self._with_companions(leaves, row)), form)
+                outputs.append(tree_flatten(forward(*one_args, **one_kwargs)))
+            together = map(self._together, self.outputs, zip(*(rows for rows, _ in outputs), strict=True))
+            return tree_unflatten(list(together), outputs[0][1])
+
+        return one_by_one
+
+    def _length(self, leaves: list[Any]) -> int:
+        for leaf, other, dim in zip(leaves, tree_flatten(self.inputs)[0], self.dims, strict=True):
+            if dim is not None:
+                return leaf.shape[dim] * self.rows // other.shape[dim]
+        raise AssertionError("a module is only found to couple rows where it takes some")
+
+    def _with_companions(self, leaves: list[Any], row: int) -> Iterator[Any]:
+        for leaf, other, dim in zip(leaves, tree_flatten(self.inputs)[0], self.dims, strict=True):
+            if dim is None:
+                yield leaf
+            else:
+                each = other.shape[dim] // self.rows
+                yield torch.cat([leaf.narrow(dim, row * each, each), other.to(leaf)], dim)
+
+    def _together(self, dim: int | None, leaves: tuple[Any, ...]) -> Any:
+        if dim is None:
+            return leaves[0]
+        return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // (1 + self.rows)) for leaf in leaves], dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchCoupling:
+    """The modules of a model that couple a batch's samples."""
+
+    modules: dict[str, Companions | None]
+    """The innermost modules that couple samples while training, by name: None where evaluation stops it, else fixed
+    samples to run each row with."""
+    independent_rows: bool
+    """Whether each row of the model's output is known to depend on its own row alone."""
+
+
+@torch.no_grad()
+def batch_coupled_modules(model: nn.Module, inputs: Any, rows: int) -> BatchCoupling:
+    """Tries every module of `model` with `rows` samples and with half of them.
+
+    Batch normalisation couples them, and so does whatever takes a mean over the batch, whatever its class's name.
+    """
+    if rows < FEWEST_ROWS:
+        return BatchCoupling(modules={}, independent_rows=False)
+    model = copy.deepcopy(model).train()
+    with RandomOps(off=True):
+        calls = _calls(model, inputs)
+        try:
+            half = _calls(model, tree_map(lambda leaf: _first(leaf, 0, rows, rows // 2), inputs))
+        except (RuntimeError, ValueError):
+            return BatchCoupling(modules={}, independent_rows=False)
+        found: dict[str, Companions | None] = {}
+        independent_rows = False
+        for name, module in reversed(list(model.named_modules())):
+            trial = _trial(calls.get(name), half.get(name), rows)
+            inner = any(one.startswith(f"{name}.") or not name for one in found)
+            if trial is None or inner:
+                continue
+            coupled = trial.couples(module)
+            independent_rows = not name and coupled is False
+            if coupled:
+                found[name] = trial.companions(name, module) if trial.couples(module.eval()) else None
+    return BatchCoupling(modules=dict(sorted(found.items())), independent_rows=independent_rows)
+
+
+def _calls(model: nn.Module, inputs: Any) -> dict[str, Call]:
+    """Each module's arguments at its first call."""
+    calls: dict[str, Call] = {}
+    hooks = [
+        module.register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    with buffers_kept(model):
+        model(_copied(inputs))
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def _recorder(calls: dict[str, Call], name: str) -> Any:
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, _copied((args, kwargs)))
+
+    return keep
+
+
+def _copied(tree: Any) -> Any:
+    """A copy, since modules that work in place change their arguments."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _HalfBatchTrial:
+    """A module's call, to be made with all its rows and with the first half of them."""
+
+    call: Call
+    dims: Dims
+    rows: int
+
+    def part(self, rows: int) -> Call:
+        """The call with its first `rows` only."""
+        leaves, form = tree_flatten(self.call)
+        cut = [
+            leaf if dim is None else _first(leaf, dim, self.rows, rows)
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+        return tree_unflatten(cut, form)
+
+    def couples(self, module: nn.Module) -> bool | None:
+        """Whether the first half of the rows comes out otherwise without the second; None: unknown."""
+        try:
+            whole, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
+        except (RuntimeError, ValueError):
+            return None
+        for a, b in zip(whole, part, strict=False):
+            if not isinstance(a, Tensor) or not a.is_floating_point() or not b.numel():
+                continue
+            dim = _batch_dim(a, b, self.rows)
+            head = a if dim is None else _first(a, dim, self.rows, self.rows // 2)
+            if head.shape != b.shape:
+                return None
+            if not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * float(head.abs().max())):
+                return True
+        return False
+
+    def companions(self, name: str, module: nn.Module) -> Companions:
+        """The first of the rows, as fixed samples."""
+        count = min(COMPANIONS, self.rows)
+        both = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
+        return Companions(
+            name=name,
+            rows=count,
+            inputs=_copied(self.part(count)),
+            dims=self.dims,
+            outputs=[_batch_dim(a, b, self.rows) for a, b in zip(*both, strict=True)],
+        )
+
+
+def _trial(whole: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial | None:
+    """How to try a module that was called so for all rows and for half of them; None: it cannot be cut."""
+    if whole is None or half is None:
+        return None
+    leaves, others = tree_flatten(whole)[0], tree_flatten(half)[0]
+    if len(leaves) != len(others):
+        return None
+    dims: Dims = []
+    for leaf, other in zip(leaves, others, strict=True):
+        dims.append(_batch_dim(leaf, other, rows))
+        if isinstance(leaf, Tensor) and dims[-1] is None and leaf.shape != other.shape:
+            return None
+    return _HalfBatchTrial(call=whole, dims=dims, rows=rows) if any(dim is not None for dim in dims) else None
+
+
+def _batch_dim(whole: Any, half: Any, rows: int) -> int | None:
+    """The one dimension of a tensor that has half as many rows in `half`."""
+    if not isinstance(whole, Tensor) or not isinstance(half, Tensor) or whole.dim() != half.dim():
+        return None
+    differ = [dim for dim, (a, b) in enumerate(zip(whole.shape, half.shape, strict=True)) if a != b]
+    fits = len(differ) == 1 and whole.shape[differ[0]] * (rows // 2) == half.shape[differ[0]] * rows
+    return differ[0] if fits else None
+
+
+def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
+    """The part of the first `kept` of `rows` samples."""
+    if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] % rows:
+        return leaf
+    return leaf.narrow(dim, 0, kept * (leaf.shape[dim] // rows))
+
+
+def _outputs(module: nn.Module, call: Call) -> list[Any]:
+    args, kwargs = _copied(call)
+    with buffers_kept(module):
+        return tree_flatten(module(*args, **kwargs))[0]

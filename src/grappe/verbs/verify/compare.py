@@ -1,0 +1,126 @@
+"""Compare: a trial's steps beside the reference's, each difference against what rounding alone was seen to make."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from grappe.verbs.verify.reference import Reference, ReferenceStep
+from grappe.verbs.verify.rounding import relative
+from grappe.verbs.verify.trial import TrialStep
+
+FLOOR = 1e-5  # contract 7: per tensor, in norm
+FACTOR = 10.0
+"""What is tolerated is ten times what the same sums in another order differ by, or FLOOR."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a trial is from the reference."""
+
+    first: int | None
+    """The first step (from 0) that differs by more than is tolerated; None: none does."""
+    what: tuple[str, ...]
+    """What differs there."""
+    loss: float
+    norm: float | None
+    weights: float
+    tensor: str
+    """Whose difference is the largest, measured by what is tolerated."""
+    tolerance: float
+    """What is tolerated for that tensor, where it differs most."""
+    excess: float
+    """The largest difference of all, in tolerances: above 1 is too much."""
+    steps: tuple[dict[str, float], ...]
+    """By step: loss, reference loss, and the differences of loss, norm and weights with what is tolerated of each."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than is tolerated."""
+        return self.first is None
+
+
+def compare(
+    reference: Reference,
+    steps: Sequence[TrialStep],
+    tolerance: Reference | None = None,
+    without: Collection[str] = (),
+) -> Difference:
+    """The differences of `steps` from `reference`.
+
+    Args:
+        tolerance: the reference whose noise is taken, where `reference` has measured none.
+        without: tensors that are not compared.
+    """
+    noise = _so_far((tolerance or reference).steps)
+    rows = [_row(*trio, without) for trio in zip(reference.steps, steps, noise, strict=False)]
+    first = next((number for number, row in enumerate(rows) if row["excess"] > 1), None)
+    what: tuple[str, ...] = ()
+    if first is not None:
+        names = {"loss": "loss", "norm": "gradient norm", "weights": "weights"}
+        what = tuple(word for name, word in names.items() if rows[first][f"{name} excess"] > 1)
+    if first is None and len(steps) != len(reference.steps):
+        first, what = min(len(steps), len(reference.steps)), ("number of steps",)
+    worst = max(range(len(rows)), key=lambda number: rows[number]["weights excess"])
+    gaps, allowed = _gaps(steps[worst], noise[worst], without)
+    tensor = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
+    norms = [row["norm"] for row in rows if not math.isnan(row["norm"])]
+    return Difference(
+        first=first,
+        what=what,
+        loss=max(row["loss"] for row in rows),
+        norm=max(norms, default=None),
+        weights=gaps.get(tensor, 0.0),
+        tensor=tensor,
+        tolerance=allowed.get(tensor, FLOOR),
+        excess=max(row["excess"] for row in rows),
+        steps=tuple(rows),
+    )
+
+
+def _so_far(steps: Sequence[ReferenceStep]) -> list[ReferenceStep]:
+    """The steps with the largest noise up to each: what has drifted apart may look close again by chance."""
+    found: list[ReferenceStep] = []
+    for step in steps:
+        before = found[-1] if found else step
+        noise = {name: max(one, before.noise.get(name, 0.0)) for name, one in step.noise.items()}
+        loss, norm = max(step.loss_noise, before.loss_noise), max(step.norm_noise, before.norm_noise)
+        found.append(dataclasses.replace(step, loss_noise=loss, norm_noise=norm, noise=noise))
+    return found
+
+
+def _tolerated(noise: float) -> float:
+    return max(FLOOR, FACTOR * noise)
+
+
+def _gaps(
+    step: TrialStep, noise: ReferenceStep, without: Collection[str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    gaps = {name: _number(gap) for name, gap in step.gaps.items() if name not in without}
+    return gaps, {name: _tolerated(noise.noise.get(name, 0.0)) for name in gaps}
+
+
+def _row(
+    plain: ReferenceStep, step: TrialStep, noise: ReferenceStep, without: Collection[str]
+) -> dict[str, float]:
+    gaps, allowed = _gaps(step, noise, without)
+    worst = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
+    loss = _number(relative(plain.loss, step.loss))
+    norm = math.nan if step.norm is None else _number(relative(plain.norm, step.norm))
+    row = {
+        "loss": loss,
+        "loss tolerated": _tolerated(noise.loss_noise),
+        "norm": norm,
+        "norm tolerated": _tolerated(noise.norm_noise),
+        "weights": gaps.get(worst, 0.0),
+        "weights tolerated": allowed.get(worst, FLOOR),
+    }
+    excess = {f"{name} excess": row[name] / row[f"{name} tolerated"] for name in ("loss", "norm", "weights")}
+    found = [one for one in excess.values() if not math.isnan(one)]
+    return {**row, **excess, "excess": max(found), "plan's loss": step.loss, "reference's loss": plain.loss}
+
+
+def _number(gap: float) -> float:
+    """What is no number is too far away."""
+    return math.inf if math.isnan(gap) else gap

@@ -1,0 +1,230 @@
+"""Instruments a user's task: records its samples, and switches off what may be why two plans differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from grappe.data.arrays import Arrays, in_memory
+from grappe.parallel.batchnorm import Kept, kept_buffers, put_back
+from grappe.private_api.torch import tree_flatten, tree_map
+from grappe.task import Task, overrides
+from grappe.verbs.verify.batch_coupling import Companions
+
+NO_CLIP = 1e30  # engines compute the gradient's norm where there is a bound; this one is never reached
+EPOCH_STEPS = 3  # whole batches in an epoch of a trial; a short odd one follows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instrumentation:
+    """What is switched off, under the plan and in the plain process alike; nothing by default."""
+
+    draws: bool = False
+    """Random numbers drawn in the model are replaced by their mean."""
+    coupled: tuple[str, ...] = ()
+    """Modules that couple a batch's samples while training, to be run as in evaluation."""
+    companions: tuple[Companions, ...] = ()
+    """For modules that couple samples in evaluation too: each row is run with the same other rows only."""
+    loss: bool = False
+    """The loss is computed row by row, so that no row can enter another's."""
+    augment: bool = False
+    """No augmentation."""
+    buffers: bool = False
+    """Every forward finds the buffers as they were in the beginning."""
+    precision: bool = False
+    """The forward runs in float32, whatever surrounds it."""
+    clip: bool = False
+    """The gradient is not clipped."""
+    even: int = 0
+    """Every batch has a multiple of so many samples, and nothing is weighted: no slice is larger than another."""
+    samples: tuple[Any, ...] = ()
+    """Samples that were loaded before, in place of the dataset."""
+
+
+NOTHING = Instrumentation()
+
+
+class SampleRecorder:
+    """Records which samples reached the loss in this process, by the ids that travel with the targets."""
+
+    def __init__(self) -> None:
+        self._calls: list[Tensor] = []
+
+    def record(self, ids: Tensor) -> None:
+        """Records a call of the loss."""
+        self._calls.append(ids.detach())
+
+    def take(self, rows: Sequence[int]) -> list[int]:
+        """The ids of a step that is over, whose microbatches have so many `rows`; padding has none."""
+        calls, self._calls = self._calls, []
+        # An engine may make a dry run before its first step, and may leave out what has no row.
+        wanted = list(rows) if len(calls) >= len(rows) else [one for one in rows if one]
+        calls = calls[len(calls) - len(wanted) :]
+        return [i for ids, real in zip(calls, wanted, strict=False) if real for i in ids.tolist()]
+
+
+def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Task:
+    """A task of a class derived from the user's: the same to every engine, but for `instrumentation`.
+
+    Its data is a part of the user's: three batches and a short one an epoch, evenly spread, each sample's id
+    travelling with its target.
+    """
+    kind = type(task)
+    methods: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__annotations__": {},
+    }
+    for name in ("data", "loss", "model"):
+        methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
+    for name in ("counts", "augment", "collate"):
+        if overrides(task, name):
+            methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
+    made = object.__new__(type(kind.__name__, (kind,), methods))
+    made.__dict__.update(task.__dict__)
+    if instrumentation.clip or task.clip is None:
+        made.__dict__["clip"] = NO_CLIP
+    if instrumentation.even:
+        made.__dict__["batch_size"] = -(-task.batch_size // instrumentation.even) * instrumentation.even
+    return made
+
+
+def length_of(task: Task, instrumentation: Instrumentation, available: int) -> int:
+    """How many samples an epoch of a trial has: its last batch is short, so that slices are uneven.
+
+    It is odd where the dataset is: a row that is alone in its piece, which a plan with many pieces then has, is more
+    than some models bear.
+    """
+    batch = (
+        -(-task.batch_size // instrumentation.even) * instrumentation.even
+        if instrumentation.even
+        else task.batch_size
+    )
+    if instrumentation.even:
+        return max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
+    pairs = batch // 4 | 1
+    short = min(2 * pairs - available % 2, batch - 1)
+    return min(available, EPOCH_STEPS * batch + short)
+
+
+class Subset(Dataset):
+    """A few of a dataset's samples, each with its place as its id: (input, (target, id))."""
+
+    def __init__(self, dataset: Any, index: np.ndarray, loaded: Sequence[Any]) -> None:
+        self._dataset, self._index, self._loaded = dataset, index, loaded
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> tuple[Any, tuple[Any, int]]:
+        inputs, target = self._loaded[index] if self._loaded else self._dataset[int(self._index[index])]
+        return inputs, (target, index)
+
+
+def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def data(self: Task, split: str, folder: Path) -> Dataset:
+        dataset: Any = task.data(split, folder)
+        length = length_of(task, instrumentation, len(dataset))
+        index = np.arange(length) * len(dataset) // length
+        arrays = in_memory(dataset)
+        if arrays is None or instrumentation.samples:
+            return Subset(dataset, index, instrumentation.samples)
+        places = torch.from_numpy(index)
+        inputs, targets = tree_map(lambda leaf: leaf[places.to(leaf.device)], (arrays.inputs, arrays.targets))
+        return Arrays(inputs, (targets, torch.arange(length)), transform=arrays.transform)
+
+    return data
+
+
+def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def loss(self: Task, output: Any, target: Any) -> Tensor:
+        target, ids = target
+        recorder.record(ids)
+        if not instrumentation.loss:
+            return task.loss(output, target)
+        rows = range(len(ids))
+        return torch.cat(
+            [task.loss(*tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target))) for i in rows]
+        )
+
+    return loss
+
+
+def _counts(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def counts(self: Task, target: Any) -> Tensor | None:
+        return None if instrumentation.even else task.counts(target[0])
+
+    return counts
+
+
+def _augment(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def augment(self: Task, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
+        if instrumentation.augment:
+            return inputs, targets
+        inputs, target = task.augment(inputs, targets[0], keys)
+        return inputs, (target, targets[1])
+
+    return augment
+
+
+def _collate(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def collate(self: Task, samples: Sequence[Any]) -> Any:
+        inputs, targets = task.collate([(inputs, target) for inputs, (target, _) in samples])
+        return inputs, (targets, torch.tensor([place for _, (_, place) in samples]))
+
+    return collate
+
+
+def _model(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def model(self: Task) -> nn.Module:
+        made = task.model()
+        for companions in instrumentation.companions:
+            module = made.get_submodule(companions.name)
+            module.forward = companions.wrap(module.forward)  # type: ignore[method-assign]
+        for name, module in made.named_modules():
+            if name in instrumentation.coupled:
+                module.register_forward_pre_hook(lambda one, _: _evaluating(one))
+        if instrumentation.buffers:
+            made.register_forward_pre_hook(_RestoredBuffers())
+        if instrumentation.precision:
+            made.forward = _in_float32(made.forward)  # type: ignore[method-assign]
+        return made
+
+    return model
+
+
+def _evaluating(module: nn.Module) -> None:
+    module.eval()
+
+
+class _RestoredBuffers:
+    """Puts the buffers back before each forward; not after it, since backward may still want to read them."""
+
+    def __init__(self) -> None:
+        self._kept: Kept = []
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        self._kept = self._kept or kept_buffers(module)
+        put_back(self._kept)
+
+
+def _in_float32(forward: Any) -> Any:
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        with torch.autocast(kind, enabled=False):
+            return forward(*args, **kwargs)
+
+    return plain
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,242 @@
+"""Judge: decides whether a plan learns the same as one plain process; if not, finds the causes by ablation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from grappe.plan import Plan
+from grappe.verbs.verify.ablations import ablations
+from grappe.verbs.verify.compare import Difference, compare
+from grappe.verbs.verify.instrument import Instrumentation
+from grappe.verbs.verify.reference import Reference
+from grappe.verbs.verify.runner import Runner
+from grappe.verbs.verify.samples import recorded_batches, wrong_samples
+from grappe.verbs.verify.trial import TrialStep
+
+Verdict = Literal["same", "same but for these", "different"]
+STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The verdict on a plan."""
+
+    plan: str
+    processes: int
+    verdict: Verdict
+    difference: Difference
+    """The difference from one plain process, with nothing switched off."""
+    causes: tuple[str, ...] = ()
+    """What the difference goes away without, in words."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def learns_the_same(self) -> bool:
+        """Whether the plan differs in nothing but what its user asked for."""
+        return self.verdict != "different"
+
+
+def judge(runner: Runner, plan: Plan) -> Finding:
+    """Runs trials of a plan: of the whole, and where it differs of the plan without this or that."""
+    return _Case(runner, plan).finding()
+
+
+class _Case:
+    """A plan under judgement."""
+
+    def __init__(self, runner: Runner, plan: Plan) -> None:
+        self._runner, self._plan = runner, plan
+        self._base = runner.reference(plan, Instrumentation())
+        self._steps = runner.trial(plan, Instrumentation(), self._base)
+        self._difference = compare(self._base, self._steps)
+
+    def finding(self) -> Finding:
+        """Returns the verdict, and what it rests on."""
+        wrong = wrong_samples(self._base, self._steps)
+        if wrong:
+            return self._of_samples(wrong)
+        if self._plan.exact:
+            return self._of_exact()
+        if self._difference.agrees:
+            return self._found("same")
+        return self._of_difference()
+
+    def _found(self, verdict: Verdict, causes: Sequence[str] = (), notes: Sequence[str] = ()) -> Finding:
+        return Finding(
+            plan=str(self._plan),
+            processes=self._plan.processes,
+            verdict=verdict,
+            difference=self._difference,
+            causes=tuple(causes),
+            notes=tuple(notes),
+        )
+
+    # ---- Samples ---------------------------------------------------------------------------------------
+
+    def _of_samples(self, wrong: str) -> Finding:
+        """Trains one process on the wrong samples, to see whether it learns as the plan does."""
+        plan, instrumentation = self._without(self._asked_for())
+        base = self._runner.reference(plan, instrumentation)
+        steps = self._runner.trial(plan, instrumentation, base)
+        fed = self._runner.reference(plan, instrumentation, recorded=recorded_batches(steps))
+        again = self._runner.trial(plan, instrumentation, fed)
+        if compare(fed, again, tolerance=base).agrees:
+            return self._found(
+                "different", [wrong], ["one process that is given the same samples learns the same"]
+            )
+        return self._found("different", [wrong, *ablations(self._runner, plan, instrumentation, base)])
+
+    # ---- Exact plans -----------------------------------------------------------------------------------
+
+    def _of_exact(self) -> Finding:
+        """Compares the bits with the same exact plan's on one process, its numbers with the plain process."""
+        alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
+        if alone != self._plan:
+            steps = self._runner.trial(alone, Instrumentation(), self._base)
+            odd = next(
+                (n for n, (a, b) in enumerate(zip(steps, self._steps, strict=True)) if a.bits != b.bits), None
+            )
+            if odd is not None:
+                return self._found(
+                    "different", [f"other bits than {alone} on one process, from step {odd + 1}"]
+                )
+        note = f"to the bit what exact={self._plan.exact} is on one process"
+        if self._difference.agrees:
+            return self._found("same", notes=[note])
+        pieces = self._pieces(Instrumentation(), precision=True)
+        steps = self._runner.trial(self._plan, Instrumentation(), pieces)
+        if compare(pieces, steps).agrees:
+            return self._found("same", notes=[note, self._per_piece()])
+        return self._of_difference([note])
+
+    def _per_piece(self) -> str:
+        kinds = [*self._coupled_names(), *(["dropout"] if self._base.draws else [])]
+        return f"{' and '.join(kinds) or 'the model'} of each piece by itself, on one process too"
+
+    # ---- A difference ----------------------------------------------------------------------------------
+
+    def _of_difference(self, notes: Sequence[str] = ()) -> Finding:
+        """Switches off what was asked for; where the difference goes, finds the fewest such things that explain it."""
+        asked_for = self._asked_for()
+        if asked_for and self._agrees(asked_for):
+            fewest = self._fewest(asked_for)
+            faults = self._faults_of(fewest)
+            if faults:
+                return self._found("different", faults, notes)
+            return self._found(
+                "same but for these", [self._name(one) for one in fewest], [*notes, *self._second(fewest)]
+            )
+        plan, instrumentation = self._without(asked_for)
+        causes = ablations(self._runner, plan, instrumentation, self._runner.reference(plan, instrumentation))
+        if not causes:
+            where = self._difference
+            tensor = f", first of all in {where.tensor}" if "weights" in where.what else ""
+            causes = [f"not found: nothing that was switched off made it go{tensor}"]
+        return self._found("different", causes, notes)
+
+    def _asked_for(self) -> tuple[str, ...]:
+        """The things that may make a plan differ from one plain process without any fault."""
+        found = [PRECISION] if self._plan.precision != "fp32" else []
+        found += [STATISTICS] if self._base.coupled else []
+        return (*found, *([DROPOUT] if self._base.draws else []))
+
+    def _without(self, off: Sequence[str]) -> tuple[Plan, Instrumentation]:
+        plan = dataclasses.replace(self._plan, precision="fp32") if PRECISION in off else self._plan
+        coupled = self._base.coupled if STATISTICS in off else ()
+        companions = self._base.companions if STATISTICS in off else ()
+        kept = {one.name for one in companions}
+        return plan, Instrumentation(
+            draws=DROPOUT in off,
+            coupled=tuple(name for name in coupled if name not in kept),
+            companions=companions,
+        )
+
+    def _agrees(self, off: Sequence[str]) -> bool:
+        plan, instrumentation = self._without(off)
+        base = self._runner.reference(plan, instrumentation)
+        return compare(base, self._runner.trial(plan, instrumentation, base)).agrees
+
+    def _fewest(self, off: tuple[str, ...]) -> tuple[str, ...]:
+        kept = off
+        for one in off:
+            fewer = tuple(other for other in kept if other != one)
+            if fewer and self._agrees(fewer):
+                kept = fewer
+        return kept
+
+    def _faults_of(self, explained: Sequence[str]) -> list[str]:
+        """Says what is wrong with the things that explain a difference; nothing where each is as the plan says."""
+        faults = _stream_faults(self._steps, self._again()) if DROPOUT in explained else []
+        if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
+            faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
+        elif STATISTICS in explained:
+            plan, instrumentation = self._without([one for one in self._asked_for() if one != STATISTICS])
+            pieces = self._pieces(instrumentation)
+            gap = compare(pieces, self._runner.trial(plan, instrumentation, pieces))
+            if not gap.agrees:
+                faults.append(
+                    f"{' and '.join(self._coupled_names())}: neither that of the whole batch nor that of each "
+                    f"process's slice (step {(gap.first or 0) + 1}, {gap.tensor})"
+                )
+        return faults
+
+    def _again(self) -> tuple[TrialStep, ...]:
+        return self._runner.trial(self._plan, Instrumentation(), self._base)
+
+    def _pieces(self, instrumentation: Instrumentation, precision: bool = False) -> Reference:
+        """Runs the second reference: one process that takes the plan's own pieces one after the other."""
+        plan = self._plan
+        if plan.exact:
+            return self._runner.reference(plan, instrumentation, pieces=plan.exact, precision=precision)
+        return self._runner.reference(
+            plan, instrumentation, slices=plan.data_parallel, pieces=plan.microbatches, precision=precision
+        )
+
+    def _second(self, explained: Sequence[str]) -> list[str]:
+        """A note where the plan as it is agrees with the second reference."""
+        if PRECISION in explained and self._plan.precision == "fp16":
+            return []
+        pieces = self._pieces(Instrumentation(), precision=True)
+        if compare(pieces, self._runner.trial(self._plan, Instrumentation(), pieces)).agrees:
+            return ["one process that takes the plan's pieces one after the other learns the same"]
+        return []
+
+    def _name(self, one: str) -> str:
+        if one == PRECISION:
+            return f"precision ({self._plan.precision})"
+        if one == DROPOUT:
+            return f"dropout's random streams ({', '.join(self._base.draws)})"
+        return " and ".join(self._coupled_names())
+
+    def _coupled_names(self) -> list[str]:
+        """The modules that couple a batch's samples, in words; these come from their classes."""
+        batchnorms = self._batchnorms()
+        others = [
+            f"{name or 'the model'} ({kind})"
+            for name, kind in self._base.coupled.items()
+            if name not in batchnorms
+        ]
+        words = [f"batch normalisation ({', '.join(batchnorms)})"] if batchnorms else []
+        return [*words, *([f"statistics of the batch in {', '.join(others)}"] if others else [])]
+
+    def _batchnorms(self) -> list[str]:
+        return [name for name, kind in self._base.coupled.items() if "BatchNorm" in kind]
+
+
+def _stream_faults(steps: Sequence[TrialStep], again: Sequence[TrialStep]) -> list[str]:
+    """Names random streams of a trial that are shared, repeated or irreproducible."""
+    word = "dropout's random streams"
+    for number, step in enumerate(steps):
+        drawn = [one for one in step.draws if one]
+        if len(set(drawn)) < len(drawn):
+            return [f"{word}: in step {number + 1} several slices draw the same numbers"]
+        if number and any(
+            one and one == before for one, before in zip(step.draws, steps[number - 1].draws, strict=True)
+        ):
+            return [f"{word}: step {number + 1} draws the numbers of the step before it"]
+    odd = next((n for n, (a, b) in enumerate(zip(steps, again, strict=False)) if a.draws != b.draws), None)
+    if odd is not None:
+        return [f"{word}: the same plan draws other numbers when it is started again (step {odd + 1})"]
+    return []

@@ -1,0 +1,178 @@
+"""RandomOps: records or switches off the random numbers that a model draws while it trains, in whichever layer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from grappe.private_api.torch import TorchDispatchMode, operator_arguments
+
+LEAST_NUMBERS = 64  # of a step's draws: fewer can be alike by chance
+
+Op = Any
+
+
+class RandomOps(TorchDispatchMode):
+    """Intercepts every operator that draws from a generator: torch tags them, so no layer's class need be known.
+
+    Args:
+        off: whether each draw is replaced by its mean: dropout then keeps everything as it is.
+    """
+
+    def __init__(self, off: bool) -> None:
+        super().__init__()
+        self._off = off
+        self._paused = False
+        self._hash, self._numbers = xxhash.xxh3_64(), 0
+        self.seen: set[str] = set()
+        """The operators that drew."""
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        arguments = _named(func, args, kwargs)
+        if not _draws(arguments):
+            return func(*args, **kwargs)
+        self.seen.add(name)
+        if self._off:
+            return _expected(func, name, arguments)
+        result = func(*args, **kwargs)
+        self._record(result)
+        return result
+
+    def take(self) -> str:
+        """A hash of what was drawn since the last call; empty where too little was to tell two steps apart."""
+        text = self._hash.hexdigest() if self._numbers >= LEAST_NUMBERS else ""
+        self._hash, self._numbers = xxhash.xxh3_64(), 0
+        return text
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which draws are neither recorded nor replaced: in loading and augmentation, say."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _record(self, result: Any) -> None:
+        # Attention returns its seed in place of a mask.
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
+                self._hash.update(
+                    leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                )
+                self._numbers += leaf.numel()
+
+
+def _named(func: Op, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [argument.name for argument in operator_arguments(func)]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _draws(arguments: dict[str, Any]) -> bool:
+    """Some operators carry the tag whether they draw something or not."""
+    off = (arguments.get(name) is False for name in ("train", "training"))
+    return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout")) and not any(off)
+
+
+def _expected(func: Op, name: str, arguments: dict[str, Any]) -> Any:
+    """What `func` gives on average, in its form."""
+    if name in _MEANS:
+        return _MEANS[name](arguments)
+    for rate in ("dropout_p", "dropout"):
+        if rate in arguments:
+            return _called(func, {**arguments, rate: 0.0})
+    return _called(func, arguments)
+
+
+def _called(func: Op, arguments: dict[str, Any]) -> Any:
+    keyword = {argument.name for argument in operator_arguments(func) if argument.kwarg_only}
+    positional = [value for key, value in arguments.items() if key not in keyword]
+    return func(*positional, **{key: value for key, value in arguments.items() if key in keyword})
+
+
+def _fill(value: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Tensor]:
+    return lambda arguments: arguments["self"].fill_(value(arguments))
+
+
+def _bernoulli(arguments: dict[str, Any]) -> Tensor:
+    chance = arguments.get("p", 0.5)
+    return arguments["self"].copy_(chance) if isinstance(chance, Tensor) else arguments["self"].fill_(chance)
+
+
+def _made(value: float) -> Callable[[dict[str, Any]], Tensor]:
+    def make(arguments: dict[str, Any]) -> Tensor:
+        options = {
+            name: arguments[name] for name in ("dtype", "device", "layout") if arguments.get(name) is not None
+        }
+        if "self" in arguments:
+            return torch.full_like(arguments["self"], value, **options)
+        return torch.full(arguments["size"], value, **options)
+
+    return make
+
+
+def _whole(arguments: dict[str, Any]) -> int:
+    return (arguments.get("low", 0) + arguments["high"] - 1) // 2
+
+
+def _normal(arguments: dict[str, Any]) -> Tensor:
+    mean, std = arguments["mean"], arguments.get("std", 1.0)
+    if isinstance(mean, Tensor) or isinstance(std, Tensor):
+        return mean + torch.zeros_like(std if isinstance(std, Tensor) else mean)
+    return _made(mean)(arguments)
+
+
+def _likeliest(arguments: dict[str, Any]) -> Tensor:
+    order = arguments["self"].argsort(dim=-1, descending=True)
+    places = torch.arange(arguments["num_samples"], device=order.device) % order.shape[-1]
+    return order[..., places]
+
+
+def _leaky(arguments: dict[str, Any]) -> Tensor:
+    slope = (arguments["lower"] + arguments["upper"]) / 2
+    # backward multiplies by what forward has written there
+    arguments["noise"].copy_(torch.where(arguments["self"] <= 0, slope, 1.0))
+    return arguments["self"] * arguments["noise"]
+
+
+_MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "bernoulli_": _bernoulli,
+    "bernoulli": lambda arguments: arguments["self"].clone(),
+    "native_dropout": lambda arguments: (
+        arguments["input"].clone(),
+        torch.ones_like(arguments["input"], dtype=torch.bool),
+    ),
+    "uniform_": _fill(lambda arguments: (arguments.get("from", 0.0) + arguments.get("to", 1.0)) / 2),
+    "normal_": _fill(lambda arguments: arguments.get("mean", 0.0)),
+    "normal": _normal,
+    "log_normal_": _fill(
+        lambda arguments: math.exp(arguments.get("mean", 1.0) + arguments.get("std", 2.0) ** 2 / 2)
+    ),
+    "exponential_": _fill(lambda arguments: 1 / arguments.get("lambd", 1.0)),
+    "geometric_": _fill(lambda arguments: round(1 / arguments["p"])),
+    "cauchy_": _fill(lambda arguments: arguments.get("median", 0.0)),  # it has no mean
+    "poisson": lambda arguments: arguments["self"].clone(),
+    "_standard_gamma": lambda arguments: arguments["self"].clone(),
+    "binomial": lambda arguments: arguments["count"] * arguments["prob"],
+    "multinomial": _likeliest,
+    "rrelu_with_noise": _leaky,
+    "rrelu_with_noise_": lambda arguments: arguments["self"].copy_(_leaky(arguments)),
+    "randint": lambda arguments: _made(_whole(arguments))(arguments),
+    "randint_like": lambda arguments: _made(_whole(arguments))(arguments),
+    "random_": _fill(lambda arguments: arguments.get("from", 0)),
+    "rand": _made(0.5),
+    "rand_like": _made(0.5),
+    "randn": _made(0.0),
+    "randn_like": _made(0.0),
+    "randperm": lambda arguments: torch.arange(arguments["n"], device=arguments.get("device")),
+}

@@ -1,0 +1,117 @@
+"""Reference model: a model, its optimizer and schedule, trained by hand without an engine."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grappe.checkpoint.weights import Weights, named_tensors
+from grappe.data.draw import mix
+from grappe.data.order import cut
+from grappe.parallel.batchnorm import kept_buffers, replace_buffers
+from grappe.plan import Plan
+from grappe.private_api.torch import module_parameters, tree_map
+from grappe.step.precision import autocast
+from grappe.task import Task
+from grappe.verbs.verify.reference_batches import Batch, Rows
+
+
+class ReferenceModel:
+    """Trains a model by hand; each further data slice has a model of its own, with the same parameters.
+
+    Args:
+        plan: gives the precision, and whether each piece has a random stream of its own.
+    """
+
+    def __init__(
+        self, task: Task, plan: Plan, weights: Weights, device: torch.device, *, slices: int, total: int
+    ) -> None:
+        self._task, self._exact, self._device = task, bool(plan.exact), device
+        self.model = task.model().to(device).train()
+        with torch.no_grad():
+            for name, tensor in named_tensors(self.model).items():
+                tensor.copy_(weights.read(name))
+        self._models = [self.model, *(_with_own_buffers(self.model) for _ in range(slices - 1))]
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        self._optimizer = task.optimizer(named)
+        self._schedule = task.schedule(self._optimizer, total)
+        self._autocast = autocast(plan.precision, device)
+
+    def step(self, number: int, batch: Batch, parts: int = 1, sums: int = 1) -> tuple[float, float]:
+        """Takes a step; returns the loss, and the gradient's norm before clipping.
+
+        Args:
+            parts: how many parts the rows go through the model in, for other rounding and nothing else.
+            sums: how many sums the losses are added up in, each with a backward of its own; likewise.
+        """
+        self._optimizer.zero_grad()
+        total = torch.zeros((), device=self._device)
+        for index, (model, pieces) in enumerate(zip(self._models, batch.slices, strict=True)):
+            self._seed(number, index)
+            for rows in pieces:
+                if self._exact:
+                    self._seed(number, rows.piece)
+                with self._autocast:
+                    output = self._in_parts(model, rows, parts) if parts > 1 else model(rows.inputs)
+                    values = self._task.loss(output, rows.targets)
+                    counts = self._task.counts(rows.targets)
+                weighted = (
+                    values * counts if counts is not None else values * (len(rows.ids) / values.numel())
+                )
+                for part in weighted.tensor_split(sums):
+                    one = part.sum() / batch.count
+                    one.backward(retain_graph=sums > 1)
+                    total += one.detach()
+        norm = self._clip()
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        return float(total), norm
+
+    def _in_parts(self, model: nn.Module, rows: Rows, parts: int) -> Any:
+        """The model's output of all rows, computed in parts; its buffers are those after all rows at once."""
+        before = kept_buffers(model)
+        with torch.no_grad():
+            model(rows.inputs)
+        after = kept_buffers(model)
+        outputs = []
+        for first, last in (cut(len(rows.ids), parts, part) for part in range(parts)):
+            if last > first:
+                replace_buffers(before)
+                outputs.append(model(rows.part(first, last)))
+        replace_buffers(after)
+        return tree_map(lambda *leaves: torch.cat(leaves), *outputs)
+
+    def _seed(self, number: int, part: int) -> None:
+        torch.manual_seed(mix(self._task.seed, number, part))
+
+    def _clip(self) -> float:
+        # In float64: torch's float32 norm of 20 million numbers is wrong by a thousandth.
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients))
+        assert self._task.clip is not None, "a watched task has a bound"
+        if norm > self._task.clip:
+            for gradient in gradients:
+                gradient.mul_(self._task.clip / (norm + 1e-6))
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers on the CPU; the mean of the slices' buffers."""
+        weights = {name: one.detach().cpu().clone() for name, one in self.model.named_parameters()}
+        for name, buffer in self.model.named_buffers():
+            alike = [dict(model.named_buffers())[name].cpu() for model in self._models]
+            weights[name] = torch.stack(alike).mean(0) if buffer.is_floating_point() else alike[0].clone()
+        return weights
+
+
+def _with_own_buffers(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    modules = dict(other.named_modules())
+    for name, module in model.named_modules():
+        module_parameters(modules[name]).update(module_parameters(module))
+    return other

@@ -1,0 +1,79 @@
+"""RoundingTrial: the reference's steps with sums in another order, whose drift is what rounding explains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grappe.verbs.verify.random_ops import RandomOps
+from grappe.verbs.verify.reference_batches import Batch, Reorder
+from grappe.verbs.verify.reference_model import ReferenceModel
+
+
+class RoundingTrial:
+    """The same training with the rows of each batch in other orders, and without random draws, which belong to rows.
+
+    Rows move in pairs: pairs are what a task may mix. Where none meets another in the model they go through it in
+    parts, else the gradients of a few of their losses are added up: some differences (of a bias whose gradient is
+    nothing but rounding, divided by its own size by Adam) show only then. The loss sees all rows at once.
+    """
+
+    def __init__(
+        self, new_model: Callable[[], ReferenceModel], drawing: bool, independent_rows: bool
+    ) -> None:
+        self._base = new_model() if drawing else None
+        self._independent_rows = independent_rows
+        self._others = [new_model() for _ in ORDERS]
+
+    def step(
+        self, number: int, batch: Batch, model: ReferenceModel, result: tuple[float, float]
+    ) -> tuple[float, float, dict[str, float]]:
+        """The largest relative differences of loss, norm and each tensor, over the orders."""
+        loss_noise = norm_noise = 0.0
+        noise: dict[str, float] = {}
+        with RandomOps(off=True):
+            if self._base is not None:
+                result = self._base.step(number, batch)
+            base = (self._base or model).weights()
+            for order, other in zip(ORDERS, self._others, strict=True):
+                cut = {"parts": order.parts} if self._independent_rows else {"sums": order.sums}
+                loss, norm = other.step(number, batch.reordered(order.reorder), **cut)
+                loss_noise = max(loss_noise, relative(result[0], loss))
+                norm_noise = max(norm_noise, relative(result[1], norm))
+                for name, tensor in other.weights().items():
+                    noise[name] = max(noise.get(name, 0.0), gap(base[name], tensor))
+        return loss_noise, norm_noise, noise
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SummationOrder:
+    """How one of the other models adds up."""
+
+    reorder: Reorder
+    parts: int
+    sums: int
+
+
+ORDERS = (
+    _SummationOrder(reorder=lambda pairs: pairs[::-1], parts=2, sums=2),
+    _SummationOrder(
+        reorder=lambda pairs: pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], parts=8, sums=3
+    ),
+)
+
+
+def relative(a: float, b: float) -> float:
+    """|a - b| / |a|; infinite where one is no number and the other is."""
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b) / (abs(a) or 1.0)
+    return 0.0 if repr(a) == repr(b) else math.inf
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |a| in norms."""
+    a, b = a.double(), b.double()
+    return 0.0 if torch.equal(a, b) else float((a - b).norm() / (a.norm() or 1.0))

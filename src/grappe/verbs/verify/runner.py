@@ -1,0 +1,125 @@
+"""Runner: runs references and trials for a judgement, each reference once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grappe.plan import Plan
+from grappe.verbs.verify.instrument import Instrumentation
+from grappe.verbs.verify.reference import Reference, ReferenceRequest
+from grappe.verbs.verify.reference_batches import RecordedBatch
+from grappe.verbs.verify.trial import TrialRequest, TrialStep
+
+StartProcesses = Callable[[str, Any, Plan], Any]
+"""Runs a function ("package.module:name") with an argument on a plan's processes; what process 0 returned."""
+
+
+class Runner:
+    """Runs trainings of a few steps of one task, references and trials.
+
+    Args:
+        task: a TaskReference.
+        folder: an empty one, for weights.
+        note: called with a few words on what is about to run.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Any,
+        data: Path,
+        steps: int,
+        folder: Path,
+        run: StartProcesses,
+        note: Callable[[str], None],
+    ) -> None:
+        self.task, self.data, self.steps = task, data, steps
+        self._folder, self._run, self._note = folder, run, note
+        self._references: dict[Any, Reference] = {}
+
+    def reference(
+        self,
+        plan: Plan,
+        instrumentation: Instrumentation,
+        *,
+        slices: int = 1,
+        pieces: int = 1,
+        precision: bool = False,
+        recorded: tuple[RecordedBatch, ...] = (),
+    ) -> Reference:
+        """Runs one plain process on the plan's kind of device, once for the same arguments.
+
+        Args:
+            slices, pieces: the data slices and microbatches that the process takes one after the other.
+            precision: whether to train in the plan's precision, rather than in fp32.
+            recorded: batches to learn from, rather than those of the sample order.
+        """
+        plain = Plan(
+            device=plan.device,
+            threads=plan.threads,
+            precision=plan.precision if precision else "fp32",
+            exact=pieces if plan.exact and pieces > 1 else 0,
+        )
+        # The loaded samples are no key, but which they are is settled by the rest.
+        key = (
+            str(plain),
+            dataclasses.replace(instrumentation, samples=()),
+            bool(instrumentation.samples),
+            slices,
+            pieces,
+            recorded,
+        )
+        if key not in self._references:
+            folder = self._folder / f"reference-{len(self._references)}"
+            folder.mkdir()
+            request = ReferenceRequest(
+                task=self.task, data=self.data, steps=self.steps, folder=folder,
+                instrumentation=instrumentation, plan=plain, slices=slices, pieces=pieces, recorded=recorded,
+            )  # fmt: skip
+            self._note(f"one plain process{_words(instrumentation)}")
+            # The launcher starts a plain process: precision is applied inside.
+            self._references[key] = self._run(
+                "grappe.verbs.verify.reference:worker", request, Plan(device=plan.device)
+            )
+        return self._references[key]
+
+    def trial(
+        self, plan: Plan, instrumentation: Instrumentation, reference: Reference
+    ) -> tuple[TrialStep, ...]:
+        """The plan's steps, compared with a reference's."""
+        request = TrialRequest(
+            task=self.task, plan=plan, data=self.data, steps=self.steps, reference=reference.folder,
+            instrumentation=instrumentation, draws=bool(reference.draws),
+        )  # fmt: skip
+        self._note(f"{str(plan) or 'one process'}{_words(instrumentation)}")
+        return self._run("grappe.verbs.verify.trial:worker", request, plan)
+
+    def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
+        """A trial's samples, each loaded once."""
+        request = ReferenceRequest(
+            task=self.task,
+            data=self.data,
+            steps=self.steps,
+            folder=self._folder,
+            instrumentation=instrumentation,
+        )
+        return self._run("grappe.verbs.verify.reference:load", request, Plan(device=plan.device))
+
+
+WORDS = {
+    "draws": "random draws", "coupled": "statistics of the batch", "companions": "the batch's company",
+    "loss": "losses of several rows", "augment": "augmentation", "buffers": "what buffers remember",
+    "precision": "reduced precision", "clip": "clipping", "even": "uneven slices", "samples": "loading",
+}  # fmt: skip
+
+
+def _words(instrumentation: Instrumentation) -> str:
+    off = [
+        WORDS[field.name]
+        for field in dataclasses.fields(instrumentation)
+        if getattr(instrumentation, field.name)
+    ]
+    return f", with {' and '.join(off)} switched off" if off else ""

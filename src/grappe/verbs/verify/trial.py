@@ -1,0 +1,184 @@
+"""Trial: a few steps of an instrumented task under a plan, by any engine's interface alone, beside a reference."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from grappe import engines
+from grappe.checkpoint.initial import built
+from grappe.data.batch import Batch
+from grappe.data.loader import training_loader
+from grappe.engines.base import Engine, EngineSetup
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World, join
+from grappe.plan import Plan
+from grappe.step.result import StepResult
+from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
+from grappe.verbs.verify.random_ops import RandomOps
+from grappe.verbs.verify.rounding import gap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialRequest:
+    """What the processes of a trial do."""
+
+    task: Any
+    """A TaskReference."""
+    plan: Plan
+    data: Path
+    steps: int
+    reference: Path
+    """The folder of the reference's weights after each step."""
+    instrumentation: Instrumentation = NOTHING
+    draws: bool = False
+    """Whether the model draws random numbers, to be recorded."""
+    run: None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialStep:
+    """One step under the plan."""
+
+    epoch: int
+    total: int
+    """The number of steps that the schedule was made for."""
+    slices: tuple[tuple[int, ...], ...]
+    """By data slice: the ids of the samples that reached the loss."""
+    count: float
+    loss: float
+    norm: float | None
+    skipped: bool
+    gaps: dict[str, float]
+    """By tensor, |a - b| / |a| in norms, a the reference's."""
+    draws: tuple[str, ...]
+    """By data slice: a hash of what the model drew; empty where that was little or nothing."""
+    bits: str
+    """A hash of all weights and buffers after the step, and of the loss."""
+
+
+def worker(
+    request: TrialRequest, process: ProcessRank, rendezvous_folder: Path
+) -> tuple[TrialStep, ...] | None:
+    """One process of a trial; process 0 returns its steps. Collective."""
+    world = join(request.plan, process, rendezvous_folder)
+    samples = SampleRecorder()
+    task = instrumented(request.task.resolve(), request.instrumentation, samples)
+    loader = training_loader(task, task.data("train", request.data), request.plan, world)
+    total = task.epochs * loader.order.steps_per_epoch
+    setup = EngineSetup(
+        task=task,
+        plan=request.plan,
+        world=world,
+        weights=built(task),
+        total_steps=total,
+        stop_requested=lambda: 0.0,
+    )
+    engine = engines.check(request.plan)(setup)
+    recording = request.instrumentation.draws or (request.draws and not request.plan.compile)
+    with (
+        RandomOps(off=request.instrumentation.draws) if recording else contextlib.nullcontext() as random_ops
+    ):
+        recorder = _StepRecorder(engine, world, request.reference, samples, random_ops)
+        batches = _unrecorded(loader.batches(0, request.steps), random_ops)
+        engine.train(batches, recorder.after)
+    engine.close()
+    steps = recorder.gathered(world, total)
+    world.barrier()
+    world.leave()
+    return steps if world.rank == 0 else None
+
+
+def _unrecorded(batches: Iterator[Batch], random_ops: RandomOps | None) -> Iterator[Batch]:
+    """The same batches, without recording the random numbers of loading and augmentation."""
+    while True:
+        with random_ops.paused() if random_ops is not None else contextlib.nullcontext():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+class _StepRecorder:
+    """Records each step of this process after it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        reference: Path,
+        samples: SampleRecorder,
+        random_ops: RandomOps | None,
+    ) -> None:
+        self._engine, self._world, self._reference = engine, world, reference
+        self._samples, self._random_ops = samples, random_ops
+        self._steps: list[dict[str, Any]] = []
+
+    def after(self, result: StepResult) -> bool:
+        """Records a step. Collective, as exporting is."""
+        batch = result.batch
+        total, _ = result.sums.read()
+        loss = total / float(batch.count)
+        gaps, bits = self._compared(len(self._steps), loss)
+        self._steps.append(
+            {
+                "epoch": batch.epoch,
+                "ids": self._samples.take([micro.rows for micro in batch.microbatches]),
+                "count": float(batch.count),
+                "loss": loss,
+                "norm": None if result.norm is None else float(result.norm),
+                "skipped": result.skipped,
+                "gaps": gaps,
+                "bits": bits,
+                "draws": self._random_ops.take() if self._random_ops is not None else "",
+            }
+        )
+        return False
+
+    @torch.no_grad()
+    def _compared(self, number: int, loss: float) -> tuple[dict[str, float], str]:
+        file = self._reference / f"step-{number:03d}.safetensors"
+        gaps: dict[str, float] = {}
+        bits = hashlib.sha256(repr(loss).encode())
+        if self._world.rank or not file.exists():
+            for _ in self._engine.export():
+                pass
+            return {}, ""
+        with safe_open(file, framework="pt") as reference:
+            for name, tensor in self._engine.export():
+                gaps[name] = gap(reference.get_tensor(name), tensor.detach().cpu())
+                bits.update(
+                    tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                )
+        return gaps, bits.hexdigest()
+
+    def gathered(self, world: World, total: int) -> tuple[TrialStep, ...]:
+        """The steps, with the samples and draws of each data slice. Collective."""
+        mine = [(one["ids"], one["draws"]) for one in self._steps]
+        # Of the processes that share a slice, a pipeline's last stage alone calls the loss.
+        recorded = sum(len(ids) for ids, _ in mine)
+        everyone = world.gather((world.data_rank, -recorded, world.rank, mine))
+        best = {
+            rank: min((one for one in everyone if one[0] == rank), key=lambda one: one[:3])
+            for rank, *_ in everyone
+        }
+        slices = [best[rank][3] for rank in sorted(best)]
+        steps = []
+        for number, one in enumerate(self._steps):
+            in_slices = [recorded[number] for recorded in slices]
+            steps.append(
+                TrialStep(
+                    **{name: value for name, value in one.items() if name not in ("ids", "draws")},
+                    total=total,
+                    slices=tuple(tuple(ids) for ids, _ in in_slices),
+                    draws=tuple(drawn for _, drawn in in_slices),
+                )
+            )
+        return tuple(steps)

@@ -1,0 +1,70 @@
+"""grappe verify: whether plans learn what one plain process learns, and if one does not, why."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from grappe import engines
+from grappe.errors import UsageError
+from grappe.launch.rank import rank_from_environment
+from grappe.launch.start import start
+from grappe.plan import Plan, as_plan
+from grappe.task import Task
+from grappe.training.request import data_folder
+from grappe.training.task_reference import TaskReference
+from grappe.verbs.verify.judge import Finding, judge
+from grappe.verbs.verify.runner import Runner, StartProcesses
+
+STEPS = 8  # two epochs of a trial; longer trainings of correct code drift apart
+
+
+def verify(
+    task: Task | type[Task] | str,
+    plans: Sequence[Plan | str],
+    *,
+    fields: Mapping[str, str] | None = None,
+    data: Path | str | None = None,
+    steps: int = STEPS,
+    run: StartProcesses = start,
+    note: Callable[[str], None] | None = None,
+) -> Iterator[Finding]:
+    """Tries each plan beside one plain process: the same weights, the same global batches, `steps` steps.
+
+    Args:
+        run: what starts processes; for tests.
+        note: called with a few words on what is being tried.
+
+    Raises:
+        GrappeError: a plan cannot be honoured, or the task does not train at all.
+    """
+    if rank_from_environment() is not None:
+        raise UsageError("grappe verify starts processes of its own: start it without torchrun or srun")
+    if steps < 1:
+        raise UsageError(f"--steps={steps}: it must be at least 1")
+    wanted = [as_plan(plan) for plan in plans]
+    for plan in wanted:
+        engines.check(plan)
+    with tempfile.TemporaryDirectory(prefix="grappe-verify-") as folder:
+        runner = Runner(
+            task=TaskReference.of(task, fields),
+            data=data_folder(data),
+            steps=steps,
+            folder=Path(folder),
+            run=run,
+            note=note or _nothing,
+        )
+        for plan in wanted:
+            yield judge(runner, plan)
+
+
+def _nothing(_: str) -> None:
+    """Drops a note."""
+
+
+def progress(words: str) -> None:
+    """Writes a line on a terminal's standard error, over the one before."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""What happens behind each step: curves, console, evaluation, checkpoints, stopping."""

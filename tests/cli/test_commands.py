@@ -1,0 +1,85 @@
+"""The commands that only tell, and the help of all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grappe import tasks
+from grappe.cli import commands
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What a command prints on an ordinary terminal's 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["grappe", *arguments])
+        with pytest.raises(SystemExit) as end:
+            commands.main()
+        told = capsys.readouterr()
+        assert (end.value.code, told.err) == (0, "")
+        return told.out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["engines"], ["replicate", "native", "textbook"]),
+        (["tasks"], ["digits", "cifar10", "LeNet"]),
+        (["tasks", "digits"], ["handwritten digits", "batch_size"]),
+        (["runs"], ["no run in runs: grappe train digits makes one"]),
+        (["--version"], ["."]),
+    ],
+)
+def test_what_there_is(output, command: list[str], words: list[str]) -> None:
+    text = output(*command)
+    assert all(word in text for word in words)
+
+
+@pytest.mark.parametrize("command", ["", *(name for name in commands.app if not name.startswith("-"))])
+def test_help_fits_80_columns(output, command: str) -> None:
+    lines = output(*command.split(), "--help").splitlines()
+    assert lines[0].startswith("Usage: grappe")
+    assert max(map(len, lines)) <= 80
+
+
+def test_nothing_of_the_introduction_is_wrapped(output) -> None:
+    assert commands.HELP.strip() in output("--help")
+
+
+def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
+    """Its processes have it; to load it twice, side by side, makes a busy machine start half as fast."""
+    code = (
+        "import sys; from grappe.cli.commands import app\n"
+        f"app(['train', 'digits', '--steps', '1', '--run', {str(tmp_path / 'run')!r}])\n"
+        "sys.exit(bool({'torch', 'torchmetrics', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        ("digits", True),
+        ("digits:Digits", True),
+        ("some.module:Task", True),
+        ("plain.py", False),
+        ("own.py:A", True),
+    ],
+)
+def test_which_tasks_may_import_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, found: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text("import torch\n")
+    Path("own.py").write_text("from torchmetrics.text import Perplexity\n")
+    assert tasks.mentions(reference, "torchmetrics") is found

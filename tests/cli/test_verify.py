@@ -1,0 +1,51 @@
+"""grappe verify as a user runs it: exit codes, the JSON and the HTML that it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.commands import GRAPPE, Command
+
+ROOT = str(Path(__file__).parents[2])
+PLAN = "replicate=2,threads=1,workers=0,device=cpu"
+
+
+def verify(folder: Path, task: str, *more: str) -> tuple[int, str, str]:
+    command = Command(
+        GRAPPE, "verify", task, "samples=64", "--plan", PLAN, *more, cwd=folder, PYTHONPATH=ROOT
+    )
+    try:
+        return command.end()
+    finally:
+        command.close()
+
+
+def test_a_plan_that_learns_something_else_ends_with_1_and_is_written_down(tmp_path: Path) -> None:
+    files = ("--json", "found.json", "--html", "found.html")
+    code, out, err = verify(tmp_path, "tests.parity.planted:Noisy", *files)
+    assert code == 1, err
+    assert "different" in out
+    [found] = json.loads((tmp_path / "found.json").read_text())
+    assert found["verdict"] == "different"
+    assert "replicate=2" in found["plan"]
+    page = (tmp_path / "found.html").read_text()
+    assert "different" in page
+    assert "a dataset that draws" in page
+    assert "http://" not in page and "https://" not in page, "it opens offline"
+
+
+def test_one_that_learns_the_same_ends_with_0(tmp_path: Path) -> None:
+    code, out, err = verify(tmp_path, "tests.parity.tasks:Images")
+    assert code == 0, err
+    assert "same" in out
+
+
+def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
+    command = Command(GRAPPE, "verify", "digits", cwd=tmp_path)
+    try:
+        code, _, err = command.end()
+    finally:
+        command.close()
+    assert code == 2
+    assert "give --plan replicate=2" in err

@@ -1,0 +1,264 @@
+"""SampleOrder: every epoch each sample once, and any division of a step is that step."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grappe.data import order as module
+from grappe.data.order import SampleOrder, cut, permute
+
+# a busy machine is no reason to fail
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+SEEDS = st.integers(0, 2**63 - 1)
+TINY_BLOCKS = {"_FIRST_BLOCK": 8, "_GROWTH": 2, "_LARGEST_BLOCK": 64}  # many block edges in few samples
+
+
+def deviations(observed: np.ndarray, expected: float) -> float:
+    """How far a chi-square statistic is above its mean, in its standard deviations."""
+    freedom = observed.size - 1
+    return float((((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+def permutations(length: int, count: int) -> np.ndarray:
+    """One permutation for each of `count` keys: (count, length)."""
+    return np.stack([permute(np.arange(length), key=key, length=length) for key in range(count)])
+
+
+@untimed
+@given(key=SEEDS, length=st.integers(1, 3000))
+def test_every_sample_has_one_position(key: int, length: int) -> None:
+    assert sorted(permute(np.arange(length), key=key, length=length)) == list(range(length))
+
+
+def test_every_small_length_is_permuted() -> None:
+    for length in range(1, 130):
+        assert sorted(permute(np.arange(length), key=length, length=length)) == list(range(length))
+
+
+@untimed
+@given(key=SEEDS, length=st.integers(10_000, 2**62), start=st.integers(0, 2**62))
+def test_no_length_is_too_large(key: int, length: int, start: int) -> None:
+    start %= length - 999
+    image = permute(np.arange(start, start + 1000), key=key, length=length)
+    assert len(set(image.tolist())) == 1000
+    assert image.min() >= 0 and image.max() < length
+
+
+@untimed
+@given(key=SEEDS, length=st.integers(1, 2000), data=st.data())
+def test_a_position_does_not_depend_on_the_others_asked_for(
+    key: int, length: int, data: st.DataObject
+) -> None:
+    some = np.array(data.draw(st.lists(st.integers(0, length - 1), max_size=20)), np.int64)
+    whole = permute(np.arange(length), key=key, length=length)
+    assert np.array_equal(permute(some, key=key, length=length), whole[some])
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_all_orders_of_few_samples_are_as_likely(length: int) -> None:
+    drawn = permutations(length, 2400)
+    orders = np.unique(drawn, axis=0, return_counts=True)[1]
+    assert orders.size == {4: 24, 5: 120}[length]
+    assert deviations(orders, 2400 / orders.size) < 4
+
+
+@pytest.mark.parametrize("length", [12, 70])
+def test_neighbours_land_anywhere(length: int) -> None:
+    drawn = permutations(length, 3000)
+    for one, other in ((0, 1), (1, 2), (0, length - 1), (length // 2, length // 2 + 1)):
+        assert deviations(np.bincount(drawn[:, one], minlength=length), 3000 / length) < 4
+        distance = (drawn[:, other] - drawn[:, one]) % length
+        assert deviations(np.bincount(distance, minlength=length)[1:], 3000 / (length - 1)) < 4
+
+
+def test_as_many_fixed_points_and_successors_as_chance_leaves() -> None:
+    drawn = permutations(100, 2000)
+    # both counts are nearly Poisson of mean 1, so their means over 2000 orders vary by 0.022
+    assert abs((drawn == np.arange(100)).sum(axis=1).mean() - 1) < 0.09
+    assert abs((np.diff(drawn, axis=1) == 1).sum(axis=1).mean() - 0.99) < 0.09
+
+
+def test_neighbours_in_a_large_order_are_uncorrelated() -> None:
+    image = permute(np.arange(20_000), key=5, length=10**12) / 10**12
+    for lag in (1, 2, 3, 8):
+        assert abs(np.corrcoef(image[:-lag], image[lag:])[0, 1]) < 4 / 20_000**0.5
+    assert deviations(np.histogram(image, 100, (0, 1))[0], 200) < 4
+
+
+def test_the_order_never_changes_silently() -> None:
+    assert permute(np.arange(10), key=7, length=10).tolist() == [3, 0, 8, 9, 6, 5, 4, 7, 2, 1]
+    assert permute(np.arange(4), key=2026, length=1000).tolist() == [660, 993, 220, 818]
+    far = permute(np.arange(10**9, 10**9 + 3), key=1, length=10**12)
+    assert far.tolist() == [220098078219, 619216483328, 477906018548]
+    ends = permute(np.array([0, 2**62 - 1]), key=2**63 - 1, length=2**62)
+    assert ends.tolist() == [2500790233611206238, 396810230519559345]
+    assert SampleOrder(seed=1, length=1000, batch_size=4).ids(2, 3).tolist() == [579, 307, 720, 123]
+
+
+@untimed
+@given(seed=SEEDS, length=st.integers(1, 2000), batch_size=st.integers(1, 300), shuffle=st.booleans())
+def test_an_epoch_sees_each_sample_once(seed: int, length: int, batch_size: int, shuffle: bool) -> None:
+    order = SampleOrder(seed=seed, length=length, batch_size=batch_size, shuffle=shuffle)
+    for epoch in range(2):
+        steps = [order.ids(epoch, step) for step in range(order.steps_per_epoch)]
+        assert all(len(step) == batch_size for step in steps[:-1])
+        assert 1 <= len(steps[-1]) <= batch_size
+        seen = np.concatenate(steps)
+        assert sorted(seen) == list(range(length))
+        assert np.array_equal(seen, order.order(epoch, 0, length))
+        if not shuffle:
+            assert np.array_equal(seen, np.arange(length))
+
+
+@untimed
+@given(
+    length=st.integers(1, 600),
+    batch_size=st.integers(1, 40),
+    parts=st.integers(1, 9),
+    microbatches=st.integers(1, 5),
+    shuffle=st.booleans(),
+)
+def test_the_slices_of_a_step_are_that_step(
+    length: int, batch_size: int, parts: int, microbatches: int, shuffle: bool
+) -> None:
+    alone = SampleOrder(seed=3, length=length, batch_size=batch_size, shuffle=shuffle)
+    each = [SampleOrder(seed=3, length=length, batch_size=batch_size, shuffle=shuffle) for _ in range(parts)]
+    for step in range(alone.steps_per_epoch):
+        whole, pieces = alone.ids(1, step), []
+        for part, order in enumerate(each):
+            ids = order.ids(1, step)
+            start, stop = cut(len(ids), parts, part)
+            for microbatch in range(microbatches):
+                low, high = cut(stop - start, microbatches, microbatch)
+                assert low == high or (start + low) % 2 == 0
+                pieces.append(ids[start + low : start + high])
+        assert np.array_equal(np.concatenate(pieces), whole)
+
+
+@untimed
+@given(size=st.integers(0, 10**13), parts=st.integers(1, 64))
+def test_slices_cover_in_order_and_are_even(size: int, parts: int) -> None:
+    slices = [cut(size, parts, part) for part in range(parts)]
+    edges = [0, *(stop for _, stop in slices)]
+    assert [start for start, _ in slices] == edges[:-1] and edges[-1] == size
+    assert all(edge % 2 == 0 for edge in edges[:-1] if edge < size)
+    pairs = [(stop - start + 1) // 2 for start, stop in slices]
+    assert min(pairs) >= 0 and max(pairs) - min(pairs) <= 1
+
+
+@settings(untimed, max_examples=200)
+@given(
+    length=st.integers(1, 400),
+    batch_size=st.integers(1, 20),
+    shuffle=st.booleans(),
+    visits=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 399)), max_size=30),
+)
+def test_steps_may_be_read_in_any_order(
+    length: int, batch_size: int, shuffle: bool, visits: list[tuple[int, int]]
+) -> None:
+    order = SampleOrder(seed=9, length=length, batch_size=batch_size, shuffle=shuffle)
+    expected = [order.order(epoch, 0, length) for epoch in range(3)]
+    forwards = [(epoch, step) for epoch in range(3) for step in range(order.steps_per_epoch)]
+    jumps = [(epoch, step % order.steps_per_epoch) for epoch, step in visits]
+    with mock.patch.multiple(module, **TINY_BLOCKS):
+        for epoch, step in [*jumps, *forwards, *reversed(forwards), *jumps]:
+            start = step * batch_size
+            assert np.array_equal(order.ids(epoch, step), expected[epoch][start : start + batch_size])
+
+
+def test_reading_on_through_blocks_of_the_real_sizes() -> None:
+    order = SampleOrder(seed=2, length=50_001, batch_size=7)
+    for epoch in range(2):
+        read = [order.ids(epoch, step) for step in range(order.steps_per_epoch)]
+        assert np.array_equal(np.concatenate(read), order.order(epoch, 0, 50_001))
+
+
+@untimed
+@given(seed=SEEDS, other=SEEDS, length=st.integers(50, 2000))
+def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, length: int) -> None:
+    order = SampleOrder(seed=seed, length=length, batch_size=8)
+    first = order.order(0, 0, length)
+    assert not np.array_equal(first, order.order(1, 0, length))
+    if seed != other:
+        assert not np.array_equal(
+            first, SampleOrder(seed=other, length=length, batch_size=8).order(0, 0, length)
+        )
+
+
+def count_evaluated(order: SampleOrder, steps: range) -> list[int]:
+    """How many positions each evaluation took, to read these steps of epoch 3."""
+    with mock.patch.object(module, "permute", side_effect=permute) as spy:
+        for step in steps:
+            order.ids(3, step)
+    return [len(call.args[0]) for call in spy.call_args_list]
+
+
+@pytest.mark.parametrize(
+    "length", [10**12, 2**39 + 1]
+)  # the latter is nowhere near a square or a power of two
+def test_seeking_far_evaluates_no_more_than_a_small_block(length: int) -> None:
+    order = SampleOrder(seed=0, length=length, batch_size=8)
+    step = 10**9 // 8
+    assert count_evaluated(order, range(step, step + 1)) == [256]
+    assert np.array_equal(order.ids(3, step), order.order(3, 10**9, 10**9 + 8))
+
+
+def test_walking_is_rare_for_every_length() -> None:
+    rounds = module._feistel
+    for length in (10**12, 2**39 + 1, 1437, 50_000):
+        with mock.patch.object(module, "_feistel", side_effect=rounds) as spy:
+            permute(np.arange(1000), key=4, length=length)
+        assert sum(len(call.args[0]) for call in spy.call_args_list) < 1100
+
+
+def test_reading_on_evaluates_each_sample_once_in_few_blocks() -> None:
+    evaluated = count_evaluated(SampleOrder(seed=0, length=10**12, batch_size=8), range(1000, 11_000))
+    assert evaluated == [256, 2048, *[16_384] * 5]
+
+
+def test_short_epochs_are_evaluated_whole() -> None:
+    order = SampleOrder(seed=0, length=1437, batch_size=256)
+    with mock.patch.object(module, "permute", side_effect=permute) as spy:
+        for epoch in range(4):
+            for step in range(order.steps_per_epoch):
+                order.ids(epoch, step)
+    assert [len(call.args[0]) for call in spy.call_args_list] == [256, 1181, 1437, 1437, 1437]
+
+
+def test_the_ids_belong_to_the_caller() -> None:
+    order = SampleOrder(seed=0, length=100, batch_size=10)
+    before = order.ids(0, 2).tolist()
+    order.ids(0, 2)[:] = -1
+    assert order.ids(0, 2).tolist() == before
+
+
+@pytest.mark.parametrize("length", [20, 24])
+def test_a_step_beyond_the_epoch_is_refused(length: int) -> None:
+    order = SampleOrder(seed=0, length=length, batch_size=8)
+    order.ids(0, 0)
+    for step in (3, 4, -1):
+        with pytest.raises(AssertionError, match=f"of {length}"):
+            order.ids(0, step)
+
+
+def test_a_pickled_order_leaves_its_block_behind() -> None:
+    order = SampleOrder(seed=0, length=10**6, batch_size=10_000)
+    ids = order.ids(0, 5)
+    sent = pickle.dumps(order)
+    assert len(sent) < 1000
+    received = pickle.loads(sent)
+    assert received == order and np.array_equal(received.ids(0, 5), ids)
+
+
+def test_the_order_needs_no_torch() -> None:
+    code = "import sys, grappe.data.draw, grappe.data.order; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

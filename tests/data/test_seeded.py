@@ -1,0 +1,154 @@
+"""SeededDataset datasets: a sample's own draws follow it to whatever process and worker loads it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from grappe.data.order import SampleOrder, cut
+from grappe.data.seeded import SeededDataset
+
+# a busy machine is no reason to fail
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+LENGTH = 23
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """Draws from the three global generators, an odd number of Gaussians each, since those come in pairs."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        own = [float(index), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+        return torch.cat(
+            [torch.tensor(own, dtype=torch.float64), torch.rand(1).double(), torch.randn(1).double()]
+        )
+
+
+class Batching(Drawing):
+    """A dataset with a batch path of its own, inside which no sample can be seeded."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        raise AssertionError("asked for a batch")
+
+
+class Failing(Drawing):
+    """Draws, and then cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        super().__getitem__(index)
+        raise OSError("a damaged file")
+
+
+def draw_from_all() -> list[float]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        *torch.randn(3).tolist(),
+    ]
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    # leaves the second Gaussian of a pair waiting in Python's and NumPy's, which must be kept as well
+    random.gauss(0, 1)
+    np.random.randn()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[torch.Tensor]:
+    """Each sample of epoch 1, asked for by itself."""
+    seeded = SeededDataset(Drawing(), seed=5)
+    return [seeded[1, index] for index in range(LENGTH)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_neither_processes_nor_workers_change_a_sample(
+    alone: list[torch.Tensor], parts: int, workers: int
+) -> None:
+    order = SampleOrder(seed=5, length=LENGTH, batch_size=8)
+    loaded = []
+    for part in range(parts):
+        requests = []
+        for step in range(order.steps_per_epoch):
+            ids = order.ids(1, step)
+            requests.append([(1, int(index)) for index in ids[slice(*cut(len(ids), parts, part))]])
+        batches = DataLoader(SeededDataset(Drawing(), seed=5), batch_sampler=requests, num_workers=workers)
+        loaded += [sample for batch in batches for sample in batch]
+    assert sorted(int(sample[0]) for sample in loaded) == list(range(LENGTH))
+    assert all(torch.equal(sample, alone[int(sample[0])]) for sample in loaded)
+
+
+@untimed
+@given(order=st.lists(st.tuples(st.just(1), st.integers(0, LENGTH - 1)), min_size=1, max_size=12))
+def test_what_was_read_before_changes_nothing(order: list[tuple[int, int]]) -> None:
+    seeded = SeededDataset(Drawing(), seed=5)
+    together = default_collate(seeded.__getitems__(order))
+    assert torch.equal(together, torch.stack([seeded[request] for request in order]))
+
+
+def test_every_generator_is_seeded_by_seed_epoch_and_id() -> None:
+    requests = [(seed, epoch, index) for seed in (5, 6) for epoch in (0, 1) for index in (0, 1)]
+    draws = torch.stack(
+        [SeededDataset(Drawing(), seed=seed)[epoch, index][1:] for seed, epoch, index in requests]
+    )
+    for column in draws.T:
+        assert len(column.unique()) == len(requests)
+
+
+def test_numpy_and_torch_do_not_draw_the_same() -> None:
+    class Bits(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            # torch makes a float32 of the low 24 bits of one output of the same Mersenne Twister
+            outputs = np.random.randint(0, 2**32, size=4, dtype=np.uint32) & 0xFFFFFF
+            return outputs.tolist(), (torch.rand(4) * 2**24).long().tolist()
+
+    seeded = SeededDataset(Bits(), seed=5)
+    for index in range(5):
+        of_numpy, of_torch = seeded[0, index]
+        assert of_numpy != of_torch
+
+
+@pytest.mark.parametrize("dataset", [Drawing(), Failing()])
+def test_the_generators_are_left_as_they_were(dataset: Drawing) -> None:
+    seed_all(11)
+    expected = draw_from_all()
+    seed_all(11)
+    try:
+        SeededDataset(dataset, seed=5).__getitems__([(0, 1), (0, 2)])
+    except OSError:
+        assert isinstance(dataset, Failing)
+    assert draw_from_all() == expected
+
+
+def test_a_batch_path_of_the_dataset_is_passed_by(alone: list[torch.Tensor]) -> None:
+    samples = SeededDataset(Batching(), seed=5).__getitems__([(1, 3), (1, 0)])
+    assert torch.equal(torch.stack(samples), torch.stack([alone[3], alone[0]]))
+
+
+def test_ids_may_come_from_numpy(alone: list[torch.Tensor]) -> None:
+    class Asked(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return type(index), super().__getitem__(index)
+
+    kind, sample = SeededDataset(Asked(), seed=5)[1, np.int64(7)]
+    assert kind is int  # what a file name or a JSON key is made from
+    assert torch.equal(sample, alone[7])
+
+
+def test_it_is_as_long_as_the_dataset() -> None:
+    assert len(SeededDataset(Drawing(), seed=5)) == LENGTH

@@ -1,0 +1,264 @@
+"""Processes on this machine: started, watched, interrupted, killed; nothing of them may remain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.errors import DataError, ProcessDied
+from grappe.launch import local
+from grappe.launch.signals import handled
+from grappe.training.run import Run
+from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
+
+PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
+HOST = os.uname().nodename
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts commands in an empty folder, and ends what is left of them."""
+    started: list[Command] = []
+
+    def begin(*arguments: str, **options: str) -> Command:
+        started.append(Command(*arguments, cwd=tmp_path, **options))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of our own, to see that nothing is left in it."""
+    local.start_server()  # whose socket stays for the next launch
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def gone(command: Command) -> None:
+    """Nothing of the command lives or lies about any more."""
+    until(lambda: not command.members(), "all its processes have ended")
+    assert not command.left()
+
+
+def test_process_0s_value_comes_back(temp: Path) -> None:
+    assert local.local("tests.launched:answer", {"a": 1}, 2) == ({"a": 1}, 0, 2, True)
+    assert not list(temp.iterdir())
+
+
+def test_a_value_larger_than_a_pipe_comes_back() -> None:
+    assert local.local("tests.launched:large", 3_000_000, 2) == bytes(3_000_000)
+
+
+def test_tensors_come_back_from_a_process_that_has_ended() -> None:
+    numbers, ones = local.local("tests.launched:tensors", 100_000, 2)
+    assert torch.equal(numbers, torch.arange(100_000))
+    assert torch.equal(ones, torch.ones(100_000))
+
+
+def test_todays_environment_reaches_processes_of_a_server_that_was_started_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local.local("tests.launched:answer", None, 1)
+    monkeypatch.setenv("GRAPPE_TEST_VARIABLE", "new")
+    assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) == "new"
+    monkeypatch.delenv("GRAPPE_TEST_VARIABLE")
+    assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) is None
+
+
+def test_works_in_a_thread() -> None:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(local.local("tests.launched:answer", 5, 1)))
+    thread.start()
+    thread.join()
+    assert found == [(5, 0, 1, True)]
+
+
+def test_an_error_of_ours_comes_back_as_itself(temp: Path) -> None:
+    with pytest.raises(DataError, match=r"^a file is missing$") as caught:
+        local.local("tests.launched:refuse", None, 2)
+    assert "launched.py" in caught.value.details
+    assert not list(temp.iterdir())
+
+
+def test_an_exception_inside_torch_is_named_with_its_process_and_last_lines() -> None:
+    with pytest.raises(ProcessDied) as caught:
+        local.local("tests.launched:fail_in_torch", None, 3)
+    message = str(caught.value)
+    assert message.startswith(f"process 1 of 3 on {HOST} failed with RuntimeError\n")
+    assert "\n  | hello from 1\n" in message
+    assert "inconsistent tensor size" in message
+    assert "my peer has gone" not in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_process_is_named_and_not_its_peers(number: signal.Signals) -> None:
+    with pytest.raises(ProcessDied) as caught:
+        local.local("tests.launched:die", int(number), 2)
+    message = str(caught.value)
+    assert message.startswith(f"process 1 of 2 on {HOST} was killed by {number.name}")
+    assert message.endswith("\n  | hello from 1")
+
+
+def test_a_process_that_leaves_without_a_word_is_named() -> None:
+    with pytest.raises(ProcessDied, match=r"^process 0 of 1 .* ended by itself with exit code 0"):
+        local.local("tests.launched:vanish", None, 1)
+
+
+def test_a_signal_that_comes_before_the_processes_are_there_reaches_them() -> None:
+    timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    assert local.local("tests.launched:wait_for_a_signal", None, 1, saves=True) == signal.SIGUSR1
+
+
+def test_a_closed_terminal_counts_but_not_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in handled()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert signal.SIGHUP not in handled()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_ends_processes_that_have_nothing_to_save(temp: Path) -> None:
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        local.local("tests.launched:refuse", None, 1)
+    assert not list(temp.iterdir())
+
+
+def test_a_killed_process_ends_the_training(start: Start, tmp_path: Path) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)
+    victim = pids_in_training(tmp_path / "run", 2)[1]
+    os.kill(victim, signal.SIGKILL)
+    code, _, err = command.end()
+    assert code == 1
+    assert err.startswith(f"grappe: process 1 of 2 on {HOST} was killed by SIGKILL")
+    assert err.endswith(f"\n  | step in {victim}\n")
+    assert "Traceback" not in err
+    gone(command)
+    # Other tests have some there for a moment.
+    until(lambda: set(Path("/dev/shm").iterdir()) <= shared, "its shared memory is given back")
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)
+    pids_in_training(tmp_path / "run", 2)
+    command.stop_signal()
+    code, out, err = command.end()
+    assert (code, err) == (75, "")
+    assert "interrupted, saved" in out
+    gone(command)
+    run = Run(tmp_path / "run")
+    saved = run.latest()
+    assert saved is not None
+    assert 0 < saved.step < 800
+    assert not run.is_finished()
+
+    code, out, err = start(GRAPPE, "train", SLOW, "pause=0", "epochs=8", "--run", "run", *PLAN).end()
+    assert (code, err) == (0, "")
+    assert "finished, 64 steps" in out
+    assert [one["step"] for one in run.records("step")] == list(range(1, 65))
+
+    code, out, err = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN).end()
+    assert (code, out, err) == (0, "run is finished (step 64): nothing to do\n", "")
+
+
+def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:
+    command = start(GRAPPE, "train", SLOW, "pause=0.5", "--run", "run", *PLAN)
+    pids_in_training(tmp_path / "run", 2)
+    command.stop_signal()
+    until(lambda: not command.has_pending(signal.SIGINT), "it has noticed")
+    time.sleep(0.1)  # Python, as the kernel, makes one of two that come together
+    command.stop_signal()
+    code, _, err = command.end()
+    assert code == 130
+    assert err == "grappe: ended at once; what was saved before is kept\n"
+    gone(command)
+
+
+def test_sigterm_to_the_parent_alone_saves(start: Start, tmp_path: Path) -> None:
+    command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)
+    pids_in_training(tmp_path / "run", 2)
+    os.kill(command.process.pid, signal.SIGTERM)
+    code, out, err = command.end()
+    assert (code, err) == (75, "")
+    assert "interrupted, saved" in out
+    assert Run(tmp_path / "run").latest().step > 0
+    gone(command)
+
+
+def test_no_orphan_survives_its_parent(start: Start, tmp_path: Path) -> None:
+    command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)
+    pids_in_training(tmp_path / "run", 2)
+    os.kill(command.process.pid, signal.SIGKILL)
+    until(lambda: not command.members(), "the orphans have ended")
+
+
+def test_two_trainings_at_once_do_not_meet(start: Start, tmp_path: Path) -> None:
+    options = ("epochs=2", "pause=0", *PLAN)
+    both = [start(GRAPPE, "train", SLOW, "--run", name, *options) for name in ("a", "b")]
+    assert [one.end()[0] for one in both] == [0, 0]
+    a, b = ([one["loss"] for one in Run(tmp_path / name).records("step")] for name in ("a", "b"))
+    assert len(a) == 16
+    assert a == b
+
+
+SCRIPT = """
+import grappe
+import torch
+from pathlib import Path
+from torch import nn
+
+with open("runs-of-the-script", "a") as log:
+    log.write("once\\n")
+
+class Mine(grappe.Task):
+    width: int = 3
+
+    def model(self):
+        return nn.Linear(self.width, 2)
+
+    def data(self, split, folder):
+        return grappe.Arrays(torch.arange(96.0).view(32, 3) / 96, torch.arange(32) % 2)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.1)
+
+run = grappe.train(Mine(epochs=1, batch_size=8), "replicate=2,threads=1,device=cpu", "run")
+print("trained", run.latest().step)
+print("weights", grappe.load(run, Mine()).weight.shape[1])
+print("evaluated", grappe.evaluate(run, plan="threads=1,device=cpu").samples)
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "prompt"])
+def test_a_script_without_a_guard_and_its_own_class(start: Start, tmp_path: Path, way: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    if way == "file":
+        command = start(sys.executable, "script.py")
+    else:  # what a notebook does: statements one by one, in a __main__ that is no file
+        command = start(sys.executable, "-i", "-q", text="exec(open('script.py').read())\n")
+    code, out, err = command.end()
+    assert (code, err.replace(">>> ", "").strip()) == (0, "")
+    assert out.endswith("trained 4\nweights 3\nevaluated 32\n")
+    assert (tmp_path / "runs-of-the-script").read_text() == "once\n"
+    gone(command)

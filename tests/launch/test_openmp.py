@@ -1,0 +1,125 @@
+"""On a busy machine OpenMP's threads sleep while they wait, unless the user has chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe.launch import openmp
+from grappe.launch.openmp import CHOICES, POLICY, is_busy, let_threads_sleep, sleeping_threads
+from tests.commands import GRAPPE, Command
+
+CORES = os.cpu_count() or 1
+TRAIN = (
+    "train",
+    "digits",
+    "batch_size=256",
+    "--bare",
+    "--steps",
+    "1",
+    "--run",
+    "run",
+    "--plan",
+    "device=cpu",
+)
+SCRIPT = """
+import os, torch, grappe
+grappe.train("digits", "device=cpu", "run", fields={"epochs": "1", "batch_size": "1437"})
+assert "OMP_WAIT_POLICY" not in os.environ
+"""
+
+
+def test_a_users_choice_stays() -> None:
+    for name in CHOICES:
+        environment = {name: "1"}
+        let_threads_sleep(environment)
+        assert environment == {name: "1"}
+
+
+@pytest.mark.parametrize(
+    ("running", "slurm", "busy"),
+    [(1, False, False), (1 + CORES, False, True), (5 + CORES, False, True), (5 + CORES, True, False)],
+)
+def test_when_a_machine_is_busy(tmp_path, monkeypatch, running: int, slurm: bool, busy: bool) -> None:
+    (tmp_path / "stat").write_text(f"cpu 1 2 3\nprocs_running {running}\nprocs_blocked 0\n")
+    monkeypatch.setattr(openmp, "STAT", tmp_path / "stat")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert is_busy() == busy
+    environment: dict[str, str] = {}
+    let_threads_sleep(environment)
+    assert environment == ({POLICY: "passive"} if busy else {})
+
+
+def test_a_system_that_does_not_say_counts_as_quiet(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "STAT", tmp_path / "none")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert not is_busy()
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """More busy loops than there are cores."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(CORES + 2)]
+    yield
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "is_busy", lambda: True)
+    for name in CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    with sleeping_threads():
+        assert os.environ[POLICY] == "passive"
+    assert POLICY not in os.environ
+    monkeypatch.setenv(POLICY, "active")
+    with sleeping_threads():
+        assert os.environ[POLICY] == "active"
+    assert os.environ[POLICY] == "active"
+
+
+@pytest.fixture
+def spins(tmp_path: Path):
+    """How often a waiting thread looks before it sleeps, in each of a command's processes that load OpenMP."""
+
+    def of(*words: str, **variables: str) -> list[int]:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        command = Command(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", **variables)
+        try:
+            code, _, err = command.end()
+        finally:
+            command.close()
+        assert code == 0, err
+        # A single process loads torch itself, when its output goes to the run's log.
+        said = err + "".join(log.read_text() for log in folder.glob("run/logs/*.log"))
+        return [int(line.split("'")[1]) for line in said.splitlines() if "GOMP_SPINCOUNT" in line]
+
+    return of
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LLVM's OpenMP prints another text")
+def test_the_processes_of_a_command_sleep(spins, busy_machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    assert set(spins(GRAPPE, *TRAIN)) == {0}
+    assert set(spins(GRAPPE, *TRAIN, GOMP_SPINCOUNT="7")) == {7}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LLVM's OpenMP prints another text")
+def test_the_processes_of_a_script_that_has_torch_sleep(
+    spins, busy_machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    found = spins(sys.executable, "-c", SCRIPT)
+    assert len(found) > 1
+    assert len([count for count in found if count]) == 1  # the script itself has loaded torch before

@@ -1,0 +1,188 @@
+"""Where a process stands, read from a launcher's variables; what a plan asks of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.errors import PlanError, UsageError
+from grappe.launch import world
+from grappe.launch.rank import ProcessRank, rank_from_environment
+from grappe.plan import Plan
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+STEP = {
+    **JOB,
+    "SLURM_STEP_ID": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+}
+CPU = torch.device("cpu")
+
+
+def test_torchrun() -> None:
+    assert rank_from_environment(TORCHRUN) == ProcessRank(
+        rank=3, size=4, local_rank=1, local_size=2, launcher="torchrun", job="none-29500"
+    )
+
+
+def test_a_step_of_srun_whatever_its_job_is_called() -> None:
+    assert rank_from_environment(STEP) == ProcessRank(
+        rank=4, size=5, local_rank=0, local_size=1, launcher="srun", job="12-5-0"
+    )
+
+
+def test_a_requeued_job_is_another_start() -> None:
+    again = rank_from_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
+    assert again is not None
+    assert again.job == "12-5-2"
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "tasks"),
+    [("2(x2),1", "0", 2), ("2(x2),1", "1", 2), ("2(x2),1", "2", 1), ("4", "0", 4), ("3,1(x2),2", "3", 2)],
+)
+def test_tasks_of_a_node(text: str, node: str, tasks: int) -> None:
+    process = rank_from_environment({**STEP, "SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": node})
+    assert process is not None
+    assert process.local_size == tasks
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param(JOB, id="salloc"),
+        pytest.param(BATCH, id="batch shell"),
+        pytest.param({**BATCH, "SLURM_STEP_ID": "4294967290"}, id="salloc's interactive step"),
+        pytest.param({**STEP, "SLURM_PTY_PORT": "40000"}, id="srun --pty bash"),
+        pytest.param({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, id="a step of one task"),
+        pytest.param({"RANK": "0"}, id="some other RANK"),
+    ],
+)
+def test_not_one_of_a_launchers_processes(environment: dict[str, str]) -> None:
+    assert rank_from_environment(environment) is None
+
+
+def test_torchrun_inside_a_slurm_job_wins() -> None:
+    process = rank_from_environment({**STEP, **TORCHRUN})
+    assert process is not None
+    assert process.launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**TORCHRUN, "RANK": "first"},
+        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "two"},
+        {**STEP, "SLURM_PROCID": ""},
+    ],
+)
+def test_variables_that_are_no_numbers(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="is not a number"):
+        rank_from_environment(environment)
+
+
+def test_ranks_without_an_address() -> None:
+    with pytest.raises(UsageError, match="MASTER_PORT is not: unset both, or start grappe with torchrun"):
+        rank_from_environment({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("max 100000", None), ("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_quota_of_a_cgroup_of_version_2(tmp_path: Path, text: str, quota: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text + "\n")
+    assert world._cgroup_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(("text", "quota"), [("-1", None), ("400000", 4), ("10000", 1)])
+def test_quota_of_a_cgroup_of_version_1(tmp_path: Path, text: str, quota: int | None) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(text + "\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert world._cgroup_quota(tmp_path) == quota
+
+
+def test_no_cgroup(tmp_path: Path) -> None:
+    assert world._cgroup_quota(tmp_path) is None
+    assert world.cores() >= 1
+
+
+def test_backends() -> None:
+    assert world.choose_backend(Plan(), CPU) == "gloo"
+    assert world.choose_backend(Plan(per_device=2), torch.device("cuda", 0)) == "gloo"
+
+
+def test_nccl_is_the_choice_for_gpus() -> None:
+    if torch.distributed.is_nccl_available():
+        assert world.choose_backend(Plan(), torch.device("cuda", 0)) == "nccl"
+    else:
+        with pytest.raises(PlanError, match=r"backend=nccl is not in this torch .*: use backend=gloo"):
+            world.choose_backend(Plan(), torch.device("cuda", 0))
+
+
+def test_nccl_needs_gpus() -> None:
+    with pytest.raises(PlanError, match="this plan runs on the CPU: use backend=gloo"):
+        world.choose_backend(Plan(backend="nccl"), CPU)
+
+
+@pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
+def test_mpi_is_in_no_pip_build() -> None:
+    with pytest.raises(PlanError, match="built from source against your MPI"):
+        world.choose_backend(Plan(backend="mpi"), CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(PlanError, match="torch sees no GPU here; use device=cpu"):
+        world.choose_device(Plan(device="cuda"), ProcessRank())
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "message"),
+    [
+        (
+            "shard=4,tensor=2",
+            4,
+            "plan needs 8 processes (shard=4 x tensor=2), this job has 4: use tensor=1, or ask for 8",
+        ),
+        ("", 4, "plan needs 1 process (one process), this job has 4: use replicate=4, or ask for 1"),
+        (
+            "shard=4,replicate=2",
+            6,
+            "plan needs 8 processes (replicate=2 x shard=4), this job has 6: use shard=3, or ask for 8",
+        ),
+        (
+            "shard=3,replicate=3",
+            4,
+            "plan needs 9 processes (replicate=3 x shard=3), this job has 4: "
+            "ask for 9, or choose degrees whose product is 4",
+        ),
+        (
+            "replicate=2",
+            1,
+            "plan needs 2 processes (replicate=2), this job has 1: "
+            "ask for 2, or choose degrees whose product is 1",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit(plan: str, processes: int, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(plan).check_fits(processes)
+    assert str(caught.value) == message

@@ -1,0 +1,77 @@
+"""Measures plans of every engine against one plain loop and writes docs/parity.json, which docs/parity.md shows.
+
+python -m tests.parity.table        # two minutes on two cores; engines that are not installed keep their last figures
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from grappe import engines
+from grappe.errors import PlanError
+from grappe.plan import Plan
+from tests.parity import reference
+from tests.parity.cell import difference
+from tests.parity.tasks import Tokens
+from tests.processes import Pool
+
+FILE = Path(__file__).parents[2] / "docs" / "parity.json"
+STEPS = 6
+PLANS = (
+    "replicate=2", "replicate=4", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "replicate=2,shard=2",
+    "shard=2,offload=cpu", "microbatches=4", "recompute", "tensor=2", "tensor=2,replicate=2",
+    "pipeline=2,microbatches=4", "pipeline=2,microbatches=4,schedule=gpipe",
+    "pipeline=2,microbatches=4,schedule=zero_bubble", "pipeline=2,microbatches=4,replicate=2",
+    "exact=2,replicate=2", "exact=2,shard=2",
+    "engine=textbook,replicate=2", "engine=textbook,replicate=3",
+    "engine=lightning,replicate=2", "engine=lightning,shard=2",
+    "engine=horovod,replicate=2",
+    "engine=deepspeed,replicate=2", "engine=deepspeed,shard=2,zero=1", "engine=deepspeed,shard=2,zero=2",
+    "engine=deepspeed,shard=2", "engine=deepspeed,shard=2,offload=cpu",
+)  # fmt: skip
+
+
+def known() -> dict[str, float]:
+    """By plan, in the order of `PLANS`: the difference that was measured last."""
+    gaps = json.loads(FILE.read_text())["gaps"] if FILE.exists() else {}
+    return {plan: gaps[plan] for plan in PLANS if plan in gaps}
+
+
+def measure(pool: Pool, text: str) -> float:
+    """The largest |plan - plain| / |plain| of any tensor after six steps."""
+    plain = reference.train(Tokens(), STEPS)["weights"]
+    trained = pool.run("tests.parity.cell:train", Plan.parse(text).processes, Tokens(), text, STEPS)
+    return difference(plain, trained[0]["weights"])[0]
+
+
+def write(gaps: dict[str, float]) -> None:
+    """Writes the differences beside those that were known."""
+    merged = {**known(), **gaps}
+    ordered = {plan: merged[plan] for plan in PLANS if plan in merged}
+    FILE.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "gaps": ordered}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measures every plan whose engine is installed."""
+    torch.set_num_threads(1)  # the same sums on any machine
+    pool = Pool(4)
+    gaps = {}
+    for text in PLANS:
+        try:
+            engines.check(Plan.parse(text))
+        except PlanError as error:
+            print(f"{text}: {error}", file=sys.stderr)
+            continue
+        gaps[text] = measure(pool, text)
+        print(f"{text}: {gaps[text]:.1e}", file=sys.stderr)
+    pool.close()
+    write(gaps)
+
+
+if __name__ == "__main__":
+    main()

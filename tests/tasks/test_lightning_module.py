@@ -1,0 +1,179 @@
+"""grappe.from_lightning: learns what Lightning's own Trainer learns, under any plan; names what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import grappe
+from grappe.checkpoint.initial import built
+from grappe.data.order import SampleOrder
+from grappe.errors import TaskError
+from grappe.parallel.materialise import fill, on_meta
+from tests.commands import GRAPPE, Command
+from tests.parity.cell import TOLERANCE, difference
+from tests.processes import Pool
+from tests.tasks import modules
+from tests.tasks.modules import BATCH, HELD_OUT, TRAINING, BySteps, Data, Net
+from tests.training.test_training import train
+
+EPOCHS, STEPS = 2, 8
+MODULES = {"epochs": Net, "steps": BySteps}
+
+
+@functools.cache
+def task_of(name: str) -> grappe.Task:
+    torch.manual_seed(11)
+    return grappe.from_lightning(MODULES[name](), Data(), epochs=EPOCHS)()
+
+
+@functools.cache
+def by_its_own_trainer(name: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The module under lightning.Trainer alone, on the same batches: weights and what its validation says."""
+    torch.manual_seed(11)
+    module, data = MODULES[name](), Data()
+    data.setup("fit")
+    order = SampleOrder(seed=0, length=TRAINING, batch_size=BATCH)
+    per_epoch = order.steps_per_epoch
+
+    class Batches:
+        """The ledger's, epoch by epoch."""
+
+        def __init__(self) -> None:
+            self.epoch = 0
+
+        def __len__(self) -> int:
+            return per_epoch
+
+        def __iter__(self):
+            steps = [order.ids(self.epoch, step).tolist() for step in range(per_epoch)]
+            self.epoch += 1
+            return iter(steps)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=EPOCHS, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        loader = DataLoader(data.train, batch_sampler=Batches())  # type: ignore[arg-type]
+        trainer.fit(module, loader)
+        trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        whole = DataLoader(data.held_out, batch_size=HELD_OUT)
+        found = trainer.validate(module, whole, verbose=False)[0]
+    assert trainer is not None
+    return {f"module.{name}": tensor for name, tensor in module.state_dict().items()}, dict(found)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["", "replicate=2", "shard=2", "replicate=2,microbatches=2", "engine=textbook,replicate=2",
+     "engine=lightning", "engine=lightning,replicate=2"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", MODULES)
+def test_learns_what_its_own_trainer_learns(pool: Pool, name: str, plan: str) -> None:
+    weights, _ = by_its_own_trainer(name)
+    size = grappe.Plan.parse(plan).processes
+    found = pool.run("tests.parity.cell:train", size, task_of(name), plan, STEPS)[0]
+    gap, worst = difference(weights, found["weights"])
+    assert gap <= TOLERANCE, f"{worst} is {gap:.1e} away"
+    assert found["scores"].samples == TRAINING
+
+
+def test_trains_evaluates_and_resumes_as_any_task(tmp_path: Path) -> None:
+    weights, validation = by_its_own_trainer("epochs")
+    train(tmp_path / "run", task_of("epochs"), steps=5, save_every=1)
+    result = train(tmp_path / "run", task_of("epochs"), save_every=1)
+    assert (result.status, result.step) == ("finished", STEPS)
+    model = grappe.load(result.run, task_of("epochs"))
+    assert isinstance(model.module, Net)
+    assert difference(weights, model.state_dict())[0] <= TOLERANCE
+    scores = grappe.evaluate(result.run, split="validation", task=task_of("epochs"), plan="threads=1")
+    assert scores.samples == HELD_OUT
+    assert scores.loss == pytest.approx(validation["val_loss"], rel=1e-5)
+    assert dict(scores.metrics) == {"val_accuracy": pytest.approx(validation["val_accuracy"], rel=1e-5)}
+
+
+def test_metrics_are_fresh_wherever_memory_comes_from() -> None:
+    """A model that is filled on another device loses what is neither parameter nor buffer: metrics' states."""
+    task = task_of("epochs")
+    model = on_meta(task)
+    model.to_empty(device="cpu")
+    for metric in (one for one in model.modules() if type(one).__name__ == "MulticlassAccuracy"):
+        for value in metric._defaults.values():
+            value.fill_(1e9)
+    fill(model, built(task), torch.device("cpu"))
+    data = task.data("validation", Path())
+    inputs, _ = task.collate([data[index] for index in range(HELD_OUT)])
+    assert 0 <= model.eval()(inputs)[0, 1].item() <= 1
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        ("Manual", "Data", ["automatic_optimization"]),
+        ("Hooked", "Data", ["on_train_epoch_end", "configure_gradient_clipping"]),
+        ("Summed", "Data", ["training_step", "not the mean over its batch"]),
+        ("Padded", "Data", ["training_step", "not the mean over its batch"]),
+        ("Noisy", "Data", ["training_step", "random numbers of its own"]),
+        ("Counting", "Data", ["training_step", "depends on batch_idx"]),
+        ("Ranked", "Data", ["largest", "not the mean over its batch"]),
+        ("TwoOptimizers", "Data", ["configure_optimizers", "something else than one optimizer"]),
+        ("Plateau", "Data", ["lr_scheduler", "ReduceLROnPlateau"]),
+        ("Attached", "Data", ["current_epoch", "not carried over"]),
+        ("Net", "Weighted", ["sampler", "WeightedRandomSampler", "drop_last"]),
+        ("Net", "Ordered", ["prepare_data", "it is not called"]),
+    ],
+)
+def test_what_it_cannot_carry_is_refused_by_name(module: str, data: str, words: list[str]) -> None:
+    with pytest.raises(TaskError) as refused:
+        grappe.from_lightning(getattr(modules, module)(), getattr(modules, data)())
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_what_is_left_out_knowingly_is_not_refused() -> None:
+    task = grappe.from_lightning(modules.Hooked(), modules.Ordered(), without=[
+        "on_train_epoch_end", "configure_gradient_clipping", "prepare_data", "shuffle",
+    ])()  # fmt: skip
+    assert (task.batch_size, task.epochs) == (BATCH, 10)
+    ranked = grappe.from_lightning(modules.Ranked(), Data(), without=["largest"])
+    assert set(ranked().metrics()) == {"val_accuracy"}
+
+
+TASK_FILE = """
+import grappe
+from tests.tasks.modules import Data, Net
+
+Carried = grappe.from_lightning(Net(), Data(), epochs=2)
+"""
+
+
+def test_a_file_with_one_is_a_task_on_the_command_line(tmp_path: Path) -> None:
+    from grappe import tasks
+
+    (tmp_path / "mine.py").write_text(TASK_FILE)
+    for reference in (f"{tmp_path / 'mine.py'}", f"{tmp_path / 'mine.py'}:Carried"):
+        task = tasks.make(tasks.find(reference), {"epochs": "3", "batch_size": "4"})
+        assert (type(task).__name__, task.epochs, task.batch_size) == ("NetTask", 3, 4)
+
+
+def test_it_is_measured_as_any_task(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK_FILE)
+    plans = ["device=cpu,threads=1", "device=cpu,threads=1,replicate=2"]
+    command = Command(
+        GRAPPE, "measure", "mine.py", "--plan", plans[0], "--plan", plans[1],
+        "--steps", "5", "--repeats", "1", "--no-advice",
+        cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]),
+    )  # fmt: skip
+    try:
+        code, out, err = command.end()
+    finally:
+        command.close()
+    assert code == 0, err
+    assert "replicate=2" in out

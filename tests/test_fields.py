@@ -1,0 +1,45 @@
+"""Text as people write it: durations, numbers with commas; and the docstrings of fields."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from grappe.errors import UsageError
+from grappe.fields import docs, seconds, whole_numbers
+from grappe.training.options import Options
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("90", 90), ("90s", 90), ("1.5m", 90), (".5h", 1800), ("2h", 7200), ("1d", 86400), ("30 m", 1800),
+        ("05:00", 300), ("02:30:00", 9000), ("1-00:00:01", 86401),
+    ],
+)  # fmt: skip
+def test_what_people_write(text: str, wanted: float) -> None:
+    assert seconds(text, "--time-limit") == wanted
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "5 minutes", "1:2:3:4", "nan", "inf", "1e3", "٣", "0:00"])
+def test_what_says_no_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--time-limit=.*give seconds"):
+        seconds(text, "--time-limit")
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "wanted"), [("32,64", 1, (32, 64)), ("0, 3", 0, (0, 3)), ("", 1, ())]
+)
+def test_numbers_with_commas(text: str, least: int, wanted: tuple[int, ...]) -> None:
+    assert whole_numbers(text, "--gpus", least) == wanted
+
+
+@pytest.mark.parametrize("text", ["0", "two", "1,-2", "1.5", "1 2"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--gpus={text}: give whole numbers from 1, with commas between"):
+        whole_numbers(text, "--gpus")
+
+
+def test_each_option_of_a_training_says_what_it_is() -> None:
+    assert list(docs(Options)) == [field.name for field in dataclasses.fields(Options)]

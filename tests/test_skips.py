@@ -1,0 +1,42 @@
+"""A skip counts as a failure where all tests must run, unless the list names it with a reason."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from tests import skips
+
+NAMED = "tests/data/test_draw.py::test_a_gpu_draws_the_same_bits"
+
+
+def skipped(nodeid: str) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid, (nodeid, 0, nodeid), {}, "skipped", ("file.py", 1, "Skipped: no such thing"), "setup"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "everything", "outcome"),
+    [
+        ("tests/test_any.py::test_one", "1", "failed"),
+        ("tests/test_any.py::test_one", "", "skipped"),
+        (NAMED, "1", "skipped"),
+        ("tests/test_benchmarks.py::test_rivals_take_turns[accelerate]", "1", "skipped"),
+        ("tests/test_benchmarks.py::test_rivals_take_turns[fabric]", "1", "failed"),
+    ],
+)
+def test_an_unlisted_skip_fails_where_all_must_run(
+    monkeypatch: pytest.MonkeyPatch, nodeid: str, everything: str, outcome: str
+) -> None:
+    monkeypatch.setenv(skips.VARIABLE, everything)
+    report = skips._judged(skipped(nodeid))
+    assert report.outcome == outcome
+    if outcome == "failed":
+        assert "Skipped: no such thing; all tests must run here" in str(report.longrepr)
+
+
+def test_every_entry_has_a_reason() -> None:
+    for entry in tomllib.loads(skips.LIST.read_text())["skip"]:
+        assert entry["why"]

@@ -1,0 +1,74 @@
+"""With each process's memory limited, plans that share a model train what one process cannot; it says so itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pytest import approx
+
+from grappe.engines.deepspeed import library
+from grappe.training.run import Run
+from tests.commands import GRAPPE, Command
+
+TASK = str(Path(__file__).parents[1] / "short_source.py")
+LIMIT_MB = 900  # of RLIMIT_DATA; Python and torch have 350 of them, connections to other processes 110
+
+
+def train(folder: Path, plan: str) -> tuple[int, str, str]:
+    line = f'ulimit -d {LIMIT_MB * 1000}; exec "$0" train {TASK} --plan "device=cpu,threads=1{plan}" --run {folder}'
+    command = Command("bash", "-c", line, GRAPPE, cwd=folder.parent, OMP_NUM_THREADS="1")
+    try:
+        return command.end()
+    finally:
+        command.close()
+
+
+def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
+    code, _, err = train(tmp_path / "run", "")
+    assert code == 2, err
+    assert "Traceback" not in err
+    told = re.search(
+        r"out of memory in process 0, which may take 922 MB \(RLIMIT_DATA.*\). It held 152 MB of parameters, "
+        r"152 MB of gradients, (\d+) MB of optimizer state \(of 305 MB\), (\d+) MB of activations",
+        err,
+    )
+    assert told, err
+    assert int(told[1]) < 305
+    assert re.search(r"Plans that would fit, by estimate: .*shard=2.* \(\d+ MB a process\)", err), err
+    assert "pipeline=2" in err
+    assert ("offload=nvme:FOLDER" in err) == library.installed()
+    assert Run(tmp_path / "run").latest() is not None, "nothing that was saved is lost"
+
+
+def test_a_disk_can(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("operators")
+    (tmp_path / "disk").mkdir()
+    code, out, err = train(tmp_path / "run", f",engine=deepspeed,offload=nvme:{tmp_path / 'disk'}")
+    assert code == 0, err
+    assert "finished, 2 steps" in out
+    run = Run(tmp_path / "run")
+    assert run.is_finished()
+    found = run.latest()
+    assert found is not None and found.step == 2
+    (held,) = (one["held"] for one in run.read_description()["costs"])
+    assert sum(held.values()) < 305e6, "what waits is not on the disk"
+    assert not list((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.parametrize("plan", [",shard=2", ",pipeline=2,microbatches=2"])
+def test_two_processes_can(tmp_path: Path, plan: str) -> None:
+    code, out, err = train(tmp_path / "run", plan)
+    assert code == 0, err
+    assert (
+        len(re.findall(r"peak memory, process \d .* parameters \d+ MB, gradients \d+ MB, optimizer", out))
+        == 2
+    )
+    run = Run(tmp_path / "run")
+    assert run.is_finished()
+    found = run.latest()
+    assert found is not None and found.step == 2
+    held = [one["held"] for one in run.read_description()["costs"]]
+    assert 300e6 < sum(one["parameters"] for one in held) + sum(one["gradients"] for one in held) < 310e6
+    assert all(one["optimizer"] == approx(2 * one["parameters"], rel=0.01) for one in held)

@@ -1,0 +1,104 @@
+"""A loop of one's own: the same numbers under every plan, nothing lost when it is stopped, six changed lines."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import grappe
+from grappe.errors import PlanError, UsageError
+from grappe.plan import Plan
+from tests.commands import Command
+
+SCRIPT = str(Path(__file__).with_name("gan.py"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+TOLERANCE = 1e-5
+
+
+def train(folder: Path, plan: str, name: str, *more: str) -> int:
+    processes = Plan.parse(plan).processes
+    starter = (TORCHRUN, "--nproc-per-node", str(processes)) if processes > 1 else (sys.executable,)
+    command = Command(
+        *starter, SCRIPT, f"{plan},threads=1,device=cpu".lstrip(","), f"{name}.safetensors", *more, cwd=folder
+    )
+    try:
+        code, _, err = command.end()
+    finally:
+        command.close()
+    assert code in (0, 1, 75), err
+    return code
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("alone")
+    assert train(folder, "", "alone") == 0
+    return load_file(folder / "alone.safetensors")
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=3"])
+def test_learns_the_same(tmp_path: Path, alone: dict[str, torch.Tensor], plan: str) -> None:
+    assert train(tmp_path, plan, "found") == 0
+    found = load_file(tmp_path / "found.safetensors")
+    assert set(found) == set(alone)
+    for name, wanted in alone.items():
+        gap = (found[name].double() - wanted.double()).norm() / wanted.double().norm()
+        assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
+
+
+@pytest.mark.parametrize("plan", ["", "replicate=2"])
+def test_a_signal_saves_and_it_goes_on_to_the_same_bits(tmp_path: Path, plan: str) -> None:
+    assert train(tmp_path, plan, "whole", "whole") == 0
+    code = train(tmp_path, plan, "parts", "parts", "6")
+    assert code == (75 if not plan else 1), "torchrun has one exit code of its own for all failures"
+    assert not (tmp_path / "parts.safetensors").exists()
+    assert train(tmp_path, plan, "parts", "parts") == 0
+    whole, parts = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "parts"))
+    losses = [found.pop("losses") for found in (parts, whole)]
+    assert 0 < len(losses[0]) < len(losses[1])
+    assert torch.equal(losses[0], losses[1][-len(losses[0]) :])
+    for name, wanted in whole.items():
+        assert torch.equal(parts[name], wanted), name
+
+
+def test_it_goes_on_under_other_numbers_of_processes(tmp_path: Path, alone: dict[str, torch.Tensor]) -> None:
+    """Two replicas, then one process, then two shards: in the end what one process alone has learned."""
+    for plan, stop in (("replicate=2", "4"), ("", "8")):
+        assert train(tmp_path, plan, "found", "run", stop) in (1, 75)
+    assert train(tmp_path, "shard=2", "found", "run") == 0
+    found = load_file(tmp_path / "found.safetensors")
+    losses = found.pop("losses")
+    assert 0 < len(losses) < len(alone["losses"]) - 6, "it went on behind the second stop"
+    assert torch.allclose(losses, alone["losses"][-len(losses) :], rtol=TOLERANCE)
+    for name, wanted in found.items():
+        gap = (alone[name].double() - wanted.double()).norm() / wanted.double().norm()
+        assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
+
+
+def test_six_lines_change_an_existing_loop() -> None:
+    texts = [(EXAMPLES / name).read_text().split('"""', 2)[2] for name in ("gan_by_hand.py", "gan.py")]
+    before, after = (text.splitlines() for text in texts)
+    added = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
+    changed = [line for line in added if "grappe" in line or "loop" in line]
+    assert len(changed) == 6
+    beside = {"import sys", "from torch.utils.data import TensorDataset"}  # to read the plan; one import less
+    assert set(added) - set(changed) == beside
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "words"),
+    [
+        ("tensor=2", PlanError, "not tensor: that takes an engine"),
+        ("engine=textbook", PlanError, "another engine"),
+        ("replicate=2", UsageError, "torchrun --nproc-per-node 2"),
+    ],
+)
+def test_what_a_loop_of_ones_own_cannot_have(plan: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        grappe.Loop(plan)

@@ -1,0 +1,71 @@
+"""Resuming: each process reads every tensor of a checkpoint once, and no more of it than its part."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from grappe.checkpoint.tensor_file import TensorFiles
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.training.options import Options
+from grappe.training.run import Run
+from tests.faults.resume_cell import part
+from tests.parity.tasks import Images
+from tests.processes import Pool
+
+TASK = Images(rule="adam", batchnorm=True, batch_size=16, samples=48)
+
+
+def reads(
+    process: ProcessRank, rendezvous_folder: Path, text: str, run: Path
+) -> tuple[int, Counter[str], Counter[str]]:
+    """Resumes a training for one step: how often its files were opened, and calls and numbers read by tensor."""
+    opened, calls, numbers = 0, Counter[str](), Counter[str]()
+    original, make = TensorFiles.read_part, TensorFiles.__init__
+
+    def counting(self: TensorFiles, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        calls[name] += 1
+        numbers[name] += math.prod(shape)
+        return original(self, name, shape, offset)
+
+    def opening(self: TensorFiles, files: Sequence[Path]) -> None:
+        nonlocal opened
+        opened += 1
+        make(self, files)
+
+    patched = mock.patch.multiple(TensorFiles, read_part=counting, __init__=opening)
+    with patched:
+        part(process, rendezvous_folder, TASK, text, run, Options(steps=5, save_every=100), None)
+    return opened, calls, numbers
+
+
+@pytest.mark.parametrize(
+    "plan", ["", "engine=textbook", "replicate=2", "shard=2", "shard=2,zero=1", "pipeline=2,microbatches=2"]
+)
+def test_a_resumed_training_reads_its_weights_once(pool: Pool, tmp_path: Path, plan: str) -> None:
+    processes = Plan.parse(plan).processes
+    options = Options(steps=4, save_every=4, evaluate_every=100)
+    pool.run("tests.faults.resume_cell:part", processes, TASK, plan, tmp_path / "run", options, None)
+    found = pool.run(f"{__name__}:reads", processes, plan, tmp_path / "run")
+    checkpoint = Run(tmp_path / "run").checkpoints / "step-000004"
+    tensors = TensorFiles(sorted(checkpoint.glob("*.safetensors")))
+    sizes = {name: math.prod(tensors.shape(name)) for name in tensors if not name.startswith("local.")}
+    assert {name.partition(".")[0] for name in sizes} == {"model", "optimizer"}
+    for opened, calls, _ in found:
+        assert opened == 1
+        own = {name: count for name, count in calls.items() if name.startswith("local.")}
+        # Which of the processes' buffers a model is made with is known when all are read; its own come back then.
+        assert set(own.values()) <= ({1, 2} if Plan.parse(plan).data_parallel > 1 else {1})
+        assert all(calls[name] <= 1 for name in sizes), calls
+    total = sum((numbers for _, _, numbers in found), Counter[str]())
+    copies = processes if plan.startswith("replicate") else 1
+    for name, size in sizes.items():
+        if tensors.shape(name):  # a step counter is read by every process
+            assert total[name] == copies * size, name

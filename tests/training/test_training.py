@@ -1,0 +1,197 @@
+"""A training from start to end in one process: what it writes, when it evaluates, saves and stops, how it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.errors import DivergedError, RunError, TaskError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import StopSignal
+from grappe.plan import Plan
+from grappe.training.options import Options
+from grappe.training.request import Request, Result
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.training.worker import worker
+from grappe.verbs.load import load
+from tests.parity.tasks import Images
+
+
+class Poisoned(Images):
+    """One sample is not a number."""
+
+    def data(self, split: str, folder: Path):
+        data = super().data(split, folder)
+        if split == "train":
+            data.inputs[11] = float("nan")
+        return data
+
+
+class Averaged(Images):
+    """A loss that averages."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().loss(output, target).mean()
+
+
+def train(folder: Path, task: Images | None = None, plan: str = "threads=1", **options) -> Result:
+    """A training in this process, with a launcher's place so that nothing is redirected."""
+    request = Request(
+        task=TaskReference.of(task or Images(epochs=3, dropout=0.3, rule="adam")),
+        plan=Plan.parse(plan),
+        run=folder,
+        base=folder.parent,
+        data=folder,
+        weights=None,
+        options=Options(**options),
+    )
+    return worker(request, ProcessRank(launcher="test"), folder.parent)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Run(run).latest()
+    assert checkpoint is not None
+    tensors = checkpoint.read_tensors()
+    return {name: tensors.read(name) for name in tensors}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_is_what_the_design_says(tmp_path, capsys) -> None:
+    result = train(tmp_path / "run", log_samples=True)
+    run = Run(result.run)
+    assert (result.status, result.step, run.is_finished()) == ("finished", 9, True)
+    steps = list(run.records("step"))
+    assert [step["step"] for step in steps] == list(range(1, 10))
+    assert [step["samples"] for step in steps] == [12, 24, 29, 41, 53, 58, 70, 82, 87]
+    assert [one["step"] for one in run.records("evaluation")] == [3, 6, 9]
+    assert all(one["samples"] == 29 for one in run.records("evaluation"))
+    assert sorted(one.name for one in run.checkpoints.iterdir()) == [f"step-{n:06d}" for n in (3, 6, 9)]
+    known = run.read_description()
+    assert known["fields"]["epochs"] == 3
+    assert known["versions"]["torch"] == torch.__version__
+    assert "finished, 9 steps" in capsys.readouterr().out
+    noted = [json.loads(line) for line in (run.folder / "samples/rank-0.jsonl").read_text().splitlines()]
+    epoch = [i for one in noted if one["kind"] == "step" and one["step"] <= 3 for i in one["ids"]]
+    assert sorted(epoch) == list(range(29))
+    assert sorted(
+        i for one in noted if one["kind"] == "evaluation" and one["step"] == 3 for i in one["ids"]
+    ) == sorted(epoch)
+
+
+@pytest.mark.parametrize("plan", ["threads=1", "threads=1,engine=textbook", "threads=1,precision=bf16"])
+@pytest.mark.parametrize("stop", [3, 4, 8])
+def test_a_training_that_goes_on_is_the_one_that_never_stopped(tmp_path, plan: str, stop: int) -> None:
+    task = Images(epochs=3, dropout=0.3, rule="adam", batchnorm=True, clip=0.5)
+    whole = train(tmp_path / "whole", task, plan)
+    paused = train(tmp_path / "parts", task, plan, steps=stop, log_samples=True)
+    assert paused.status == "paused"
+    assert not Run(paused.run).is_finished()
+    went_on = train(tmp_path / "parts", task, plan, log_samples=True)
+    assert went_on.step == whole.step
+    assert same(weights(whole.run), weights(went_on.run))
+    drop = ("seconds",)
+    curves = [
+        [{k: v for k, v in one.items() if k not in drop} for one in Run(run).records("step")]
+        for run in (whole.run, went_on.run)
+    ]
+    assert curves[0] == curves[1]
+
+
+def test_evaluating_and_saving_when_asked(tmp_path) -> None:
+    result = train(tmp_path / "run", evaluate_every=2, save_every=4)
+    assert [one["step"] for one in Run(result.run).records("evaluation")] == [2, 4, 6, 8, 9]
+    names = sorted(one.name for one in Run(result.run).checkpoints.iterdir())
+    assert names == ["step-000004", "step-000008", "step-000009"]
+
+
+def test_evaluating_more_often_changes_nothing(tmp_path) -> None:
+    a, b = train(tmp_path / "a"), train(tmp_path / "b", evaluate_every=1, save_every=1)
+    assert same(weights(a.run), weights(b.run))
+
+
+def test_patience_stops_and_counts_as_finished(tmp_path) -> None:
+    task = Images(epochs=30, rule="sgd", scheduled=False)
+    result = train(tmp_path / "run", dataclasses.replace(task, epochs=30), patience=1, evaluate_every=1)
+    losses = [one["loss"] for one in Run(result.run).records("evaluation")]
+    assert result.status == "stopped"
+    assert losses[-1] >= min(losses[:-1])
+    assert losses[:-1] == sorted(losses[:-1], reverse=True)
+    assert Run(result.run).is_finished()
+
+
+def test_a_loss_that_is_no_number_stops_before_anything_is_saved_over(tmp_path) -> None:
+    with pytest.raises(DivergedError, match=r"epoch 1, step \d+ \(sample ids .*11"):
+        train(tmp_path / "run", Poisoned(epochs=2, batch_size=10))
+    assert [one.name for one in Run(tmp_path / "run").checkpoints.iterdir()] == ["step-000000"]
+    assert Run(tmp_path / "run").latest() is not None
+
+
+def test_a_loss_that_averages_is_refused(tmp_path) -> None:
+    with pytest.raises(TaskError, match='reduction="none"'):
+        train(tmp_path / "run", Averaged())
+
+
+def test_another_tasks_folder_is_refused(tmp_path) -> None:
+    train(tmp_path / "run", steps=1)
+    with pytest.raises(RunError, match="is a run of the task"):
+        train(tmp_path / "run", Poisoned())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.tex").write_text("years of work")
+    with pytest.raises(RunError, match=r"holds thesis\.tex"):
+        train(tmp_path / "other")
+    assert (tmp_path / "other/thesis.tex").read_text() == "years of work"
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path) -> None:
+    run = train(tmp_path / "run", steps=6).run
+    (run / "checkpoints/step-000006/rank-0.safetensors").write_bytes(b"damaged")
+    latest = Run(run).latest()
+    assert latest is not None
+    assert latest.step == 3
+    assert train(tmp_path / "run").status == "finished"
+    assert same(weights(run), weights(train(tmp_path / "whole").run))
+
+
+def test_the_trained_model_can_be_loaded(tmp_path) -> None:
+    task = Images(epochs=1)
+    run = train(tmp_path / "run", task).run
+    model = load(run, task)
+    assert not model.training
+    wanted = weights(run)
+    assert all(torch.equal(value, wanted[f"model.{name}"]) for name, value in model.named_parameters())
+
+
+class Stopped(StopSignal):
+    """A signal that comes while one step is under way."""
+
+    at: int = 0
+    calls: int = 0
+
+    def flag(self) -> float:
+        Stopped.calls += 1
+        return 1.0 if Stopped.calls >= Stopped.at else 0.0
+
+
+@pytest.mark.parametrize("at", [3, 9])
+def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_goes_on(
+    tmp_path, monkeypatch, at: int
+) -> None:
+    whole = train(tmp_path / "whole")
+    monkeypatch.setattr("grappe.training.worker.StopSignal", Stopped)
+    # The flag is read a step late: raised in the step before, it stops the one at which an evaluation is due.
+    Stopped.calls, Stopped.at = 0, at - 1
+    assert train(tmp_path / "run").status == "interrupted"
+    assert at not in [one["step"] for one in Run(tmp_path / "run").records("evaluation")]
+    Stopped.calls, Stopped.at = 0, 10**9
+    assert train(tmp_path / "run").status == "finished"
+    found, wanted = (list(Run(folder).records("evaluation")) for folder in (tmp_path / "run", whole.run))
+    assert found == wanted
+    assert same(weights(whole.run), weights(tmp_path / "run"))

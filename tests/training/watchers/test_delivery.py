@@ -1,0 +1,112 @@
+"""How a training gives its steps to watchers: all of them, in order, in groups unless one wants each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import DivergedError
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.training import training
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+from grappe.training.watchers.curves import Curves
+from grappe.training.watchers.watcher_list import WatcherList
+from grappe.training.worker import worker
+from tests.parity.tasks import Images
+from tests.training.test_training import Poisoned
+from tests.training.watchers.made_up import record, run_info
+
+
+class Calls(Watcher):
+    def __init__(self) -> None:
+        self.found: list[tuple] = []
+
+    def started(self, info: RunInfo) -> None:
+        self.found.append(("started", info.start, info.last_step, info.total_steps))
+
+    def stepped(self, record: Record) -> None:
+        self.found.append(("stepped", record.step))
+
+    def evaluated(self, step: int, scores: object) -> None:
+        self.found.append(("evaluated", step))
+
+    def saving(self, step: int) -> None:
+        self.found.append(("saving", step))
+
+    def ended(self, outcome: Outcome | None) -> None:
+        self.found.append(("ended", outcome.status if outcome else None))
+
+
+class Prompt(Calls):
+    prompt = True
+
+
+def train(folder: Path, watcher: Watcher, task: Images | None = None, **options: int) -> None:
+    request = Request(
+        task=TaskReference.of(task or Images(epochs=2)),
+        plan=Plan.parse("threads=1"),
+        run=folder,
+        base=folder.parent,
+        data=folder,
+        weights=None,
+        options=Options(**options),
+        quiet=True,
+        also=(watcher,),
+    )
+    worker(request, ProcessRank(launcher="test"), folder.parent)
+
+
+@pytest.mark.parametrize("kind", [Calls, Prompt])
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_every_step_comes_in_order_and_before_what_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Calls], seconds: float
+) -> None:
+    monkeypatch.setattr(training, "DELIVERY_SECONDS", seconds)
+    calls = kind()
+    train(tmp_path / "run", calls, evaluate_every=2, save_every=4, steps=5)
+    assert calls.found == [
+        ("started", 0, 5, 6),
+        ("stepped", 1), ("stepped", 2), ("evaluated", 2),
+        ("stepped", 3), ("stepped", 4), ("evaluated", 4), ("saving", 4),
+        ("stepped", 5), ("evaluated", 5), ("saving", 5),
+        ("ended", "paused"),
+    ]  # fmt: skip
+
+
+def test_after_an_error_watchers_have_seen_every_step_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "DELIVERY_SECONDS", 1e9)
+    calls = Calls()
+    with pytest.raises(DivergedError) as error:
+        train(tmp_path / "run", calls, Poisoned(epochs=2, batch_size=2))
+    step = int(str(error.value).partition(", step ")[2].partition(" ")[0])
+    assert calls.found[1:] == [*(("stepped", one) for one in range(1, step)), ("ended", None)]
+    assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, step))
+
+
+def test_one_that_wants_each_step_has_all_called_after_each() -> None:
+    assert WatcherList([Calls(), Prompt()]).prompt
+    assert not WatcherList([Calls()]).prompt
+    assert not WatcherList([Calls()]).wants_gradients
+
+
+def test_curves_are_on_disk_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that is killed: quick steps too, however few there are."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    curves = Curves()
+    curves.started(run_info(tmp_path))
+    for step in range(1, 30):
+        curves.stepped(record(step))
+        now += 0.1
+        lines = (tmp_path / "metrics.jsonl").read_text().count("\n")
+        assert lines >= step - 11
+    curves.ended(None)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 29

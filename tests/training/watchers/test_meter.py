@@ -1,0 +1,73 @@
+"""The meter: what a run used, over its restarts and processes, and what it writes down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from grappe.training.run import Run
+from grappe.training.watchers.meter import Usage, used
+from tests.training.test_training import train
+
+ONE = Usage(
+    rank=0,
+    host="a",
+    device="cpu",
+    seconds=3600.0,
+    cpu_seconds=1800.0,
+    cores=8,
+    threads=1,
+    workers=None,
+    gpus=1,
+    peak={},
+    held={},
+    joules={"processors": 100.0, "gpu": 50.0},
+    why={},
+    timing=None,
+    step=5,
+    samples=50,
+)
+
+
+def test_hours_are_those_of_all_that_was_lent() -> None:
+    other = dataclasses.replace(ONE, rank=1, cores=0, joules={"gpu": 70.0}, seconds=3500.0)
+    told = used([ONE, other], {})
+    assert told["core_hours"] == pytest.approx(8)
+    assert told["gpu_hours"] == pytest.approx(2)
+    assert told["cpu_hours"] == pytest.approx(1)
+    assert told["joules"] == {"processors": 100.0, "gpu": 120.0}
+    again = used([ONE], told)
+    assert again["core_hours"] == pytest.approx(16)
+    assert again["joules"] == {"processors": 200.0, "gpu": 170.0}
+    assert again["samples"] == 100
+
+
+def test_a_start_that_could_not_be_measured_leaves_no_sum() -> None:
+    dark = dataclasses.replace(ONE, joules={"processors": None}, why={"processors": "no powercap"})
+    told = used([dark], {})
+    assert told["joules"] == {"processors": None}
+    assert told["why"] == {"processors": "no powercap"}
+    assert used([ONE], told)["joules"]["processors"] is None
+
+
+def test_a_run_knows_what_it_used(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=4)
+    first = Run(tmp_path / "run").read_description()["used"]
+    train(tmp_path / "run")
+    run = Run(tmp_path / "run")
+    known = run.read_description()
+    assert known["used"]["samples"] == 87  # three epochs of 29, over both starts
+    assert known["used"]["seconds"] > first["seconds"]
+    (process,) = known["costs"]
+    weights = process["held"]["parameters"]
+    assert process["held"]["gradients"] == weights
+    assert process["held"]["optimizer"] > 2 * weights  # Adam's two moments, and counts
+    lines = [json.loads(line) for line in (run.folder / "usage.jsonl").read_text().splitlines()]
+    assert sum(line["steps"] for line in lines) == 9
+    assert lines[-1]["step"] == 9
+    assert all(line["seconds"] > 0 and line["memory"]["host"] > 0 for line in lines)
+    inside = sum(seconds for line in lines for seconds in line["phases"].values())
+    assert inside == pytest.approx(known["used"]["seconds"], rel=0.5)

@@ -1,0 +1,177 @@
+"""Each of the doctor's checks, with what it must find and what it must leave alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.verbs.doctor import checks
+from grappe.verbs.doctor.checks import (
+    allocation,
+    cpp_errors,
+    cpus,
+    folder,
+    gpus,
+    host_memory,
+    mps,
+    network,
+    sizes,
+    torch_build,
+)
+from grappe.verbs.doctor.finding import Finding, Machine
+
+
+def machine(plan: str = "device=cpu", *, process: ProcessRank | None = None, **changes) -> Machine:
+    known = {"folder": Path("/tmp"), "job": False, "environment": {}, **changes}
+    return Machine(process=process or ProcessRank(), plan=Plan.parse(plan), **known)
+
+
+def words(found) -> str:
+    return "; ".join(f"{one.level}: {one.what}" for one in found)
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "fits"),
+    [
+        (["sm_80", "sm_90"], (8, 0), True),
+        (["sm_80", "sm_90"], (8, 6), True),  # code of the same major version runs
+        (["sm_80", "sm_90"], (7, 0), False),
+        (["sm_80", "sm_90"], (10, 0), False),
+        (["sm_80", "compute_90"], (10, 0), True),  # the driver translates
+        (["sm_37", "sm_50"], (9, 0), False),
+        (["gfx90a"], (9, 0), True),  # of another maker: not judged
+    ],
+)
+def test_architectures(built: list[str], capability: tuple[int, int], fits: bool) -> None:
+    found = [
+        one for one in torch_build.of_architectures(built, [capability], "2.11.0") if one.level == "error"
+    ]
+    assert bool(found) is not fits
+    assert all("no kernel image" in one.why for one in found)
+
+
+@pytest.mark.parametrize(
+    ("version", "bad"),
+    [("1.10.0", True), ("1.10.2+cu113", True), ("1.0.0", True), ("1.9.1", False), ("2.11.0+cpu", False)],
+)
+def test_versions(version: str, bad: bool) -> None:
+    assert bool(list(torch_build.of_version(version))) is bad
+
+
+def test_an_old_torch_on_an_h100() -> None:
+    assert "H100" in words(torch_build.of_architectures(["sm_90"], [(9, 0)], "2.3.0"))
+    assert not list(torch_build.of_architectures(["sm_90"], [(9, 0)], "2.5.1"))
+
+
+def test_cores() -> None:
+    assert not list(cpus.of_cores(8, 4, 4, 0, requested=None))
+    assert "threads=8" in words(cpus.of_cores(8, 4, 8, 0, requested=None))
+    assert "workers=6" in words(cpus.of_cores(8, 4, 1, 6, requested=None))
+    assert "asked for 4 cores" in words(cpus.of_cores(1, 1, 1, 0, requested=4))
+    assert "OMP_NUM_THREADS=999" in words(cpus.check(machine(environment={"OMP_NUM_THREADS": "999"})))
+
+
+def test_memory(tmp_path: Path) -> None:
+    assert "shared memory" in words(host_memory.of_shared(64 << 20, None))
+    assert not list(host_memory.of_shared(64 << 20, 0))
+    assert "may use 4.3 GB" in words(host_memory.of_limit(4 << 30, 8))
+    assert not list(host_memory.of_limit(None, 8))
+    assert "grows by" in words(host_memory.of_growth(1 << 30))
+    assert not list(host_memory.of_growth(host_memory.growth()))
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert host_memory.limit(tmp_path) == 1000
+
+
+def test_gpus() -> None:
+    assert not list(gpus.of_gpus(4, 4, 1, "srun"))
+    assert "sees one GPU only" in words(gpus.of_gpus(1, 4, 1, "srun"))
+    assert "error: 4 processes on this node need 4 GPUs, 2 are visible" in words(
+        gpus.of_gpus(2, 4, 1, "grappe")
+    )
+    assert not list(gpus.of_gpus(1, 8, 8, "srun"))
+    assert "note: 4 GPUs are visible, the plan uses 1" in words(gpus.of_gpus(4, 1, 1, "grappe"))
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    assert not [one for one in folder.check(machine(folder=tmp_path / "not" / "yet")) if one.level == "error"]
+    assert not list(tmp_path.iterdir())
+    assert "takes 1.0 MB/s" in words(folder.of_speed(tmp_path, 1e6))
+    assert "0.0 GB left" in words(folder.of_room(tmp_path, 1000, None))
+    assert "5 more files" in words(folder.of_room(tmp_path, 10 << 30, 5))
+    assert "error: /proc cannot be written" in words(folder.check(machine(folder=Path("/proc"))))
+
+
+def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "quota"
+    stand_in.write_text(
+        "#!/bin/sh\necho 'Disk quotas for user me (uid 1):'\necho '/home 1000* 900 950'\nexit 1\n"
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "a disk quota is used up: /home 1000* 900 950" in words(folder.quota())
+
+
+def test_interfaces() -> None:
+    world = ["lo", "eth0", "ib0"]
+    assert not list(network.of_variables({"NCCL_SOCKET_IFNAME": "ib,eth"}, world))
+    assert not list(network.of_variables({"NCCL_SOCKET_IFNAME": "^lo"}, world))
+    assert "GLOO_SOCKET_IFNAME=hsn0" in words(network.of_variables({"GLOO_SOCKET_IFNAME": "hsn0"}, world))
+
+
+def test_processes_that_share_a_gpu() -> None:
+    assert not list(mps.of_sharing(8, "auto", (2, 28), program=True))
+    assert "there is no nvidia-cuda-mps-control" in words(mps.of_sharing(8, "auto", (2, 28), program=False))
+    assert "NCCL 2.28" in words(mps.of_sharing(8, "nccl", (2, 28), program=True))
+    assert not list(mps.of_sharing(8, "nccl", (2, 30), program=True))
+    assert "per_device=49" in words(mps.of_sharing(49, "auto", (2, 30), program=True))
+
+
+def test_errors_in_cpp() -> None:
+    assert not list(cpp_errors.check(machine()))  # this torch's arrive in Python
+    assert "c10::Error" in words(cpp_errors.of_exit_code(-6))
+
+
+def test_sizes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 5), nn.Linear(64, 10), nn.Linear(16, 8))
+    assert "0 (6), 1 (10)" in words(sizes.of_sizes(model, 64))
+    assert "12 samples at once" in words(sizes.of_sizes(nn.Linear(8, 8), 12))
+    assert not list(sizes.of_sizes(nn.Linear(8, 8), 64))
+    assert "did you mean epochs" in words(sizes.check(machine(task="digits", fields={"epocs": "3"})))
+    assert not list(sizes.check(machine(task="digits")))  # fp32 uses no tensor cores
+
+
+def test_stale_variables_and_processes_that_do_not_fit() -> None:
+    process = ProcessRank(rank=0, size=4, local_rank=0, local_size=4, launcher="srun")
+    found = allocation.check(
+        machine("replicate=2,device=cpu", process=process, job=True, environment={"SLURM_JOB_ID": "1"})
+    )
+    assert "the plan has 2 processes, srun started 4" in words(found)
+    told = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}
+    assert "this is none of them" in words(
+        allocation.check(machine("replicate=2", job=True, environment=told))
+    )
+
+
+def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Machine):
+        raise RuntimeError("its own mistake")
+
+    monkeypatch.setattr(cpus, "check", broken)
+    found = list(checks.examine(machine(folder=Path("/proc"))))
+    assert "the check cpus failed: RuntimeError: its own mistake" in words(found)
+    assert "/proc cannot be written" in words(found)
+
+
+def test_this_machine_can_train() -> None:
+    found = list(checks.examine(machine("device=cpu,threads=1,workers=0")))
+    assert not [one for one in found if one.level == "error"], words(found)
+    assert all(isinstance(one, Finding) for one in found)
+    assert torch.get_num_threads() >= 1

@@ -1,0 +1,45 @@
+"""grappe doctor as its processes run it: what it says of several nodes, and of one that never comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.verbs.doctor import doctor
+from grappe.verbs.doctor.finding import error, note, warning
+from tests.processes import Pool
+
+PLAN = "replicate=2,threads=1,workers=0,device=cpu"
+
+
+def examined(process: ProcessRank, rendezvous_folder: Path, folder: Path) -> list:
+    return doctor.worker(
+        doctor.Request(plan=Plan.parse(PLAN), folder=folder, job=True), process, rendezvous_folder
+    )
+
+
+def test_two_processes_are_well(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run("tests.verbs.doctor.test_doctor:examined", 2, tmp_path):
+        assert not doctor.failed(found), doctor.text(found)
+
+
+def test_a_process_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PATIENCE_SECONDS", 1.0)
+    alone = ProcessRank(rank=0, size=2, local_rank=0, local_size=1, launcher="srun", job="7-0-0")
+    request = doctor.Request(plan=Plan.parse(PLAN), folder=tmp_path, job=True)
+    with pytest.raises(doctor.Unfit, match="the 2 processes did not all meet in 1 s"):
+        doctor.worker(request, alone, tmp_path)
+
+
+def test_the_same_of_several_nodes_is_said_once() -> None:
+    slow, full, idle = warning("slow", "why", "do"), error("full"), note("idle")
+    found = doctor._ordered([[slow, full], [slow, idle], [slow]], ["n0", "n1", "n0"])
+    assert [(one.what, one.host) for one in found] == [("full", "n0"), ("slow", ""), ("idle", "n1")]
+    assert (
+        doctor.text(found) == "ERROR: full (on n0)\nwarning: slow\n  why: why\n  do:  do\nnote: idle (on n1)"
+    )
+    assert doctor.failed(found)
+    assert doctor.text([]) == "nothing is wrong here"

@@ -1,0 +1,121 @@
+"""What measured points mean, in words: from figures that are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from grappe.plan import Plan
+from grappe.profiling.phases import IN_A_STEP
+from grappe.verbs.measure import verdict
+from grappe.verbs.measure.points import Point, Process, Trial, efficiency, lost
+
+NONE = dict.fromkeys(IN_A_STEP, 0.0)
+COMPUTE = {"forward": 0.004, "backward": 0.006}
+
+
+def point(
+    *each: Mapping[str, float], plan: str = "", batch: int = 64, joules: float | None = None, **fields
+) -> Point:
+    """A point whose processes spend `each` seconds on the phases of a step."""
+    step = max(sum(phases.values()) for phases in each)
+    processes = [
+        Process(rank=rank, host="a", step=step, phases={**NONE, **phases}, memory=1, held={})
+        for rank, phases in enumerate(each)
+    ]
+    trial = Trial(processes=processes, steps=5, joules=joules, cores_used=1.0)
+    known = {"cores": 8, "workers": 0, **fields}
+    return Point(plan=plan, batch=batch, processes=len(each), slices=len(each), trials=[trial], **known)
+
+
+def said(*points: Point) -> str:
+    return "\n".join(verdict.sentences(points))
+
+
+def test_lost_adds_up_to_what_is_missing() -> None:
+    alone = point({**COMPUTE, "data": 0.001})
+    pair = point({**COMPUTE, "communication": 0.002}, {**COMPUTE, "forward": 0.006}, plan="replicate=2")
+    gone = lost(pair, alone)
+    assert sum(dataclasses.astuple(gone)) == pytest.approx(1 - efficiency(pair, alone))
+    assert gone.imbalance == pytest.approx(0.002 / 0.024)
+    assert gone.communication == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("workers", "data", "needed"), [(0, 0.02, 3), (0, 0.0005, None), (2, 0.02, 7), (None, 0.02, None)]
+)
+def test_workers_follow_from_how_long_a_batch_takes(workers, data, needed) -> None:
+    """Computing takes 10 ms; alone a process loads in `data`; two that cannot keep up give a batch each 30 ms."""
+    one = point({**COMPUTE, "data": data}, workers=workers)
+    assert verdict.advised_workers(one) == needed
+    if needed:
+        assert f"use workers={needed}" in said(one)
+        assert (Plan(workers=needed), 64) in verdict.next_points([one])
+    elif workers is None:
+        assert "in memory" in said(one)
+    else:
+        assert "waits" not in said(one)
+
+
+def test_more_workers_than_anybody_has_are_not_advised() -> None:
+    slow = point({**COMPUTE, "data": 0.3}, device="NVIDIA H100", plan="device=cuda")
+    assert "the GPU waits for data 97% of the time" in said(slow)
+    assert "store the samples decoded" in said(slow)
+    assert [plan.workers for plan, _ in verdict.next_points([slow])] == [None]
+
+
+def test_a_slow_process_is_named_with_what_it_is_slow_in() -> None:
+    quick = {**COMPUTE, "communication": 0.02}
+    slow = {"forward": 0.024, "backward": 0.006}
+    told = said(point(quick, quick, slow, quick, plan="replicate=4"))
+    assert "process 2 on a holds the others up" in told
+    assert "most of it in forward" in told
+    assert "communication:" not in told  # it is waiting, and has been named
+    even = {**COMPUTE, "communication": 0.001}
+    assert "holds" not in said(point(even, even, plan="replicate=2"))
+
+
+def test_small_slices_are_named() -> None:
+    small = point(COMPUTE, batch=4)
+    large = point({"forward": 0.006, "backward": 0.009}, batch=64)
+    assert "slices of 4 samples are small: a sample takes 10.7 times" in said(small, large)
+    assert "small:" not in said(large, point({"forward": 0.012, "backward": 0.018}, batch=128))
+
+
+def test_too_small_for_a_gpu() -> None:
+    cpu = point(COMPUTE, COMPUTE, plan="device=cpu,replicate=2", device="cpu")
+    gpu = point({"forward": 0.012, "backward": 0.018}, plan="device=cuda", device="NVIDIA H100")
+    told = said(gpu, cpu)
+    assert "too small for a GPU at this batch size: 2 CPU processes are faster (3.0 times)" in told
+    assert "2.0 times as fast" in said(point(COMPUTE, device="NVIDIA H100"), point({"forward": 0.02}))
+
+
+def test_scaling_says_what_one_more_would_bring() -> None:
+    alone = point({"forward": 0.040})
+    two = point({"forward": 0.025}, {"forward": 0.025}, plan="replicate=2")
+    told = said(alone, two)
+    assert "2 processes are 1.6 times as fast as 1 (efficiency 80%" in told
+    assert "most is lost to smaller slices or shared cores, 20%" in told
+    # 10 ms that do not shrink, and 30 that do: 20 ms on three.
+    assert "one more would bring about +25%" in told
+    worse = point({"forward": 0.05}, {"forward": 0.05}, plan="replicate=2")
+    assert "more processes than 1 do not help" in said(alone, worse)
+
+
+def test_more_threads_than_cores() -> None:
+    crowd = point(COMPUTE, COMPUTE, plan="replicate=2", cores=2, threads=2)
+    assert "2 processes with 2 threads each share 2 cores" in said(crowd)
+
+
+def test_energy_and_speed_may_disagree() -> None:
+    told = said(
+        point(COMPUTE, joules=0.1), point(COMPUTE, COMPUTE, batch=128, plan="replicate=2", joules=0.2)
+    )
+    assert "fastest: replicate=2 (batch 128)" in told
+    assert "least energy: one process (batch 64), 0.1 J a sample" in told
+
+
+def test_nothing_measured() -> None:
+    assert said(Point(plan="", batch=1, processes=1, slices=1, failure="no")) == "nothing could be measured"

@@ -1,0 +1,243 @@
+"""The report in a real browser: every plot drawn, nothing asked of anybody, no complaint, whatever the runs' state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import RunError, UsageError
+from grappe.training.run import Run
+from grappe.verbs.report.gather import gather, html, thinned
+from grappe.verbs.report.report import report
+from tests import chromium
+from tests.parity.tasks import Images
+from tests.training.test_training import train
+
+HOSTILE = "</script><script>console.error('run')</script><img src=x onerror=console.error(1)>@@CODE@@"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Browser]:
+    program = chromium.found()
+    if program is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    made = chromium.Browser(program)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run, in two starts."""
+    folder = tmp_path_factory.mktemp("report") / "images"
+    task = Images(epochs=3, rule="adam", clip=0.5)
+    train(folder, task, steps=4)
+    train(folder, task)
+    return folder
+
+
+def another(run: Path, name: str, **changes: object) -> Path:
+    """A copy of a run with some of its description changed."""
+    made = run.parent / name
+    shutil.copytree(run, made, dirs_exist_ok=True)
+    Run(made).describe(**changes)
+    return made
+
+
+def shown(browser: chromium.Browser, file: Path) -> int:
+    """Opens a report and checks what must hold of every one; how many plots it has."""
+    browser.open(file)
+    plots, drawn, empty = browser.evaluate(
+        "[document.querySelectorAll('figure').length, document.querySelectorAll('figure[data-drawn=yes]').length,"
+        " [...document.querySelectorAll('svg')].filter(one => !one.querySelector('path, rect, line')).length]"
+    )
+    assert browser.complaints == []
+    assert browser.requests == [file.resolve().as_uri()]
+    assert plots == drawn > 0
+    assert empty == 0
+    assert "NaN" not in browser.evaluate("document.getElementById('plots').innerHTML")
+    return plots
+
+
+def test_one_run(browser: chromium.Browser, run: Path) -> None:
+    file = report([run])
+    assert file == run / "report.html"
+    assert shown(browser, file) >= 9
+    titles = browser.evaluate(
+        "[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)"
+    )
+    for title in (
+        "loss",
+        "learning rate",
+        "gradient norm",
+        "where a step's time goes",
+        "peak memory by kind",
+    ):
+        assert title in titles
+    assert "not measurable here" in browser.evaluate("document.body.innerText") or "J a sample" in titles
+    # A run that was started twice says so.
+    row = "[...document.querySelectorAll('tr')].find(one => one.cells[0].textContent === 'restarts')"
+    assert browser.evaluate(f"{row}.cells[1].textContent") == "1"
+
+
+def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    runs = [another(run, f"copy-{number}", plan=f"replicate={number + 1}") for number in range(20)]
+    file = report(runs, tmp_path / "twenty.html")
+    shown(browser, file)
+    assert browser.evaluate("document.querySelectorAll('#legend input').length") == 20
+    curves = "document.querySelector('figure svg').querySelectorAll('path').length"
+    assert browser.evaluate(curves) == 40  # training and validation
+    browser.evaluate("document.querySelector('#legend input').click()")
+    assert browser.evaluate(curves) == 38
+    differs = browser.evaluate(
+        "[...document.querySelectorAll('tr.differs')].map(one => one.cells[0].textContent)"
+    )
+    assert differs == ["plan"]
+
+
+def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    going = another(run, "going", status=None, costs=None, used=None)
+    (going / "done").unlink()
+    for name in ("metrics.jsonl", "usage.jsonl"):
+        with (going / name).open("a") as file:
+            file.write('{"kind": "step", "step": 10, "lo')  # half a line
+    crashed = another(run, "crashed", status=None, costs=[], used={})
+    (crashed / "done").unlink()
+    (crashed / "metrics.jsonl").write_text(
+        'not json\n{"kind": "step", "step": 1, "loss": null, "lr": 0.1}\n[1]\n'
+    )
+    (crashed / "usage.jsonl").write_text('{"phases": 3}\n{"time": "now", "phases": {}}\n')
+    fresh = another(run, "fresh", status=None, costs=[], used={})
+    for name in ("done", "metrics.jsonl", "usage.jsonl"):
+        (fresh / name).unlink()
+    for place in (going, crashed):
+        shown(browser, report([place]))
+    shown(browser, report([run, going, crashed, fresh], tmp_path / "all.html"))
+    text = browser.evaluate("document.getElementById('legend').innerText")
+    assert "going (still going, or ended unexpectedly, step 9)" in text
+    browser.open(report([fresh]))
+    assert browser.complaints == []
+    assert "no step has been taken yet" in browser.evaluate("document.body.innerText")
+
+
+def test_a_measurement(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    shares = {"forward": 0.5, "backward": 0.3, "communication": 0.2}
+    point = {
+        "plan": "",
+        "batch": 64,
+        "processes": 1,
+        "slices": 1,
+        "origin": "asked",
+        "samples_per_second": 100.0,
+        "speed_up": 1.0,
+        "efficiency": 1.0,
+        "shares": shares,
+        "memory": 10**8,
+        "joules_per_sample": 0.5,
+        "lost": {"data": -0.1, "communication": 0.3},
+    }
+    points = [
+        point,
+        {**point, "plan": "replicate=2", "processes": 2, "slices": 2, "samples_per_second": 150.0},
+    ]
+    points.append({"plan": "device=cuda", "batch": 64, "processes": 1, "origin": "asked", "failure": HOSTILE})
+    measured = tmp_path / "measured.json"
+    told = {"kind": "measurement", "task": HOSTILE, "points": points, "verdict": [HOSTILE], "weak": False}
+    measured.write_text(json.dumps(told))
+    assert shown(browser, report([measured], tmp_path / "measured.html")) == 5
+    shown(browser, report([run, measured], tmp_path / "both.html"))
+
+
+def test_names_and_fields_are_never_markup(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    hostile = another(run, "hostile", task=HOSTILE, plan=HOSTILE, fields={HOSTILE: HOSTILE})
+    shown(browser, report([hostile, run], tmp_path / "hostile.html"))
+    assert browser.evaluate("document.images.length + document.scripts.length") == 2
+
+
+def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) -> None:
+    shown(browser, report([run]))
+    reached = "document.activeElement.getAttribute('aria-label') || document.activeElement.id"
+    seen = set()
+    for _ in range(80):
+        browser.press("Tab")
+        seen.add(browser.evaluate(reached))
+    plots = browser.evaluate(
+        "[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))"
+    )
+    assert set(plots) <= seen
+    assert {"theme", "smoothing", "logarithmic"} <= seen
+    browser.evaluate("document.querySelector('svg').focus()")
+    read = "document.querySelector('output').textContent"
+    browser.press("End")
+    last = browser.evaluate(read)
+    assert last.startswith("step 9: ")
+    browser.press("ArrowLeft")
+    assert browser.evaluate(read).startswith("step 8: ")
+    browser.evaluate("document.getElementById('logarithmic').focus()")
+    browser.press(" ")
+    assert browser.evaluate("document.getElementById('logarithmic').checked")
+    browser.evaluate(
+        "new Promise(done => { const one = document.querySelector('details');"
+        " one.addEventListener('toggle', () => done()); one.querySelector('summary').click(); })"
+    )
+    assert browser.evaluate("document.querySelectorAll('details table tr').length") > 9
+
+
+def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
+    back = "getComputedStyle(document.body).backgroundColor"
+    file = report([run])
+    browser.prefer("light")
+    shown(browser, file)
+    light = browser.evaluate(back)
+    browser.prefer("dark")
+    assert browser.evaluate(back) != light
+    browser.evaluate("chosen = document.getElementById('theme'), chosen.value = 'light', 0")
+    browser.evaluate("chosen.dispatchEvent(new Event('change'))")
+    assert browser.evaluate(back) == light
+    browser.prefer("dark", "print")
+    assert browser.evaluate(back) == light
+    assert browser.evaluate("getComputedStyle(document.getElementById('controls')).display") == "none"
+    assert browser.pdf().startswith(b"%PDF")
+    browser.prefer("light")
+    browser.open(file, width=380)  # a telephone
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is no run"):
+        report([tmp_path / "none"])
+    with pytest.raises(UsageError, match="nothing to report"):
+        report([])
+    other = tmp_path / "other.json"
+    for text in ("{", "[]", '{"kind": "measurement"}'):
+        other.write_text(text)
+        with pytest.raises(RunError, match=r"cannot be read|is no measurement"):
+            gather([other])
+
+
+def test_a_report_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        report([run], tmp_path / "none" / "report.html")
+
+
+def test_a_long_curve_keeps_its_peaks_and_gaps() -> None:
+    curve = [(step, float(step % 7)) for step in range(10_000)]
+    curve[5000] = (5000, 1e6)
+    curve[7000] = (7000, None)
+    kept = thinned(curve)
+    assert len(kept) < 900
+    assert (5000, 1e6) in kept
+    assert any(value is None for _, value in kept)
+    assert kept[-1] == curve[-1]
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+    assert thinned(curve[:10]) == curve[:10]
+
+
+def test_numbers_that_json_has_not(run: Path) -> None:
+    gathered = gather([run])
+    gathered["runs"][0]["used"]["seconds"] = float("inf")
+    assert "Infinity" not in html(gathered, "x").partition("<script")[2].partition("</script>")[0]

@@ -1,0 +1,108 @@
+"""grappe verify: planted faults are found and named, and what has no fault is not called different."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from grappe import Task
+from grappe.verbs.verify.judge import Finding
+from grappe.verbs.verify.verify import verify
+from tests.parity import planted
+from tests.parity.tasks import Images, Tokens
+from tests.processes import Pool
+
+
+def verified(pool: Pool, task: Task, plan: str, fault: str = "") -> Finding:
+    [found] = verify(task, [f"{plan},threads=1"], run=planted.runner(pool, fault))
+    return found
+
+
+IMAGES = Images(samples=64)
+NORMED = Images(samples=64, batchnorm=True, rule="adam")
+DROPPING = Images(samples=64, dropout=0.4, rule="adam")
+BOTH = Images(samples=64, batchnorm=True, dropout=0.4, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "fault", "cause"),
+    [
+        (
+            NORMED,
+            "replicate=2,batchnorm=sync",
+            "no_synchronised_batchnorm",
+            "batch normalisation.*per-process",
+        ),
+        (DROPPING, "replicate=2", "alike_dropout", "dropout's random streams.*several slices draw the same"),
+        (DROPPING, "replicate=2", "still_dropout", "dropout's random streams.*the step before"),
+        (BOTH, "replicate=2", "fresh_dropout", "dropout's random streams.*started again"),
+        (planted.Averaging(samples=60), "replicate=2", "", "^a loss that averages"),
+        (IMAGES, "replicate=2", "means_of_means", "^means of slices are averaged"),
+        (planted.Noisy(samples=64), "replicate=2,workers=0", "", "^a dataset that draws"),
+        (planted.Jittery(samples=64), "replicate=2", "", "^augmentation that draws"),
+        (planted.Centred(samples=64), "replicate=2", "", "^a buffer that is not synchronised .*seen"),
+        (IMAGES, "replicate=2", "silent_bf16", "^a lower precision"),
+        (IMAGES, "replicate=2,microbatches=2", "no_division_by_microbatches", "^accumulation"),
+        (IMAGES, "replicate=2", "off_by_one", "^a sampler that is off by 1"),
+        (IMAGES, "replicate=2", "doubled_sample", "^a doubled sample"),
+        (IMAGES, "replicate=2", "dropped_last_batch", "^a dropped last batch: in step 4"),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(
+    pool: Pool, task: Task, plan: str, fault: str, cause: str
+) -> None:
+    found = verified(pool, task, plan, fault)
+    assert found.verdict == "different"
+    assert len(found.causes) == 1, found.causes
+    assert re.search(cause, found.causes[0]), found.causes
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        (IMAGES, "replicate=3,microbatches=2"),
+        (IMAGES, "shard=2,recompute"),
+        (IMAGES, "engine=textbook,replicate=2"),
+        (Tokens(samples=60), "tensor=2"),
+        (NORMED, "replicate=2,batchnorm=sync"),
+        (DROPPING, "microbatches=3"),  # one stream, drawn from in the same order
+        (NORMED, "exact=8,replicate=2"),
+        (BOTH, "exact=4,replicate=4"),
+        (planted.With(samples=64, kind="shared"), "exact=4,replicate=2"),
+        (DROPPING, "exact=4,shard=2"),
+        (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
+    ],
+)
+def test_what_has_no_fault_is_the_same(pool: Pool, task: Task, plan: str) -> None:
+    assert verified(pool, task, plan).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "causes"),
+    [
+        (NORMED, "replicate=2", ["batch normalisation (0.1)"]),
+        (NORMED, "shard=2,microbatches=2", ["batch normalisation (0.1)"]),
+        (NORMED, "engine=textbook,replicate=3", ["batch normalisation (0.1)"]),
+        (DROPPING, "replicate=2", ["dropout's random streams (bernoulli_)"]),
+        (DROPPING, "shard=2,microbatches=3,recompute", ["dropout's random streams (bernoulli_)"]),
+        (BOTH, "replicate=2,batchnorm=sync", ["dropout's random streams (bernoulli_)"]),
+        (BOTH, "replicate=2", ["batch normalisation (0.1)", "dropout's random streams (bernoulli_)"]),
+        (BOTH, "shard=2,precision=bf16", ["precision (bf16)", "batch normalisation (0.1)", "dropout's"]),
+        (IMAGES, "replicate=2,precision=fp16", ["precision (fp16)"]),
+        (planted.With(samples=64, kind="gumbel"), "replicate=2", ["dropout's random streams (exponential_)"]),
+        (
+            planted.With(samples=64, kind="attending", rule="adam"),
+            "shard=2,microbatches=2",
+            ["dropout's random streams"],
+        ),
+        (planted.Whitened(samples=64), "replicate=2", ["statistics of the batch in 2.2 (Whitening)"]),
+    ],
+)
+def test_what_was_asked_for_is_the_same_but_for_that(
+    pool: Pool, task: Task, plan: str, causes: list[str]
+) -> None:
+    found = verified(pool, task, plan)
+    assert found.verdict == "same but for these"
+    assert len(found.causes) == len(causes), found.causes
+    assert all(one.startswith(wanted) for one, wanted in zip(found.causes, causes, strict=True)), found.causes
