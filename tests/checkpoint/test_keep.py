@@ -68,9 +68,9 @@ def test_a_state_that_cannot_be_read_is_not_the_best(tmp_path) -> None:
     assert steps(tmp_path) == [3, 2]
 
 
-def test_one_that_was_half_removed_is_finished(tmp_path) -> None:
-    made(tmp_path, 1)
-    made(tmp_path, 2)
-    (tmp_path / ".old-step-000001/inside").mkdir(parents=True)
-    Keep(last=1).clean(tmp_path, 2)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000002"]
+def test_what_holds_a_users_own_file_stays(tmp_path) -> None:
+    for step in (1, 2, 3):
+        made(tmp_path, step)
+    (step_folder(tmp_path, 1) / "thesis.txt").write_text("mine")
+    assert Keep(last=1).clean(tmp_path, 3) == [step_folder(tmp_path, 2)]
+    assert (step_folder(tmp_path, 1) / "thesis.txt").read_text() == "mine"

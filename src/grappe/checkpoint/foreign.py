@@ -30,7 +30,7 @@ def foreign_weights(file: Path) -> Weights:
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
-        found = TensorFiles([file])
+        found = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
         return Under(found, _wrapping(found))
     if file.suffix not in PICKLED:
         raise RunError(

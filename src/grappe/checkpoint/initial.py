@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import secrets
 from pathlib import Path
 
 import torch
@@ -17,6 +16,8 @@ from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import InMemory, Weights, named_tensors
 from grappe.errors import RunError, TaskError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
 from grappe.task import Task
 
@@ -57,9 +58,9 @@ def _made(task: Task) -> nn.Module:
 def _save(model: nn.Module, checkpoints: Path) -> None:
     pieces = [_piece(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
     pieces += [_piece(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
-    beside = checkpoints / f".step-000000.{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = checkpoints / f".step-000000.{secrets.token_hex(8)}"
+    safe.make_folder(checkpoints, IN_RUN)
+    safe.make_folder(beside, IN_PART)
     files = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
     files[STATE] = write_new(beside / STATE, b'{"step": 0}')
     commit(beside, step_folder(checkpoints, 0), files)

@@ -21,6 +21,8 @@ from typing import Any
 import cloudpickle
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank
 from grappe.private_api import torch_dynamo
 
@@ -107,7 +109,7 @@ def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
     """Ends this process from any thread, with a message for the user: its main thread may never come back."""
     if process.launcher == "grappe":
-        _last_words(early_log(rendezvous_folder, process)).write_text(message)
+        safe.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
         print(f"grappe: {message}", file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)
@@ -116,7 +118,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
 def last_words(log: Path) -> Report | None:
     """The report of a process that `end_now` ended; `log` is its early log."""
     try:
-        return Report(kind="error", error="ProcessDied", message=_last_words(log).read_text())
+        return Report(kind="error", error="ProcessDied", message=safe.read_text(_last_words(log)))
     except OSError:
         return None
 
@@ -127,16 +129,18 @@ def _last_words(log: Path) -> Path:
 
 def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None:
     """Appends this process's standard output and error to `log`, with what `early` holds already."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    if early is not None:
+        safe.make_folder(log.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with safe.appender(log, IN_PART) as stream:
+        handle = os.dup(stream.fileno())
     if early is None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {process.rank} of {process.size} on {os.uname().nodename}"
         os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
     else:
-        os.write(handle, early.read_bytes())
+        os.write(handle, safe.read_bytes(early))
         beside = early.with_suffix(".link")
         beside.symlink_to(log.absolute())
         beside.replace(early)

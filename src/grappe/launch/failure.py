@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grappe import errors
-from grappe.errors import GrappeError, ProcessDied
+from grappe.errors import GrappeError, ProcessDied, RunError
 from grappe.launch import child
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.local_process import LocalProcess
 
 LAST_LINES = 12
@@ -48,8 +50,8 @@ def _signal_name(number: int) -> str:
 def last_lines(log: Path) -> str:
     """The end of a process's log, of this start only, ready to follow a message."""
     try:
-        lines = log.read_text(errors="replace").rstrip().splitlines()
-    except OSError:
+        lines = safe.read_text(log.resolve(), IN_PART).rstrip().splitlines()  # a link of this start's own
+    except (OSError, RunError):
         return ""
     begins = [index for index, line in enumerate(lines) if line.startswith(child.STARTED)]
     lines = lines[begins[-1] + 1 :] if begins else lines

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import inspect
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,10 +21,12 @@ from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.errors.user_code import naming_user_line
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
-from grappe.training.run import Run, new_folder
+from grappe.training.run import PARTS, Made, Run, new_folder
 from grappe.training.task_reference import field_texts, same_task
 
 ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
@@ -98,10 +99,11 @@ def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
 
 
 def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...], Lease]:
+    made: Made | None = None
     new = request.folder is None or not Run.is_run(request.folder)
     now = description(request, world)
     if new:
-        run = Run.create(request.folder or new_folder(request.base, request.name), now)
+        run, made = Run.begin(request.folder or new_folder(request.base, request.name), now)
     else:
         assert request.folder is not None
         run = Run(request.folder)
@@ -116,14 +118,17 @@ def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...
         return run.folder, *_begin(run, request, now, new), lease
     except BaseException:
         lease.release()
-        if new:
-            shutil.rmtree(run.folder, ignore_errors=True)
+        if made is not None:
+            made.undo()
         raise
 
 
 def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tuple[int, tuple[str, ...]]:
+    for name in PARTS:
+        safe.refuse_link(run.folder / name)
     for entry in leftovers(run.checkpoints):
-        shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            safe.remove_tree(entry, IN_PART)
     found = run.latest()
     if found is None:
         build(request.task, run.checkpoints, request.weights)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -11,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.commit import flush, json_hash, read_json, write_json
+from grappe.checkpoint.commit import json_hash, read_json, strangers, write_json
+from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
 
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 DONE = "done"
+PARTS = ("checkpoints", "logs", METRICS, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
+"""What a training writes in a run's folder, beside run.json and what is replaced whole."""
+RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
 
 
 class Run:
@@ -30,6 +37,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        safe.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
             raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
 
@@ -49,7 +57,7 @@ class Run:
 
     def is_finished(self) -> bool:
         """Whether the run's training came to its end; asks the disk."""
-        return (self.folder / DONE).exists()
+        return safe.kind(self.folder / DONE) != ""
 
     @property
     def checkpoints(self) -> Path:
@@ -66,16 +74,16 @@ class Run:
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""
-        if not (self.folder / METRICS).is_file():  # a pipe would be waited for
+        if safe.kind(self.folder / METRICS) not in ("file", "link"):
             return
         try:
-            stream = (self.folder / METRICS).open(errors="replace")
+            stream = safe.reader(self.folder / METRICS)
         except OSError:
             return
         with stream:
             for line in stream:
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(record, dict) and kind in (None, record.get("kind")):
@@ -88,9 +96,7 @@ class Run:
             at = record.get("step", 0)
             if isinstance(at, int) and at <= step:
                 kept.append(json.dumps(record))
-        beside = self.folder / f".{METRICS}.{os.getpid()}"
-        beside.write_text("".join(line + "\n" for line in kept))
-        beside.replace(self.folder / METRICS)
+        safe.replace(self.folder / METRICS, "".join(line + "\n" for line in kept).encode())
 
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
@@ -98,7 +104,7 @@ class Run:
 
     def finish(self) -> None:
         """Marks the training as finished."""
-        (self.folder / DONE).touch()
+        safe.replace(self.folder / DONE, b"")
 
     @staticmethod
     def is_run(folder: Path) -> bool:
@@ -112,24 +118,68 @@ class Run:
         Raises:
             RunError: there is something else in the folder, or it cannot be written.
         """
+        return cls.begin(folder, description)[0]
+
+    @classmethod
+    def begin(cls, folder: Path, description: dict[str, Any]) -> tuple[Run, Made]:
+        """Makes a new run as `create` does; returns what was made, too, so that it can be undone."""
+        made = Made(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            strangers = [
-                entry.name for entry in folder.iterdir() if not entry.name.startswith(("rendezvous-", "logs"))
-            ]
-            if strangers:
-                raise RunError(
-                    f"{folder} holds {strangers[0]} and is no run: give an empty folder, or a new one"
-                )
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made.folder(folder)
+            _refuse_strangers(folder)
             for name in ("checkpoints", "logs"):
-                (folder / name).mkdir(exist_ok=True)
+                made.folder(folder / name)
             _write_description(folder, description)
-            flush(folder.parent)
+            made.described = True
+            safe.flush(folder.parent)
         except OSError as error:
+            made.undo()
             raise RunError(
                 f"{folder} cannot be written: {error.strerror}: give another with --run"
             ) from error
-        return cls(folder)
+        except RunError:
+            made.undo()
+            raise
+        return cls(folder), made
+
+
+class Made:
+    """What a start has made of a new run: of all that is in the folder, the only thing that may be taken back."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._folders: list[Path] = []
+        self.described = False
+        """Whether run.json is of this start."""
+
+    def folder(self, folder: Path) -> None:
+        """Makes a folder, unless there is one."""
+        if safe.make_folder(folder):
+            self._folders.append(folder)
+
+    def undo(self) -> None:
+        """Removes run.json, the first checkpoint, and those folders that hold nothing then."""
+        with contextlib.suppress(OSError, RunError):
+            if self.described:  # so nothing was in `checkpoints` before this start
+                first = checkpoint_format.step_folder(self._run / "checkpoints", 0)
+                for left in (*leftovers(first.parent), first):
+                    if safe.kind(left) == "folder" and not strangers(left):
+                        safe.remove_tree(left, IN_PART)
+                safe.remove(self._run / DESCRIPTION)
+        for folder in reversed(self._folders):
+            safe.remove_empty(folder)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    for name in safe.names(folder):
+        found = safe.kind(folder / name)
+        # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
+        known = (name == "logs" and found == "folder") or (RENDEZVOUS.fullmatch(name) and found == "file")
+        if name == "logs" and found == "link":
+            safe.refuse_link(folder / name)
+        if not known:
+            raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
 
 
 def _write_description(folder: Path, description: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grappe.errors import RunError
+from grappe.launch import files as safe
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
 from grappe.training.watchers.meter import USAGE
@@ -32,18 +34,20 @@ class Tail:
         self._file = file
         self._offset = self._identity = 0
         self._rest = ""
+        self._text = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yields the records since the last call; half a line is left for the next."""
         try:
-            found = self._file.stat()
+            found = self._file.lstat()
         except OSError:
             return
         if found.st_ino != self._identity or found.st_size < self._offset:
             self._identity, self._offset, self._rest = found.st_ino, 0, ""
-        with self._file.open(errors="replace") as stream:
+            self._text.reset()
+        with safe.reader(self._file) as stream:
             stream.seek(self._offset)
-            text = self._rest + stream.read()
+            text = self._rest + self._text.decode(stream.read())
             self._offset = stream.tell()
         *lines, self._rest = text.split("\n")
         for line in lines:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import RunError
+from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 
@@ -69,11 +70,12 @@ def _status(run: Run, known: dict[str, Any]) -> str:
 
 
 def _usage(run: Run) -> list[dict[str, Any]]:
-    file = run.folder / USAGE
-    if not file.is_file():
+    try:
+        lines = safe.read_text(run.folder / USAGE).splitlines()
+    except OSError:
         return []
     found = []
-    for line in file.read_text(errors="replace").splitlines():
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
