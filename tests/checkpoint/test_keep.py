@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.commit import commit, write_new
+from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.format import latest, list_checkpoints, step_folder
 from grappe.checkpoint.keep import Keep
 
@@ -16,7 +16,12 @@ def made(folder: Path, step: int, loss: object = None) -> None:
     beside = folder / f".step-{step}"
     beside.mkdir()
     state = json.dumps({"step": step, "validation_loss": loss}).encode()
-    commit(beside, step_folder(folder, step), {"state.json": write_new(beside / "state.json", state)})
+    commit(
+        beside,
+        step_folder(folder, step),
+        {"state.json": write_new(beside / "state.json", state)},
+        Origin(step=step),
+    )
 
 
 def steps(folder: Path) -> list[int]:

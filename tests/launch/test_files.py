@@ -25,6 +25,7 @@ OPENS = {
 ELSEWHERE = {
     "launch/files.py": "the one place",
     "checkpoint/tensor_file.py": "np.memmap of a file that grappe.launch.files has opened",
+    "checkpoint/initial.py": "makes the folder of a run that is not there yet",
     "cli/exit.py": "/dev/null",
     "cli/verify.py": "files that the user names with --json and --html",
     "cli/measuring.py": "a file that the user names with --out",
@@ -50,6 +51,7 @@ ELSEWHERE = {
     "training/opening.py": "/proc/cpuinfo",
     "training/own_loop.py": "the folder that the user names",
     "training/run.py": "the folder of runs, and new runs in it",
+    "training/task_record.py": "the task's file, of the user's own records",
     "training/watchers/profile.py": "gzip of a file that grappe.launch.files has made",
     "verbs/doctor/checks/__init__.py": "the source's own files",
     "verbs/doctor/checks/allocation.py": "a temporary folder of its own",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,16 +23,31 @@ LARGEST_JSON = 1 << 28  # bytes; a state of more is a lie
 OURS = re.compile(r"\.?(rank-\d+\.safetensors(\.done)?|state\.json|manifest\.json)(\.[0-9a-f]{8})?", re.ASCII)
 """The files that a save makes."""
 
+OLDER = "it is of an older grappe, whose checkpoints do not say which step of which run they are"
+
 Fingerprint = dict[str, Any]
 
 
-def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a checkpoint belongs; its manifest says it, since a folder can be renamed or copied."""
+
+    step: int
+    """Optimizer steps done."""
+    run: str = ""
+    """The run's id; "": it has none, as a hand-written loop."""
+    samples: int = 0
+    """Position in the data: training samples seen, over all epochs."""
+
+
+def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint], origin: Origin) -> None:
     """Makes `beside`, whose `files` are on disk already, the folder `folder`: wholly, or not at all."""
-    manifest = {"files": files, "xxh3_128": json_hash(files)}
+    content = {**dataclasses.asdict(origin), "files": files}
+    manifest = {**content, "xxh3_128": json_hash(content)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush(beside, IN_PART)
     if safe.kind(folder):
-        if verify(folder) is None:  # the same step, saved before
+        if verify(folder, origin.run) is None:  # the same step, saved before
             safe.remove_tree(beside, IN_PART)
             return
         _make_way(folder)
@@ -76,22 +92,38 @@ def write_all(handle: int, content: bytes | memoryview) -> int:
     return done
 
 
-def verify(folder: Path) -> str | None:
-    """Checks a committed folder against its manifest: returns what is wrong, or None."""
+def verify(folder: Path, run: str = "") -> str | None:
+    """Checks a committed folder against its manifest, and its place: returns what is wrong, or None.
+
+    Args:
+        run: the id of the run that it should be of; "": any.
+    """
     try:
         manifest = read_json(folder / MANIFEST, IN_CHECKPOINT)
+        expected_hash = manifest.pop("xxh3_128", None)
         files = manifest["files"]
+        if files and not manifest.keys() & {"step", "run"}:
+            return OLDER
         for name, expected in files.items():
             file = folder / name
             if Path(name).name != name or safe.kind(file) != "file":
                 return f"its manifest names {name!r}, which is no file in it"
             if fingerprint(file, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
-        if manifest["xxh3_128"] != json_hash(files):  # one name turned into another would hide a file
+        if expected_hash != json_hash(manifest):  # one name turned into another would hide a file
             return f"{MANIFEST} is not what was saved"
+        if folder.name != step_name(manifest["step"]):
+            return f"it is the checkpoint of step {manifest['step']}, in a folder of another name"
+        if run and manifest["run"] != run:
+            return "it is a checkpoint of another run"
     except Exception as error:  # whatever a manifest that lies may lead to
         return f"its manifest or a file cannot be read: {error}"
     return None
+
+
+def step_name(step: int) -> str:
+    """Returns the name of the folder of a step's checkpoint."""
+    return f"step-{step:06d}"
 
 
 def json_hash(content: Mapping[str, Any]) -> str:

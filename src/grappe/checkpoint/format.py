@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.checkpoint.commit import MANIFEST, read_json, verify
+from grappe.checkpoint.commit import MANIFEST, read_json, step_name, verify
 from grappe.launch import files as safe
 from grappe.launch.files import IN_CHECKPOINT, IN_RUN
 
@@ -68,11 +68,15 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda one: one.step, reverse=True)
 
 
-def latest(folder: Path) -> Checkpoint | None:
-    """Finds the newest checkpoint that verifies, by its files alone: there is no pointer to it that could be wrong."""
-    return next((one for one in list_checkpoints(folder) if verify(one.folder) is None), None)
+def latest(folder: Path, run: str = "") -> Checkpoint | None:
+    """Finds the newest checkpoint that verifies, by its files alone: there is no pointer to it that could be wrong.
+
+    Args:
+        run: the id of the run that it should be of; "": any.
+    """
+    return next((one for one in list_checkpoints(folder) if verify(one.folder, run) is None), None)
 
 
 def step_folder(folder: Path, step: int) -> Path:
     """Returns where the checkpoint of `step` is committed."""
-    return folder / f"step-{step:06d}"
+    return folder / step_name(step)

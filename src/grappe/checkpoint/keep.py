@@ -8,6 +8,7 @@ import math
 import secrets
 from pathlib import Path
 
+from grappe.checkpoint.choice import validation_loss
 from grappe.checkpoint.commit import strangers
 from grappe.checkpoint.format import Checkpoint, list_checkpoints
 from grappe.errors import RunError
@@ -49,13 +50,5 @@ def remove(checkpoint: Path) -> bool:
 
 def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
     """Returns those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
-    best = min(checkpoints, key=_loss, default=None)
-    return [one for one in checkpoints[last:] if one is not best or _loss(one) == math.inf]
-
-
-def _loss(checkpoint: Checkpoint) -> float:
-    try:
-        loss = checkpoint.read_values().get("validation_loss")
-    except RunError:
-        return math.inf
-    return float(loss) if isinstance(loss, float) and math.isfinite(loss) else math.inf
+    best = min(checkpoints, key=validation_loss, default=None)
+    return [one for one in checkpoints[last:] if one is not best or validation_loss(one) == math.inf]

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.commit import Fingerprint, commit, read_json, strangers, write_json, write_new
+from grappe.checkpoint.commit import Fingerprint, Origin, commit, read_json, strangers, write_json, write_new
 from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.pieces import pieces_to_write
@@ -32,6 +32,7 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.world import World
 
 POLL_SECONDS = 0.01
+SAMPLES = "samples"  # of the values that are saved: how many samples were seen
 LEFT = re.compile(r"\.(step-\d{6,}|old-step-\d{6,})\.\w+", re.ASCII)
 Stream = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -42,11 +43,19 @@ class Saver:
     Args:
         token: names this start of the run, so that what a dead one left is never taken for ours.
         may_commit: asked before each commit; it raises RunError when another process writes this run now.
+        run: the run's id, which checkpoints carry.
     """
 
     def __init__(
-        self, folder: Path, world: World, token: str, keep: Keep, may_commit: Callable[[], None]
+        self,
+        folder: Path,
+        world: World,
+        token: str,
+        keep: Keep,
+        may_commit: Callable[[], None],
+        run: str = "",
     ) -> None:
+        self._run = run
         self._folder, self._world, self._token = folder, world, token
         self._keep, self._may_commit = keep, may_commit
         self._snapshots = Snapshots()
@@ -182,7 +191,8 @@ class Saver:
         state = json.dumps({"step": step, **values}, indent=1)
         files[STATE] = write_new(beside / STATE, state.encode())
         self._may_commit()
-        commit(beside, step_folder(self._folder, step), files)
+        origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
+        commit(beside, step_folder(self._folder, step), files, origin)
         self._keep.clean(self._folder, step)
 
     def _waited_for(self, file: Path) -> Fingerprint:

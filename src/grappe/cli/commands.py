@@ -14,10 +14,12 @@ from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
     BaseFolder,
+    CheckpointName,
     DataFolder,
     FieldText,
     PlanText,
     RunFolder,
+    RunTask,
     TaskName,
     read_text_forms,
 )
@@ -89,23 +91,26 @@ def evaluate(
         Literal["train", "validation", "test"], Parameter(help="What to score it on.")
     ] = "validation",
     plan: PlanText = "",
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
     data: DataFolder = None,
     json_: Annotated[
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
 ) -> int:
-    """Score a run's newest checkpoint on a split, every sample counted once."""
+    """Score a run's checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
 
     if run.is_dir():
         preflight([plan], once=True)
     from grappe.verbs.evaluate import evaluate as verb
 
-    scores = verb(run, split, plan, data=data)
+    scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint)
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
     table = plain_table("", "")
+    table.add_row("checkpoint", scores.checkpoint)
     table.add_row("samples", f"{scores.samples:,} of {split}, each once")
     table.add_row("loss", f"{scores.loss:.6f}")
     for name, value in scores.metrics.items():
@@ -120,6 +125,8 @@ def predict(
     inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
     /,
     *,
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
     data: DataFolder = None,
     out: Annotated[
         Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
@@ -128,7 +135,8 @@ def predict(
     """Print what a run's model says of inputs: one JSON line a sample."""
     from grappe.verbs.predict import predict as verb
 
-    outputs = verb(run, inputs, data=data)
+    taken: list[str] = []
+    outputs = verb(run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append)
     if out is not None:
         import numpy as np
         import torch
@@ -136,7 +144,7 @@ def predict(
         np.save(out, torch.stack(list(outputs)).numpy())
         return EXIT_OK
     for index, output in enumerate(outputs):
-        line: dict[str, Any] = {"sample": index}
+        line: dict[str, Any] = {"sample": index, "checkpoint": taken[0]}
         if output.dim() == 1 and output.numel() > 1:
             probability = output.softmax(0)
             line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}

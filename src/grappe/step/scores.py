@@ -30,6 +30,8 @@ class Scores:
     """What the loss was divided by: samples, or counted tokens."""
     loss: float
     metrics: Mapping[str, float | list[float]]
+    checkpoint: str = ""
+    """Of a run that was evaluated: the checkpoint that was taken, and why."""
 
 
 class Scorer:

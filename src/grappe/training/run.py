@@ -9,9 +9,10 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grappe.checkpoint import format as checkpoint_format
+from grappe.checkpoint.choice import Choice, select
 from grappe.checkpoint.commit import json_hash, read_json, strangers, write_json
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
@@ -19,10 +20,14 @@ from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
 
+T = TypeVar("T")
+
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 DONE = "done"
+SAVED = ("finished", "stopped", "paused", "interrupted")
+"""Endings behind a save: run.json has its step then."""
 PARTS = ("checkpoints", "logs", METRICS, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
 """What a training writes in a run's folder, beside run.json and what is replaced whole."""
 RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
@@ -66,11 +71,31 @@ class Run:
 
     def latest(self) -> checkpoint_format.Checkpoint | None:
         """Finds the run's newest checkpoint that verifies."""
-        return checkpoint_format.latest(self.checkpoints)
+        return checkpoint_format.latest(self.checkpoints, self.id)
 
-    def unverified(self, found: checkpoint_format.Checkpoint) -> list[checkpoint_format.Checkpoint]:
-        """Lists the checkpoints newer than `found`, the newest that verifies."""
-        return [one for one in checkpoint_format.list_checkpoints(self.checkpoints) if one.step > found.step]
+    @property
+    def id(self) -> str:
+        """The run's id, which its checkpoints carry; asks the disk. "": unknown."""
+        return self._known("id", str) or ""
+
+    def choose(self, which: int | str | None = None) -> Choice:
+        """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
+
+        Args:
+            which: a step, "last" or "best": that one and no other. None: the newest that verifies.
+
+        Raises:
+            RunError: the one that is asked for does not verify.
+        """
+        step = self._known("step", int) if self._known("status", str) in SAVED else None
+        return select(self.checkpoints, which, run=self.id, saved=step)
+
+    def _known(self, name: str, kind: type[T]) -> T | None:
+        try:
+            value = self.read_description().get(name)
+        except RunError:
+            return None
+        return value if isinstance(value, kind) else None
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""
@@ -125,7 +150,8 @@ class Run:
         """Makes a new run as `create` does; returns what was made, too, so that it can be undone."""
         made = Made(folder)
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # what is no folder is told of below
+                folder.parent.mkdir(parents=True, exist_ok=True)
             made.folder(folder)
             _refuse_strangers(folder)
             for name in ("checkpoints", "logs"):

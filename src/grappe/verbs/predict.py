@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ from grappe.errors import DataError, UsageError
 from grappe.errors.user_code import naming_user_line, user_call
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.verbs.load import load, task_of
+from grappe.training.task_record import given
+from grappe.verbs.load import load
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,13 +22,24 @@ BATCH = 256
 
 
 def predict(
-    run: Run | Path | str, inputs: Any, *, task: Task | None = None, data: Path | str | None = None
+    run: Run | Path | str,
+    inputs: Any,
+    *,
+    task: Task | type[Task] | str | None = None,
+    data: Path | str | None = None,
+    checkpoint: int | str | None = None,
+    taken: Callable[[str], object] = str,
 ) -> Iterator[Tensor]:
     """Yields the model's output for each sample, on the CPU, one tensor a sample.
+
+    Where a newer checkpoint is passed over, that is said on standard error.
 
     Args:
         inputs: a split's name, a .npy file of samples as the task's data gives them (first dimension N), or a
             tensor or array of that form.
+        task: needed where the run was not trained here by this user, as for grappe.load.
+        checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
+        taken: called with the name of the checkpoint that was taken.
 
     Raises:
         DataError: the file is not a plain array, or not of what the model takes.
@@ -37,10 +49,11 @@ def predict(
     run = run if isinstance(run, Run) else Run(run)
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
         inputs = _read(Path(inputs))
-    task = task or task_of(run)
-    model = load(run, task)
-    with torch.no_grad(), naming_user_line(task):
-        for batch in _batches(task, run, inputs, data):
+    made = given(run, task).resolve()
+    model = load(run, made, checkpoint=checkpoint)
+    taken(Path(str(model.grappe_checkpoint)).name)
+    with torch.no_grad(), naming_user_line(made):
+        for batch in _batches(made, run, inputs, data):
             yield from _output(model, batch)
 
 
