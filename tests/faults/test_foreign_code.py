@@ -162,7 +162,7 @@ def test_a_task_that_has_changed_is_asked_for(place: Path) -> None:
     (place / "mine.py").write_text(TASK)
     run = trained("mine.py", place / "runs/here")
     (place / "mine.py").write_text(TASK + "\n# more\n")
-    with pytest.raises(TaskError, match="has changed since .* was trained with it"):
+    with pytest.raises(TaskError, match=r"has changed since .* was trained with it"):
         grappe.load(run)
     assert grappe.load(run, "mine.py") is not None
     (place / "mine.py").unlink()

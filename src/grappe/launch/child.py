@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from multiprocessing import reduction
@@ -23,6 +19,7 @@ import cloudpickle
 from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
+from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.private_api import torch_dynamo
 
@@ -147,19 +144,3 @@ def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-
-
-def end_with_parent() -> None:
-    """Kills this process when the one that started it ends, however that came, so that no orphan survives."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        # It was forked by the command, or by a server that outlives the command: so the command is watched as well.
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()

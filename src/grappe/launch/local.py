@@ -29,7 +29,7 @@ from grappe.private_api.multiprocessing import forkserver_is_running
 GRACE_SECONDS = 3.0
 METRICS = "torchmetrics"
 # torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
-PRELOADED = ("torch._dynamo", "grappe.engines.native", "grappe.training.worker")
+PRELOADED = ("grappe.launch.server", "torch._dynamo", "grappe.engines.native", "grappe.training.worker")
 TASKS = Path("/proc/self/task")  # a folder for each thread
 
 
