@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -76,6 +77,7 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
             with sleeping_threads():
                 payload = cloudpickle.dumps((function, argument, dict(os.environ)))
             context = _context(processes)
+            secret = secrets.token_hex(32)
             for rank in range(processes):
                 process = LocalProcess(
                     ProcessRank(
@@ -84,6 +86,7 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
                         local_rank=rank,
                         local_size=processes,
                         job=rendezvous_folder.name,
+                        secret=secret,
                     ),
                     rendezvous_folder,
                 )
