@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and how the command line reads a dataclass of options."""
+"""Arguments that several commands share, and the command line's form of a dataclass of options."""
 
 from __future__ import annotations
 

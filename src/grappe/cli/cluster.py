@@ -94,7 +94,7 @@ def wait(run: RunFolder, /) -> int:
 
 
 def cancel(*runs: RunFolder) -> int:
-    """Cancel the jobs of runs. What was saved stays."""
+    """Cancel the jobs of runs. Checkpoints are kept."""
     from grappe.verbs.jobs import cancel as verb
 
     if not runs:
@@ -105,7 +105,7 @@ def cancel(*runs: RunFolder) -> int:
 
 
 def sites(name: Annotated[str | None, Parameter(help="One of them: all its facts.")] = None, /) -> int:
-    """List the clusters that jobs can be submitted to, or one's facts and where they come from."""
+    """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
     from grappe.verbs.sites import facts, listing
 
     show(facts(name) if name else listing())

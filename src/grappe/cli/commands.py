@@ -94,7 +94,7 @@ def evaluate(
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
 ) -> int:
-    """Score a run's newest checkpoint on a split, every sample counted once."""
+    """Evaluate a run's newest checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
 
     if run.is_dir():
@@ -125,7 +125,7 @@ def predict(
         Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
     ] = None,
 ) -> int:
-    """Print what a run's model says of inputs: one JSON line a sample."""
+    """Print the outputs of a run's model for inputs: one JSON line per sample."""
     from grappe.verbs.predict import predict as verb
 
     outputs = verb(run, inputs, data=data)
@@ -153,7 +153,7 @@ def runs(
     *,
     base: BaseFolder = Path("runs"),
 ) -> int:
-    """List the runs, or describe one: what it is, where it stands, its checkpoints."""
+    """List the runs, or describe one: its task, plan, progress and checkpoints."""
     from grappe.verbs.runs import describe, listing
 
     show(describe(run) if run is not None else listing(base))
@@ -169,7 +169,7 @@ def prune(
     keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
     dry_run: Annotated[bool, SWITCH, Parameter(help="Say what would go, and remove nothing.")] = False,
 ) -> int:
-    """Remove checkpoints that nobody will miss, and what killed saves left behind."""
+    """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:
         raise UsageError(f"--keep={keep}: it must be at least 1")
     from grappe.training.run import Run, all_runs

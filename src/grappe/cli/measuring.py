@@ -65,7 +65,7 @@ def measure(
     ] = None,
     data: DataFolder = None,
 ) -> int:
-    """Measure what plans cost and how they scale: speed, memory, energy, and what is lost where."""
+    """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
     from grappe.cli.preflight import preflight
     from grappe.fields import split
 
@@ -126,7 +126,7 @@ def measure(
 
 
 def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
-    """Submits trainings as jobs, and says how to gather them."""
+    """Submits trainings as jobs, and prints the command that gathers their results."""
     from grappe.verbs.measure.jobs import send
 
     runs = []
@@ -155,7 +155,7 @@ def report(
 
 
 def follow(run: RunFolder, /) -> int:
-    """Watch a run as it goes, until it ends; Ctrl-C leaves it alone."""
+    """Watch a run until it ends; Ctrl-C does not disturb the run."""
     from grappe.verbs.follow import follow as verb
 
     verb(run, sys.stdout)
@@ -166,7 +166,7 @@ def curves(
     *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
     out: Annotated[Path | None, Parameter(help="A file. Default: the standard output.")] = None,
 ) -> int:
-    """Print the curves of runs as CSV: a line a step, a line an evaluation."""
+    """Print the curves of runs as CSV: one line per step, one line per evaluation."""
     from grappe.verbs.curves import write_csv
 
     if not runs:

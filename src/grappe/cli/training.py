@@ -1,4 +1,4 @@
-"""Defines grappe train, and reads its command line for those who submit it."""
+"""Defines grappe train, and reads its command line for commands that submit a training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
         bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
     ] = False,
 ) -> int:
-    """Train a task under a plan, or go on with a run."""
+    """Train a task under a plan, or resume a run."""
     from grappe.cli.preflight import preflight
     from grappe.launch.exit import interrupted
 
@@ -74,10 +74,10 @@ def train(
 
 
 def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
-    """The submission of `train TASK …`, read by the definitions of grappe train.
+    """Reads `train TASK …` as a submission, with the definitions of grappe train.
 
     Raises:
-        UsageError: the words are no training, or an option is unknown or wrong.
+        UsageError: the words are no `train` command, or an option is unknown or wrong.
     """
     if not words or words[0] != "train":
         raise UsageError(

@@ -31,7 +31,7 @@ def verify(
     html: Annotated[Path | None, Parameter(help="Write them to this HTML file.")] = None,
     data: DataFolder = None,
 ) -> int:
-    """Check that plans learn what one plain process learns; if one does not, say why. Exit code 1 then."""
+    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
     from grappe.cli.preflight import preflight
     from grappe.fields import split
 

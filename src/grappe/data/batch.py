@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
     epoch: int
     step: int
-    """Steps before this one since the training began."""
+    """The number of steps before this one, since the training began."""
     microbatches: tuple[Microbatch, ...]
     samples: int
     """Samples in the global batch."""

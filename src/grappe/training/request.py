@@ -1,4 +1,4 @@
-"""Request: what the processes of a training are asked to do; Result: how it ended."""
+"""Request: the input of a training's processes; Result: a training's end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA_FOLDER = "GRAPPE_DATA"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the processes of a training are asked to do."""
+    """The input of a training's processes: task, plan, folders and options."""
 
     task: TaskReference
     plan: Plan
@@ -32,14 +32,14 @@ class Request:
     quiet: bool = False
     """Whether to print nothing but errors."""
     watchers: tuple[Watcher | str, ...] = ()
-    """The user's own, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
+    """The user's own watchers, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
     also: tuple[Watcher, ...] = ()
     """Further watchers, a copy on every process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a training ended."""
+    """The end of a training: its run, status and last step."""
 
     run: Path
     status: str
@@ -57,11 +57,11 @@ def make_request(
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
 ) -> Request:
-    """Makes a Request, with a default for all that is not given.
+    """Makes a Request; every other argument has a default.
 
     Raises:
-        TaskError: `task` is none.
-        UsageError: one of `watchers` is none, or names no file that is there.
+        TaskError: `task` is no task.
+        UsageError: one of `watchers` is no watcher, or names a file that does not exist.
     """
     return Request(
         task=TaskReference.of(task, fields),
@@ -86,5 +86,5 @@ def _checked(watcher: Watcher | str) -> Watcher | str:
 
 
 def data_folder(data: Path | str | None) -> Path:
-    """Where datasets are: `data`, the environment's GRAPPE_DATA, or ./data."""
+    """Returns the folder of datasets: `data`, the environment's GRAPPE_DATA, or ./data."""
     return Path(data or os.environ.get(DATA_FOLDER, "data"))

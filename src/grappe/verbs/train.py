@@ -1,4 +1,4 @@
-"""grappe train: trains a task under a plan, or goes on with a run."""
+"""grappe train: trains a task under a plan, or resumes a run."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def train(
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
 ) -> Run:
-    """Trains `task` under `plan`, or goes on with the run in `folder`.
+    """Trains `task` under `plan`, or resumes the run in `folder`.
 
     Args:
         task: a task, its class, or its name as on the command line.
         plan: a Plan or its text, "replicate=2"; "" is one process.
         folder: the run's folder; None makes a new one under `base`.
-        data: where datasets are; None: the environment's GRAPPE_DATA, or ./data.
-        fields: texts for the task's fields, when it is given by name.
+        data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
+        fields: texts for the task's fields, if the task is given by name.
         weights: a run or a safetensors file to start from.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
-            "file.py:MyWatcher". They live on process 0, where instances arrive as copies.
+            "file.py:MyWatcher". Watchers run on process 0, which gets copies of instances.
 
     Raises:
-        GrappeError: something is wrong with what was asked; the message says what to do.
+        GrappeError: an argument is wrong or the training failed; the message says what to do.
     """
     request = make_request(task, plan, folder, data, fields, weights, options, base, watchers)
     return Run(run_training(request).run)

@@ -1,4 +1,4 @@
-"""Checks once that a task's units, one after the other, are its model: in a process of its own, on two samples."""
+"""Checks once that a task's units in sequence compute what its model does: in a separate process, on two samples."""
 
 from __future__ import annotations
 

@@ -20,22 +20,22 @@ COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "c10d::", "mpi:")
 
 
 class Event(NamedTuple):
-    """Something that a processor or a GPU did; times in microseconds."""
+    """An operation of a processor or a GPU; times in microseconds."""
 
     name: str
     began: float
     ended: float
     own: float
-    """Without what it called."""
+    """Time without called operations."""
     place: str
     """"main", "device", or another thread."""
 
 
 class Profile(Watcher):
-    """Profiles `steps` steps after the warm-up, on this process.
+    """Watcher that profiles `steps` steps after the warm-up, on this process.
 
     Args:
-        stream: where the summary goes besides the file; None: nowhere.
+        stream: a stream for the summary besides the file; None: only the file.
     """
 
     prompt = True  # it begins and ends between two steps
@@ -118,7 +118,7 @@ def _events(profiler: Any) -> list[Event]:
 
 
 def summary(events: Sequence[Event], steps: int, title: str) -> str:
-    """What took longest in a step: operators, kernels, gaps in which nothing ran, communication and its overlap."""
+    """Lists what took longest in a step: operators, kernels, idle gaps, communication and its overlap."""
     spans = {place: union(one for one in events if one.place == place) for place in ("main", "device")}
     known = [span for several in spans.values() for span in several]
     if not known or steps < 1:
@@ -165,7 +165,7 @@ def _top(events: Sequence[Event], steps: int, whole: float, word: str) -> list[s
 def _gaps(
     spans: Sequence[tuple[float, float]], events: Sequence[Event], place: str, steps: int, whole: float
 ) -> list[str]:
-    """The pauses between what ran, and after what the longest of them came."""
+    """Returns the idle gaps between operations, and the operation before the longest."""
     if len(spans) < 2:
         return []
     found = [(begin - end, end) for (_, end), (begin, _) in itertools.pairwise(spans)]
@@ -178,7 +178,7 @@ def _gaps(
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times in which at least one of `events` went on, in order and disjoint."""
+    """Returns the intervals in which at least one of `events` was running, in order and disjoint."""
     spans: list[tuple[float, float]] = []
     for one in sorted(events, key=lambda event: event.began):
         if spans and one.began <= spans[-1][1]:
@@ -189,7 +189,7 @@ def union(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times that are in both; each is in order and disjoint."""
+    """Returns the intersection of two lists of intervals, each in order and disjoint."""
     found, left, right = [], 0, 0
     while left < len(a) and right < len(b):
         begin, end = max(a[left][0], b[right][0]), min(a[left][1], b[right][1])

@@ -1,4 +1,4 @@
-"""Ablations: switches off what may make a plan differ, one thing at a time, to see whether the difference goes."""
+"""Ablations: switch off possible causes of a difference, one at a time, to see whether the difference disappears."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """One thing that can be switched off."""
+    """A possible cause that can be switched off."""
 
     word: str
     plan: Plan
@@ -33,7 +33,7 @@ class Ablation:
 
 
 def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
-    """Names each thing without which the plan learns what one plain process learns."""
+    """Lists the ablations of a plan: changes that may make it learn what one plain process learns."""
     causes = []
     for one in _candidates(runner, plan, instrumentation, known):
         less = one.instrumentation()
@@ -93,7 +93,7 @@ def _candidates(
 
 
 def _keys(plan: Plan, instrumentation: Instrumentation) -> Iterator[Ablation]:
-    """The plan with one of its other keys at its default, key by key."""
+    """Yields the plan with one of its other keys at the default, key by key."""
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
     for key in sorted(plan.changed_keys() - KEPT - {"microbatches"}):
         word = f"{key}: with {key}={defaults[key]} the difference goes"

@@ -1,4 +1,4 @@
-"""The network: names that resolve, interfaces that variables name, a shared folder to meet in, fast links unused."""
+"""Check of the network: host names, interfaces named by variables, a shared rendezvous folder, unused fast links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Looks at names and interfaces, once a node."""
+    """Checks host names and interfaces, once per node."""
     if not machine.is_node_leader:
         return
     several = machine.process.size > machine.process.local_size
@@ -44,7 +44,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_variables(environment, interfaces: Iterable[str]) -> Iterator[Finding]:  # noqa: ANN001
-    """A variable that names an interface which is not here makes every start fail."""
+    """Returns findings for variables that name a missing interface, which makes every start fail."""
     known = list(interfaces)
     for variable in VARIABLES:
         text = environment.get(variable, "")

@@ -1,4 +1,4 @@
-"""Torch's build against this machine: GPU architectures, driver, known-bad versions, what it can communicate with."""
+"""Check of torch's build against this machine: GPU architectures, driver, faulty versions, communication libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_FOR_H100 = (2, 5, 1)
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Compares what torch was built for with what is here."""
+    """Compares the targets of torch's build with this machine."""
     import torch
     import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_version(version: str) -> Iterator[Finding]:
-    """Findings about a version of torch."""
+    """Returns findings about a version of torch."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
     for first, beyond, why in BAD_VERSIONS:
         if first <= numbers < beyond:
@@ -78,7 +78,7 @@ def of_version(version: str) -> Iterator[Finding]:
 def of_architectures(
     built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str
 ) -> Iterator[Finding]:
-    """Whether torch has code for each GPU: its own (same major version), or one that the driver can translate."""
+    """Returns findings for GPUs without code in torch: native (same major version), or translatable by the driver."""
     known = list(built)
     parts = [re.fullmatch(r"(sm|compute)_(\d+)[af]?", one) for one in known]  # another maker's are not judged
     numbers = [(one[1], int(one[2])) for one in parts if one]
@@ -102,6 +102,6 @@ def of_architectures(
 
 
 def driver_version(text: str) -> str:
-    """The version in /proc/driver/nvidia/version."""
+    """Reads the version in /proc/driver/nvidia/version."""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else "unknown"
