@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a contender's process sits."""
+    """The rank, size and folders of a contender's process."""
 
     rank: int
     size: int
@@ -21,7 +21,7 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one block of steps took in one process."""
+    """Time of one block of steps in one process."""
 
     wall: float
     """Seconds a step."""

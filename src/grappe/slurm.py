@@ -92,7 +92,7 @@ def queue(
 
 
 def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
-    """Lists the log files of a job, or of all runs under `base` whose name or job contains the text; newest run first."""
+    """Lists a job's log files, or those of all runs under `base` whose name or job contains a text; newest first."""
     if isinstance(contains, Job):
         return files(contains.run)
     folders = sorted(

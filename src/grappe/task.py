@@ -72,7 +72,7 @@ class Task:
         raise NotImplementedError
 
     def counts(self, target: Any) -> Tensor | None:
-        """Returns the weight of each value of `loss`, in its shape (0: an ignored token). None: all examples weigh the same."""
+        """Returns the weight of each value of `loss`, in the same shape (0: an ignored token). None: equal weights."""
         return None
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
@@ -94,7 +94,7 @@ class Task:
         return default_collate(list(samples))
 
     def units(self, model: Any) -> Sequence[nn.Module]:
-        """Returns the model's blocks in order: the units of sharding, activation checkpointing, compilation and pipelining.
+        """Returns the model's blocks in order, for sharding, activation checkpointing, compilation and pipelining.
 
         For a pipeline the units must be the whole model: called one after the other, each with the previous unit's
         output, they return what the model returns.

@@ -24,7 +24,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 
 def python2_batch(images: np.ndarray, labels: list[int], key: bytes = b"data", tail: bytes = b"u.") -> bytes:
-    """What Python 2's cPickle wrote for CIFAR-10: {data: uint8 [N, 3072], labels: list}, protocol 2."""
+    """Makes a pickle like Python 2's cPickle of CIFAR-10: {data: uint8 [N, 3072], labels: list}, protocol 2."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value

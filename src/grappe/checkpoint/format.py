@@ -58,7 +58,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """Finds the newest checkpoint that verifies, from the checkpoint folders alone: no separate pointer can be wrong."""
+    """Finds the newest checkpoint that verifies, from the checkpoint folders alone: no pointer can be wrong."""
     return next((one for one in list_checkpoints(folder) if verify(one.folder) is None), None)
 
 

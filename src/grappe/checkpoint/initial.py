@@ -86,7 +86,8 @@ def _take_over(model: nn.Module, weights: Weights, given: Path) -> None:
     strangers = [name for name in weights if name not in mine]
     if missing or strangers:
         raise RunError(
-            f"--from {given}: its names are not this model's. Missing: {_some(missing)}. Left over: {_some(strangers)}"
+            f"--from {given}: its parameter names differ from this model's. "
+            f"Missing: {_some(missing)}. Left over: {_some(strangers)}"
         )
     for name, tensor in mine.items():
         if name in weights:

@@ -54,7 +54,8 @@ class Lease:
         if holder is not None and _lives(holder):
             raise RunError(
                 f"{self._file.parent} is being written by process {holder.pid} on {holder.host}"
-                f"{f', job {holder.job}' if holder.job else ''}: stop that one first, or wait a minute if it is dead"
+                f"{f', job {holder.job}' if holder.job else ''}: "
+                "stop that process first, or wait a minute if it is dead"
             )
         try:
             self._write()
@@ -76,7 +77,7 @@ class Lease:
                 if holder
                 else "somebody removed the lease; another process"
             )
-            raise RunError(f"{who} writes {self._file.parent} now: this one writes nothing more")
+            raise RunError(f"{who} writes {self._file.parent} now: this process writes nothing more")
 
     def release(self) -> None:
         """Releases the lease."""

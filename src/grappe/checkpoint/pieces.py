@@ -1,4 +1,4 @@
-"""Chooses the pieces of a state that this process writes: each byte is written once, and all processes write equally."""
+"""Chooses the pieces of a state that this process writes: each byte once, and all processes write equally."""
 
 from __future__ import annotations
 

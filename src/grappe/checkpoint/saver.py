@@ -153,7 +153,7 @@ class Saver:
                 self._tidy(beside)
 
     def _tidy(self, beside: Path) -> None:
-        """Removes a failed save's files; process 0 alone removes the folder, or others would only report its absence."""
+        """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
         if self._world.rank == 0:
             shutil.rmtree(beside)
         else:

@@ -70,10 +70,12 @@ def drill(
     preflight([plan], task)
     from rich.console import Console
 
-    from grappe.training.request import make_request
+    from grappe.plan import as_plan
+    from grappe.training.request import Request, data_folder
+    from grappe.training.task_reference import TaskReference
     from grappe.verbs.drill import drill as verb
 
-    training = make_request(task, plan, data=data, fields=texts)
+    training = Request(task=TaskReference.of(task, texts), plan=as_plan(plan), data=data_folder(data))
     with Console(stderr=True).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
@@ -86,7 +88,7 @@ def evaluate(
     /,
     *,
     split: Annotated[
-        Literal["train", "validation", "test"], Parameter(help="What to score it on.")
+        Literal["train", "validation", "test"], Parameter(help="Split to evaluate on.")
     ] = "validation",
     plan: PlanText = "",
     data: DataFolder = None,
@@ -162,12 +164,14 @@ def runs(
 
 @app.command
 def prune(
-    run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that nobody writes.")] = None,
+    run: Annotated[
+        Path | None, Parameter(help="A run's folder. Default: all that are not being written.")
+    ] = None,
     /,
     *,
     base: BaseFolder = Path("runs"),
-    keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
-    dry_run: Annotated[bool, SWITCH, Parameter(help="Say what would go, and remove nothing.")] = False,
+    keep: Annotated[int, Parameter(help="Number of newest checkpoints to keep, besides the best.")] = 1,
+    dry_run: Annotated[bool, SWITCH, Parameter(help="List what would be removed; remove nothing.")] = False,
 ) -> int:
     """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:

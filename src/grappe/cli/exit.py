@@ -37,9 +37,7 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        mistake = ProcessDied(
-            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
-        )
+        mistake = ProcessDied(f"{type(error).__name__}: {error} (a bug in grappe: --debug shows more)")
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
     if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):

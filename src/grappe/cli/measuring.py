@@ -37,16 +37,18 @@ def measure(
         list[str] | None,
         Parameter(
             negative="",
-            help="A plan to measure; once for each. The first is what the others are compared with.",
+            help="A plan to measure; repeatable. The first is the baseline.",
         ),
     ] = None,
     options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
+    no_advice: Annotated[
+        bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")
+    ] = False,
     site: Annotated[
         str | None, Parameter(help="Submit each training as a Slurm job of this cluster (see: grappe sites).")
     ] = None,
-    account: Annotated[str | None, Parameter(help="What such jobs are billed to.")] = None,
-    time: Annotated[str | None, Parameter(help="How long such a job may take: 30m. Default: 1 h.")] = None,
+    account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
+    time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
     show_: Annotated[
         bool,
         Parameter(name="--show", negative="", show_default=False, help="Print the jobs; submit nothing."),
@@ -54,7 +56,9 @@ def measure(
     gather: Annotated[
         list[Path] | None,
         Parameter(
-            negative="", consume_multiple=True, help="Train nothing: take these runs, of such jobs say."
+            negative="",
+            consume_multiple=True,
+            help="Train nothing: read these runs, for example those of such jobs.",
         ),
     ] = None,
     largest_batch: Annotated[
@@ -75,7 +79,7 @@ def measure(
         from grappe.verbs.measure.jobs import JobRequest
 
         if largest_batch:
-            raise UsageError("--largest-batch looks on this machine: leave it out with --site")
+            raise UsageError("--largest-batch measures on this machine: leave it out with --site")
         return _send(
             JobRequest(
                 task=task,

@@ -39,7 +39,7 @@ def train(
         Path | None,
         Parameter(
             name="--from",
-            help="First weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
+            help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
         ),
     ] = None,
     watch: Annotated[
@@ -50,7 +50,7 @@ def train(
     ] = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     smoke: Annotated[
-        bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
+        bool, SWITCH, Parameter(help="Test one step, evaluation, save and resume under this plan.")
     ] = False,
 ) -> int:
     """Train a task under a plan, or resume a run."""
@@ -59,9 +59,20 @@ def train(
 
     texts = split(fields)
     preflight([plan], task, run, once=not smoke)
+    from grappe.plan import as_plan
+    from grappe.training.request import Request, checked_watchers, data_folder
+    from grappe.training.task_reference import TaskReference
     from grappe.verbs import train as verb
 
-    request = verb.make_request(task, plan, run, data, texts, from_, options, watchers=watch or ())
+    request = Request(
+        task=TaskReference.of(task, texts),
+        plan=as_plan(plan),
+        run=run,
+        data=data_folder(data),
+        weights=from_,
+        options=options,
+        watchers=checked_watchers(watch or ()),
+    )
     if smoke:
         from grappe.verbs.smoke import smoke as check
 

@@ -188,7 +188,7 @@ def _idx_header(raw: NDArray[np.uint8], path: Path) -> tuple[tuple[int, ...], in
         raise _damaged(path, f"truncated in its header: {raw.size} bytes of {start}")
     shape = tuple(raw[4:start].view(">u4").tolist())
     if 0 in shape:
-        raise _damaged(path, f"its header, {_dims(shape)}, says that it is empty")
+        raise _damaged(path, f"its header, {_dims(shape)}, has a dimension of 0")
     return shape, start
 
 

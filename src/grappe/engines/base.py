@@ -46,7 +46,7 @@ class EngineSetup:
     stop_requested: Callable[[], float]
     """Returns more than 0 when all processes should stop after this step (signal or time limit)."""
     on_phase: Callable[[int], None] = _ignore_phase
-    """Callback at the beginning of a phase of a training step: FORWARD with each microbatch, BACKWARD once the loss's values
+    """Callback at the start of a training step's phase: FORWARD with each microbatch, BACKWARD once the loss's values
     are there, UPDATE before clipping and stepping, COMMUNICATION before a wait that is not torch.distributed's."""
     on_optimizer: Callable[[Optimizer, Named], None] = _ignore_optimizer
     """Callback when the optimizer is made: the optimizer that steps, and this process's trained parameters."""
@@ -78,7 +78,7 @@ class Engine(ABC):
 
     @classmethod
     def offloaded_to_disk(cls, plan: Plan, needs: Needs) -> tuple[str, float] | None:
-        """Returns `plan` with offload to a disk, and the bytes of memory that a process then needs; None: not supported."""
+        """Returns `plan` with offload to a disk, and a process's bytes of memory under it; None: not supported."""
         return None
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Engine(ABC):
 
     @abstractmethod
     def train(self, batches: Iterator[Batch], after: After) -> None:
-        """Takes a step for each of `batches` and calls `after` after each step, until `batches` end or `after` returns True."""
+        """Takes a step for each of `batches` and then calls `after`, until `batches` end or `after` returns True."""
 
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:

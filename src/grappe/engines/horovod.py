@@ -122,7 +122,7 @@ class Horovod(Stepper):
 
     @torch.no_grad()
     def _sum(self, total: Tensor) -> Sums:
-        """Waits for the gradients' sums; a parameter without a gradient on every process keeps none, and is not updated."""
+        """Waits for the gradients' sums; a parameter with no gradient on any process keeps none, and is not updated."""
         without = [parameter for parameter in self._parameters if parameter.grad is None]
         reached = [float(parameter.grad is not None) for parameter in self._parameters]
         notes = torch.cat([total.reshape(1).cpu(), torch.tensor([self._setup.stop_requested(), *reached])])

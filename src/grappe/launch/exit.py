@@ -37,7 +37,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
 
 
 def _leave_code(code: int) -> None:
-    """Writes the exit code for the batch script: when one process fails, srun reports only that the others were killed."""
+    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
     if file := os.environ.get(FAILURE):
         with contextlib.suppress(OSError):
             Path(file).write_text(str(code))

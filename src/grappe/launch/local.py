@@ -114,7 +114,7 @@ def _context(processes: int) -> BaseContext:
 
 
 def _is_clean() -> bool:
-    """Returns whether a fork is safe: no other thread, whose locks would stay held, and no torch that a caller set up."""
+    """Returns whether a fork is safe: no other thread, whose locks would stay held, and no torch set up by a caller."""
     try:
         threads = len(list(TASKS.iterdir()))
     except OSError:  # not on macOS, whose libraries do not bear a fork either

@@ -82,7 +82,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Returns the environment variables by which the daemon and its clients find each other, separate from other users'."""
+    """Returns the variables by which the daemon and its clients find each other, separate from other users'."""
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator, MutableMapping
@@ -47,13 +48,19 @@ def _running() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), 1)
 
 
+@functools.cache
+def _was_busy() -> bool:
+    """Asks `is_busy` once, so that a command's server and all its processes get the same answer."""
+    return is_busy()
+
+
 def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets OMP_WAIT_POLICY=passive on a busy machine; OpenMP reads the variable once, when torch is loaded.
 
     By default a thread spins for milliseconds at the end of each parallel section. If others use its core too, it
     spins while the thread that it waits for has none; on a quiet machine spinning is quicker than waking up.
     """
-    if not any(name in environment for name in CHOICES) and is_busy():
+    if not any(name in environment for name in CHOICES) and _was_busy():
         environment[POLICY] = "passive"
 
 

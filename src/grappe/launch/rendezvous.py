@@ -71,7 +71,7 @@ def start(
 
 
 def claims_error_report(process: ProcessRank) -> bool:
-    """Returns whether this process must report an error: the first caller does; the others' errors are the same, or follow."""
+    """Returns whether this process must report an error: only the first caller; the others' errors are the same."""
     import torch.distributed as dist
 
     from grappe.private_api.torch import default_store

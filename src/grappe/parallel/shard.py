@@ -18,7 +18,7 @@ def uses_shard(plan: Plan) -> bool:
 
 
 def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
-    """Shards each unit, then the remaining parameters with the root. Gradients are summed, never averaged. Collective."""
+    """Shards each unit, then the root's remaining parameters. Gradients are summed, never averaged. Collective."""
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     mesh = _mesh(plan, world)

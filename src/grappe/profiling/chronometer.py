@@ -37,7 +37,7 @@ ORDER_STEPS = 3  # steps after which it is known which gradient comes last
 class Chronometer:
     """A clock that is always in one phase; `switch` costs a tenth of a microsecond.
 
-    The code that begins a phase announces it: the training loop when it requests a batch and when it has one, the engine
+    The code that begins a phase announces it: the training loop before and after it requests a batch, the engine
     when backward and update begin, `communication.waits_counted` around each wait for other processes. Communication
     that overlaps with computation is not waited for, and so is not counted.
 

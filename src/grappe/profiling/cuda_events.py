@@ -22,7 +22,7 @@ class CudaStepTimer:
         self._rows: deque[list[float]] = deque(maxlen=KEPT)
 
     def lap(self, step: int) -> Callable[[int], None] | None:
-        """Ends step number `step`; returns the callback for each phase of the next step, None if that step is not timed."""
+        """Ends step number `step`; returns the callback for the next step's phases, None if that step is not timed."""
         if self._events:
             self._pending.append(self._events)
             self._events = []

@@ -79,7 +79,7 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
         UsageError: the site forbids the job; the message says what the site allows.
     """
     if site.retired:
-        raise UsageError(f"{site.name} is no more: {site.retired}. There is: grappe sites")
+        raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     node = site.node
     assert node is not None, "a probed site has its node by now"
     check_account(site, wish.account)
@@ -107,7 +107,7 @@ def check_account(site: Site, account: str | None) -> None:
     forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""
     if account is None:
         if site.ask.account == "required":
-            raise UsageError(f"{site.name} wants an account: --account NAME{forms}")
+            raise UsageError(f"{site.name} needs an account: --account NAME{forms}")
         return
     if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
         raise UsageError(

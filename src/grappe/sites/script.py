@@ -39,7 +39,7 @@ class Script:
     """The interpreter of the submitting command."""
     account: str | None = None
     environment: str = ""
-    """The environment: here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's."""
+    """Environment: here, virtualenv, module, conda:NAME, a virtual environment's folder, an image; "": the site's."""
     wheels: Path | None = None
     stage: Path | None = None
     """A tar archive of the data, unpacked to local scratch on every node."""

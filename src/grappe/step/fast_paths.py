@@ -57,7 +57,7 @@ def _seeds(seed: int, number: int, *words: int) -> list[int]:
 
 
 def backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Runs backward: adds the gradient of sum(root . gradient) to the leaves; each gradient has its root's shape and type.
+    """Adds the gradient of sum(root . gradient) to the leaves (backward); gradients have their roots' shapes and types.
 
     torch.autograd.backward takes 35 microseconds for checks that are not needed here.
     """

@@ -28,7 +28,7 @@ class Loss(NamedTuple):
     """The sum of the microbatch's losses, a float32 scalar without a gradient."""
 
     def scalar(self) -> Tensor:
-        """Returns a scalar whose gradient with respect to `values` is `output_gradient`; the scalar's value has no meaning."""
+        """Returns a scalar whose gradient with respect to `values` is `output_gradient`; its value has no meaning."""
         return (self.values.float() * self.output_gradient.float()).sum()
 
 

@@ -27,7 +27,7 @@ def set_tf32(precision: str) -> None:
 
 
 class LossScale:
-    """Loss scaling, which keeps fp16 gradients in range: the scale is halved after an infinity, doubled after 2,000 good
+    """Loss scaling, which keeps fp16 gradients in range: the scale halves after an infinity, doubles after 2,000 good
     steps.
 
     Works like torch.amp.GradScaler, but a step is skipped depending on the norm of the whole gradient,

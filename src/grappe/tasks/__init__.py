@@ -52,7 +52,7 @@ def check_name(reference: str) -> None:
     place, colon, _ = reference.partition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise TaskError(f"there is no task file {place}: is the path right, seen from {Path.cwd()}?")
+            raise TaskError(f"there is no task file {place}: is the path right, relative to {Path.cwd()}?")
     elif "." not in place and not colon and place not in names():
         raise TaskError(
             f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]"

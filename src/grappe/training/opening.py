@@ -1,4 +1,4 @@
-"""Opens a run: makes or checks its folder, takes its lease, finds or builds the checkpoint that training begins from."""
+"""Opens a run: makes or checks its folder, takes its lease, finds or builds the checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
     run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
     run.cut_back(found.step)
     unread = [one.folder.name for one in run.unverified(found)]
-    notes = tuple(f"{name} does not verify: passed over" for name in unread)
-    resumed = f"going on from step {found.step}" if found.step else "starting again from step 0"
+    notes = tuple(f"{name} does not verify: skipped" for name in unread)
+    resumed = f"resuming from step {found.step}" if found.step else "starting again from step 0"
     mine = Plan.parse(request.plan).engine
     if found.step and (engine := found.read_values().get("engine_name")) != mine:
         notes = (
             *notes,
-            f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh",
+            f"from engine {engine} to {mine}: only the weights are restored, the optimizer starts anew",
         )
     if found.step and (broken := other_bits(known, now)):
         notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
@@ -201,7 +201,7 @@ def _refuse_another_order(run: Run, known: Mapping[str, Any], now: Mapping[str, 
         reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
     if reasons:
         raise RunError(
-            f"{run.folder} cannot go on at step {step} with {', '.join(reasons)}: the samples seen so far would not "
+            f"{run.folder} cannot resume at step {step} with {', '.join(reasons)}: the samples seen so far would not "
             f"be those of this order. Start a new run from its weights: --from {run.folder}"
         )
 

@@ -131,7 +131,7 @@ class Loop:
         return (wrap(model, self.world) if replicated else model), optimizer
 
     def batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Batches:
-        """Yields this process's slice of each global batch of `batch_size` samples, on the device; resumes after a restart.
+        """Yields this process's slice of each global batch of `batch_size`, on the device; resumes after a restart.
 
         Each epoch has every sample once, in an order that depends on `seed` alone; the last batch may be short.
         After a step a checkpoint is saved if due, and on a signal, which then ends the process with exit code 75.
@@ -229,7 +229,7 @@ class Loop:
             raise SystemExit(EXIT_INTERRUPTED)
 
     def _stop_agreed(self) -> bool:
-        """Returns whether a process had a signal by the step before: reduced asynchronously, read a step later. Collective."""
+        """Returns whether any process had a signal by the step before: reduced asynchronously. Collective."""
         flag = torch.tensor(self._stop_signal.flag())
         if self.world.control is None:
             return bool(flag)
@@ -257,6 +257,6 @@ class Loop:
 def parallelize(
     model: nn.Module, optimizer: Optimizer, plan: Plan | str = ""
 ) -> tuple[nn.Module, Optimizer, Loop]:
-    """Parallelizes a model and its optimizer under a plan, and returns their loop too: Loop(plan).parallelize in one call."""
+    """Parallelizes a model and its optimizer, and returns their loop too: Loop(plan).parallelize in one call."""
     loop = Loop(plan)
     return *loop.parallelize(model, optimizer), loop

@@ -33,7 +33,7 @@ class SampleLog(Watcher):
         self._step = 0  # steps done, as of the last that was delivered: of all before an evaluation
 
     def started(self, info: RunInfo) -> None:
-        """Drops lines of steps after the resumed checkpoint, which the training repeats, perhaps with fewer processes."""
+        """Drops lines after the resumed checkpoint, whose steps the training repeats, perhaps on fewer processes."""
         if not self._enabled:
             return
         folder = info.folder / FOLDER

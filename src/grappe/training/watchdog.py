@@ -242,4 +242,4 @@ def _waiting(one: Standstill) -> str:
 
 
 def _doing(one: Standstill) -> str:
-    return f"step {one.step + 1}" if one.phase == "step" else f"its {one.phase} behind step {one.step}"
+    return f"step {one.step + 1}" if one.phase == "step" else f"its {one.phase} after step {one.step}"

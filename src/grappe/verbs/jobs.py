@@ -136,7 +136,7 @@ def _exit_code(run: Path, job: str, end: slurm.End) -> int:
     if end.state in ("COMPLETED", "FAILED") and not end.signal:
         return end.code
     words = {
-        "TIMEOUT": "came to its time limit without having saved: ask for more --time, or --save-every fewer steps",
+        "TIMEOUT": "reached its time limit without a save: ask for more --time, or --save-every fewer steps",
         "OUT_OF_MEMORY": "took more memory than it asked for: use a smaller batch_size, fewer workers, or more nodes",
         "CANCELLED": "was cancelled",
         "NODE_FAIL": "lost a node",

@@ -30,8 +30,8 @@ class JobOptions:
     name: str | None = None
     """The job's name. Default: the run's."""
     env: str = ""
-    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default: the
-    site's."""
+    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default:
+    the site's."""
     wheels: Path | None = None
     """Folder of wheels, besides the site's."""
     stage: Path | None = None

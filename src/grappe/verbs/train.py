@@ -7,11 +7,12 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.launch.start import start
-from grappe.plan import Plan
+from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.request import Request, Result, make_request
+from grappe.training.request import Request, Result, checked_watchers, data_folder
 from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.logger import check as check_logger
 
@@ -43,7 +44,16 @@ def train(
     Raises:
         GrappeError: an argument is wrong or the training failed; the message says what to do.
     """
-    request = make_request(task, plan, folder, data, fields, weights, options, base, watchers)
+    request = Request(
+        task=TaskReference.of(task, fields),
+        plan=as_plan(plan),
+        run=Path(folder) if folder else None,
+        base=Path(base),
+        data=data_folder(data),
+        weights=Path(weights) if weights else None,
+        options=options or Options(),
+        watchers=checked_watchers(watchers),
+    )
     return Run(run_training(request).run)
 
 

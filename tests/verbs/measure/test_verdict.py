@@ -1,4 +1,4 @@
-"""What measured points mean, in words: from figures that are made up."""
+"""Tests of the verdict in words, on synthetic figures."""
 
 from __future__ import annotations
 

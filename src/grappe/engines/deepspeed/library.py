@@ -113,7 +113,7 @@ def return_memory() -> None:
 
 
 def _extensions() -> Path:
-    """Returns the folder of compiled operators, one per Python environment: two would overwrite each other's operators."""
+    """Returns the folder of compiled operators, one per Python environment: two would recompile each other's."""
     inside = Path(sys.prefix) / "torch_extensions"
     if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
         os.environ["TORCH_EXTENSIONS_DIR"] = str(inside)

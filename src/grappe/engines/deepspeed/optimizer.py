@@ -31,7 +31,7 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     if stage and not known:
         raise PlanError(
             f"engine=deepspeed with shard or offload hands the optimizer flat pieces of several parameters, and "
-            f"{kind.__name__} may look at whole matrices: use replicate=N, or engine=native, which keeps them whole"
+            f"{kind.__name__} may need whole matrices: use replicate=N, or engine=native, which keeps them whole"
         )
 
 
@@ -52,7 +52,7 @@ def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, s
 
 
 def counting_as(saved: SavedState, optimizer: Optimizer) -> SavedState:
-    """Converts the step counters of `saved` to `optimizer`'s type: DeepSpeed's kernels have numbers, torch has tensors."""
+    """Converts step counters of `saved` to `optimizer`'s type: numbers for DeepSpeed's kernels, tensors for torch."""
     numbers = type(optimizer).__module__.startswith("deepspeed.")
     plain = {name: dict(state) for name, state in saved.values.get("optimizer", {}).items()}
     tensors: dict[str, Tensor] = {}

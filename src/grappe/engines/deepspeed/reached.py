@@ -11,7 +11,7 @@ from torch import nn
 from grappe.errors import TaskError
 from grappe.launch.world import World
 
-INSTEAD = "use engine=native, which goes by names"
+INSTEAD = "use engine=native, which matches gradients by name"
 
 
 class Reached:
@@ -74,7 +74,7 @@ class Reached:
             else "has zeros for what is not reached, which weight decay and momentum would move all the same"
         )
         raise TaskError(
-            f"the model takes different ways for different samples: {some} and {others} reach {what}. "
+            f"the model uses different parameters for different samples: {some} and {others} reach {what}. "
             f"DeepSpeed {why}: {INSTEAD}"
         )
 
@@ -95,6 +95,6 @@ def explained() -> Iterator[None]:
         if "disagreement on list contents" not in str(error):
             raise
         raise TaskError(
-            "the model takes different ways for different samples, on different processes. DeepSpeed's stage 3 "
+            "the model uses different parameters for different samples, on different processes. DeepSpeed's stage 3 "
             f"gathers parameters in one order everywhere: {INSTEAD}"
         ) from error

@@ -40,16 +40,16 @@ FREE = {
     "zero_optimization.offload_param": {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu"},
 }  # fmt: skip
 OURS = {
-    "optimizer": "the task's optimizer() says it",
-    "scheduler": "the task's schedule() says it",
-    "amp": "precision=fp16 or bf16 in the plan says it, as autocast",
-    "torch_autocast": "precision=fp16 or bf16 in the plan says it, as autocast",
+    "optimizer": "the task's optimizer() sets it",
+    "scheduler": "the task's schedule() sets it",
+    "amp": "precision=fp16 or bf16 in the plan sets it, as autocast",
+    "torch_autocast": "precision=fp16 or bf16 in the plan sets it, as autocast",
     "communication_data_type": "reductions are in fp32, in every precision",
     "data_types": "parameters and gradients are in fp32, in every precision",
     "gradient_predivide_factor": "gradients are divided once, by the global count",
     "prescale_gradients": "gradients are divided once, by the global count",
-    "activation_checkpointing": "recompute in the plan says it",
-    "tensor_parallel": "tensor=N in the plan, with engine=native, says it",
+    "activation_checkpointing": "recompute in the plan sets it",
+    "tensor_parallel": "tensor=N in the plan, with engine=native, sets it",
     "checkpoint": "checkpoints are grappe's own",
 }
 

@@ -80,7 +80,7 @@ class Partitioned:
                 self._set(parameter, saved.tensors.read(f"{OPTIMIZER}{name}.{key}"), key)
 
     def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """Sets the optimizer's state `key` of a parameter, or the optimizer's copy of the parameter, from a whole tensor."""
+        """Sets a parameter's optimizer state `key`, or the optimizer's copy of the parameter, from a whole tensor."""
         from deepspeed import utils
 
         value = value.to(parameter.device, torch.float32)
@@ -157,7 +157,7 @@ class Partitioned:
 
     @contextlib.contextmanager
     def gathered(self, parameter: nn.Parameter, changed: bool = False) -> Iterator[None]:
-        """Context with the whole parameter; `changed`: process 0 changes its value, which all processes get. Collective."""
+        """Context with the whole parameter; `changed`: process 0 changes the value for all processes. Collective."""
         if self._stage < 3:
             yield
             return

@@ -32,7 +32,7 @@ class WholeState:
         self._own, self._optimizer = own, optimizer
 
     def state(self) -> State:
-        """What to save."""
+        """Returns the state to save."""
         return self._own.state()
 
     def restore(self, saved: SavedState) -> None:

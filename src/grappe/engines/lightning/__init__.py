@@ -1,4 +1,4 @@
-"""The Lightning engine: lightning.Trainer runs the training loop over the task's parts, with grappe's watchers as callback."""
+"""The Lightning engine: lightning.Trainer runs the training loop, with grappe's watchers as one callback."""
 
 from __future__ import annotations
 

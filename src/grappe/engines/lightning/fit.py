@@ -45,7 +45,7 @@ def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> No
 
 
 def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Trainer:
-    """Makes a Trainer with the plan's strategy and precision, and without the features that grappe has itself. Collective."""
+    """Makes a Trainer with the plan's strategy and precision, without features that grappe has itself. Collective."""
     plan, world = parts.steps.setup.plan, parts.steps.setup.world
     trainer = Trainer(
         accelerator=world.device.type,
@@ -78,7 +78,7 @@ class Carrier(LightningModule):
         self._steps = steps
 
     def configure_model(self) -> None:
-        """Does nothing: FSDP2 and tensor parallelism were applied when the engine was made, before weights were read."""
+        """Does nothing: FSDP2 and tensor parallelism were applied when the engine was made, before reading weights."""
 
     def configure_optimizers(self) -> Any:
         if self._steps.schedule is None:
@@ -141,7 +141,7 @@ class Loader:
 
 
 class Here(ClusterEnvironment):
-    """This process's rank and world size, from grappe: Lightning's SLURMEnvironment would replace grappe's signal handlers."""
+    """This process's rank and world size, from grappe: Lightning's SLURMEnvironment would replace signal handlers."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

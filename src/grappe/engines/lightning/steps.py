@@ -112,7 +112,7 @@ class Steps:
         )
 
     def dry_run(self, item: Item, loss: Callable[[Item], Tensor]) -> bool:
-        """Runs a forward and backward that changes nothing; returns whether every parameter got a gradient. Collective."""
+        """Runs forward and backward without an update; returns whether every parameter got a gradient. Collective."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with buffers_restored(self.model):
             self._total = None

@@ -50,7 +50,7 @@ class PipelinedGradients:
             stage.register_forward_hook(lambda *_: setup.on_phase(BACKWARD))
 
     def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; returns the step's sums, still being computed. Collective."""
+        """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
         if self._shape is not None:
@@ -78,7 +78,7 @@ class PipelinedGradients:
         return gradient_norm(self._parameters, group)
 
     def _learn(self, micro: Microbatch, microbatches: int) -> None:
-        """Runs a microbatch of a new shape through all stages, so that every stage knows the shapes that it receives."""
+        """Runs a microbatch of a new shape through all stages, so that every stage knows its input's shapes."""
         with buffers_restored(self._model.module):
             for _ in self._model.relay.forward([micro]):
                 pass

@@ -56,7 +56,7 @@ class StagedModel:
         self.relay = Relay(self.stages, world)
 
     def make_optimizer(self) -> Optimizer:
-        """Makes the optimizer over the whole model, as the task's rules may need it, then removes other stages' parameters."""
+        """Makes the optimizer over the whole model, which the task may need, then removes other stages' parameters."""
         everywhere, self._everywhere = self._everywhere, []
         mine, device = dict(self.named), self._setup.world.device
         optimizer = self._setup.task.optimizer(

@@ -133,7 +133,7 @@ class WholeGradients:
         self._forward_backward = ForwardBackward(setup, model.module, loss_scale, self._unwrapped, divisor)
 
     def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; returns the step's sums, still being computed. Collective."""
+        """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         if self._unwrapped is not None:
             dry_run = functools.partial(self._forward_backward.dry_run, batch.microbatches[0])
             self._reduction = self._unwrapped.wrap(dry_run)

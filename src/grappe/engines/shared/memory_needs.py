@@ -25,7 +25,7 @@ class Needs:
         return self.parameters + self.gradients + self.optimizer
 
     def of(self, plan: Plan) -> float:
-        """Computes the bytes of one process under `plan`: its share, and the parameters that are gathered at one time."""
+        """Computes the bytes of one process under `plan`: its share, and the parameters gathered at one time."""
         share = self.whole / (plan.shard * plan.pipeline * plan.tensor)
         if plan.shard == 1:
             return share

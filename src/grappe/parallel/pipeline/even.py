@@ -47,7 +47,8 @@ class OneShape:
         if shape != self._seen:
             raise PlanError(
                 f"samples of shapes {[list(one) for one in self._seen]} and then {[list(one) for one in shape]}: "
-                "beside shard or batchnorm=sync a pipeline's must keep it; let collate() pad them alike"
+                "with shard or batchnorm=sync a pipeline's samples must keep one shape; "
+                "let collate() pad them to the same length"
             )
 
 

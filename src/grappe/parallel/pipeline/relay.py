@@ -64,7 +64,7 @@ class Relay:
 
     @torch.no_grad()
     def forward(self, micros: Iterable[Microbatch]) -> Iterator[tuple[Microbatch, Any]]:
-        """Runs microbatches through all stages; yields (microbatch, output) on the last stage's process, nothing elsewhere."""
+        """Runs microbatches through all stages; yields (microbatch, output), on the last stage's process only."""
         sources = [stage.source for stage in self.stages]
         for stage in self.stages:
             stage.source = None
@@ -122,7 +122,7 @@ class Relay:
         self._wait(2 * len(self._ranks) * len(leaves))
 
     def _send_header(self, header: Header, target: int) -> None:
-        """Sends a header asynchronously, to avoid a deadlock: the receiver may itself be blocked in a send to this process."""
+        """Sends a header asynchronously, to avoid a deadlock: the receiver may be blocked in a send to this process."""
         text = torch.frombuffer(bytearray(header.text().encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([len(text)]), text):
             work = dist.isend(tensor, dst=target, group=self._world.control)

@@ -16,7 +16,7 @@ class Rule:
     stages: tuple[int, int | None]
     """The lowest and the highest number of stages per process; None: any number."""
     rounds: bool
-    """Whether microbatches go in rounds of one per process, so that their number must be a multiple of the processes'."""
+    """Whether microbatches go in rounds of one per process; their number must then be a multiple of the processes'."""
     splits_backward: bool = False
     """Whether gradients of inputs and of weights are computed separately."""
 
@@ -65,7 +65,7 @@ def _refuse_split_backward(plan: Plan) -> str | None:
     name = f"schedule={plan.schedule}"
     if plan.compile:
         return (
-            f"{name} takes a backward apart, which compile makes one piece: use schedule=1f1b or interleaved"
+            f"{name} splits each backward in two, which compile cannot do: use schedule=1f1b or interleaved"
         )
     if plan.recompute:
         return f"{name} would recompute each unit twice: use schedule=1f1b or interleaved, or leave recompute out"

@@ -87,7 +87,7 @@ class Exact:
 
     @torch.no_grad()
     def reduce(self, flag: float, samples: int) -> Sums:
-        """Sets every parameter's gradient of the whole batch of `samples`; returns the loss and the flags. Collective."""
+        """Sets every parameter's gradient over the batch of `samples`; returns the loss and the flags. Collective."""
         [(_, entry)] = self._tree
         self._tree.clear()
         entry = entry if entry is not None else [None] * (len(self._parameters) + 1)

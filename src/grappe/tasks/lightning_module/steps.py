@@ -90,7 +90,7 @@ class Steps(nn.Module):
         self._fresh = [(metric, copy.deepcopy(default_states(metric))) for metric in metrics]
 
     def forward(self, inputs: tuple[Any, Tensor]) -> Tensor:
-        """Runs the batch, with B marks, one per row; returns [B] in training, [B, 1 + K] in evaluation, the means in every row."""
+        """Maps the batch and B marks, one per row, to [B] in training, [B, 1 + K] in evaluation, means in each row."""
         batch, marks = inputs
         if self.training:
             return self.step(batch, training=True)[0].expand(len(marks))

@@ -120,7 +120,7 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
 def mean_over_rows(
     steps: Steps, samples: list[Any], collate: Any, names: list[str], refusals: Refusals
 ) -> None:
-    """Refuses values that are not means over their batch: the losses, and those logged by validation_step under `names`.
+    """Refuses values that are not means over their batch: losses, and those logged by validation_step under `names`.
 
     A batch's value must be the mean of its two halves' values, weighted by size. Dropout is off during this test.
     """

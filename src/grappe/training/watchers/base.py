@@ -86,21 +86,21 @@ class Outcome:
 class Watcher:
     """Base class of watchers (callbacks): override the methods that you need.
 
-    To use your own watcher: `grappe.train(..., watchers=[MyWatcher()])`, or `grappe train ... --watch file.py:MyWatcher`,
+    To use a watcher: `grappe.train(..., watchers=[MyWatcher()])`, or `grappe train ... --watch file.py:MyWatcher`,
     which makes it without arguments. A watcher runs on process 0 only, under every plan, as a pickled copy: values that
     the copy keeps in attributes are lost at the end, so write results to a file. An exception ends the
     training.
     """
 
     prompt: ClassVar[bool] = False
-    """Whether `stepped` is called after each step. If False, `stepped` is called for groups of steps, in order, at least ten
+    """Whether `stepped` is called after each step. If False, it is called for groups of steps, in order, at least ten
     times a second if steps are quicker, and always before an evaluation, a save and the end."""
 
     def started(self, info: RunInfo) -> None:
         """Called before the first step."""
 
     def stepped(self, record: Record) -> None:
-        """Called after a step: one step late, when the device has the step's numbers; before an evaluation or a save, at once."""
+        """Called after a step: one step late, when its numbers are ready; before an evaluation or a save, at once."""
 
     def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Called when the gradients of `step` are ready (and clipped, if the task clips), before the optimizer's step.

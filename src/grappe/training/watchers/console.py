@@ -111,9 +111,9 @@ class Console(Watcher):
         assert self._info is not None
         words = {
             "finished": "finished",
-            "stopped": "stopped: no better for a while",
+            "stopped": "stopped: no lower loss within patience",
             "interrupted": "interrupted, saved",
-            "paused": "paused after the steps asked for",
+            "paused": "paused after --steps",
         }
         rows = [
             ("training", f"{words[outcome.status]}, {outcome.step} step{'s' if outcome.step != 1 else ''}")
@@ -134,7 +134,7 @@ class Console(Watcher):
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:
-    """Formats each process's peak memory and its parts; of many processes, those with the highest and the lowest peak."""
+    """Formats each process's peak memory and its parts; of many processes, only the highest and the lowest peak."""
     ranked = sorted(enumerate(outcome.peaks), key=lambda one: -_most(one[1]))
     if len(ranked) > SHOWN:
         ranked = [ranked[0], ranked[-1]]
@@ -174,6 +174,6 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
 
 
 def sample_word(dataset: Any) -> str:
-    """ Returns "images" if a dataset's first input has an image's shape, [1 or 3, height, width]; else "samples"."""
+    """Returns "images" if a dataset's first input has an image's shape, [1 or 3, height, width]; else "samples"."""
     inputs = dataset[0][0]
     return "images" if getattr(inputs, "ndim", 0) == 3 and inputs.shape[0] in (1, 3) else "samples"

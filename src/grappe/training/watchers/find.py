@@ -58,7 +58,7 @@ def check_name(reference: str) -> str:
         return reference
     if not Path(place).is_file():
         raise UsageError(
-            f"--watch={reference}: there is no file {place}: is the path right, seen from {Path.cwd()}?"
+            f"--watch={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
         )
     return f"{Path(place).resolve()}:{name}"
 

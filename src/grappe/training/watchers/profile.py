@@ -88,7 +88,7 @@ class Profile(Watcher):
         _export(profiler, trace)
         steps = self._seen - WARMUP
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
-        self._text += f"\nthe whole of it: {trace} (open it in ui.perfetto.dev)\n"
+        self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
         (self._folder / f"rank-{self._rank}.txt").write_text(self._text)
 
 
@@ -122,9 +122,9 @@ def summary(events: Sequence[Event], steps: int, title: str) -> str:
     spans = {place: union(one for one in events if one.place == place) for place in ("main", "device")}
     known = [span for several in spans.values() for span in several]
     if not known or steps < 1:
-        return f"{title}: nothing was seen\n"
+        return f"{title}: no operation was recorded\n"
     whole = (max(end for _, end in known) - min(begin for begin, _ in known)) / steps
-    lines = [f"{title}: {steps} steps of {_time(whole)}, what takes longest in each:"]
+    lines = [f"{title}: {steps} steps of {_time(whole)}, the longest in each step:"]
     for place, word in (("main", "operators on the host (their own time)"), ("device", "kernels on the GPU")):
         lines += _top([one for one in events if one.place == place], steps, whole, word)
         lines += _gaps(spans[place], events, place, steps, whole)
@@ -172,9 +172,9 @@ def _gaps(
     total = sum(length for length, _ in found) / steps
     ends = {one.ended: one.name for one in events if one.place == place}
     longest = sorted(found, reverse=True)[:3]
-    behind = ", ".join(f"{_time(length)} behind {ends.get(end, '?')[:40]}" for length, end in longest)
+    after = ", ".join(f"{_time(length)} after {ends.get(end, '?')[:40]}" for length, end in longest)
     where = "no operator ran on the main thread" if place == "main" else "the GPU had nothing to do"
-    return [f"  {where}: {_time(total)} a step ({total / whole:.0%}); the longest: {behind}"]
+    return [f"  {where}: {_time(total)} a step ({total / whole:.0%}); the longest: {after}"]
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from grappe.training.watchers.logger import Logger, distribution
 
 
 class WandB(Logger):
-    """Logger that writes to RUN/wandb. All starts of a run have one id, made of its folder's name, and sync into one run.
+    """Logger that writes to RUN/wandb. All starts of a run have one id, from its folder's name, and sync into one.
 
     Steps that a later start repeats are logged twice; on the site the later ones replace nothing, so the axis
     for plots is `step`, which shows both.

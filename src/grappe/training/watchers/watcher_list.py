@@ -14,7 +14,7 @@ from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 
 class WatcherList:
-    """The methods of a Watcher for a list; an exception in a user's own watcher becomes one message that names its line."""
+    """A Watcher that calls several; an exception in a user's own watcher becomes one message that names its line."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = watchers

@@ -70,7 +70,7 @@ def drill(request: Request, note: Callable[[str], None] = lambda words: None) ->
         )
     with tempfile.TemporaryDirectory(prefix="grappe-drill-") as base:
         quiet = dataclasses.replace(request, base=Path(base), quiet=True)
-        note("a training that nothing disturbs")
+        note("a training without faults")
         reference = _train(quiet, Path(base) / "undisturbed")
         if Run(reference).read_description()["step"] < LEAST_STEPS:
             raise UsageError(f"a drill takes {STEPS} steps, and this training has fewer: give it more epochs")
@@ -90,7 +90,7 @@ def all_faults(plan: Plan) -> list[Fault]:
         Fault(name="all processes killed", injector=FaultInjector("SIGKILL", HURT_AT)),
         Fault(name="killed in a save", injector=FaultInjector("save", HURT_AT, "first")),
         Fault(name="SIGTERM", injector=FaultInjector("SIGTERM", HURT_AT, "first")),
-        Fault(name="newest checkpoint cut short", damage=faults.truncate),
+        Fault(name="newest checkpoint truncated", damage=faults.truncate),
         Fault(name="a bit of it flipped", damage=faults.flip),
         Fault(name="disk full", injector=FaultInjector("disk", HURT_AT)),
     ]

@@ -17,7 +17,7 @@ REPEATS = 5
 
 
 def per_sample(task: Task, dataset: Any) -> float:
-    """Counts the floating-point operations of one sample's forward and backward: a multiplication and an addition are 2.
+    """Counts floating-point operations of one sample's forward and backward: a multiplication and an addition are 2.
 
     Matrix products, convolutions and attention count; additions, activations and normalisations do not, as is
     usual (torch.utils.flop_counter). Nothing is computed: the model is on the meta device, unless it reads values.

@@ -15,7 +15,8 @@ from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.request import Request, make_request
+from grappe.training.request import Request, data_folder
+from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure.measure import with_batch
 
@@ -104,9 +105,8 @@ def largest_batches(
     """Finds the largest batch of each plan; raises like `largest_batch`."""
     with scratch("largest") as folder:
         for number, plan in enumerate(plans):
-            yield largest_batch(
-                make_request(task, "", data=data, fields=fields), as_plan(plan), folder / str(number)
-            )
+            request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data))
+            yield largest_batch(request, as_plan(plan), folder / str(number))
 
 
 class _Runner:

@@ -15,7 +15,7 @@ from grappe.plan import Plan, as_plan
 from grappe.profiling.phases import WARMUP
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.request import Request, make_request
+from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
@@ -72,7 +72,12 @@ def measure(
     """
     options = options or MeasureOptions()
     grid = [(as_plan(plan), batch) for batch in (options.batch_size or (0,)) for plan in plans]
-    first = make_request(task, "", data=data, fields=fields, options=_options(options.steps))
+    first = Request(
+        task=TaskReference.of(task, fields),
+        plan=Plan(),
+        data=data_folder(data),
+        options=_options(options.steps),
+    )
     with scratch("measure") as folder:
         runner = _Runner(first, folder, options.weak, note)
         points = runner.measured(grid, options.repeats)

@@ -133,7 +133,7 @@ class Point:
         return self._median(lambda trial: _waited(trial) / self.batch)
 
     def slowest(self) -> tuple[Process, float]:
-        """Finds the process with the most work in the median trial, and its extra seconds per step over the others' median."""
+        """Finds the process with the most work in the median trial, and its extra seconds per step over the median."""
         trial = sorted(self.trials, key=_waited)[len(self.trials) // 2]
         slow = max(trial.processes, key=lambda one: one.busy)
         others = [one.busy for one in trial.processes if one is not slow]

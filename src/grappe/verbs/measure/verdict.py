@@ -65,7 +65,7 @@ def _gpu_or_cpu(good: Sequence[Point]) -> Iterator[str]:
 
 
 def advised_workers(point: Point) -> int | None:
-    """Estimates the data workers that a process needs, from the loading time of batches; None: workers would not help."""
+    """Estimates the data workers that a process needs, from batches' loading time; None: workers would not help."""
     waits = point.share("data", "transfer")
     if waits < WAITING or point.workers is None:
         return None
@@ -83,7 +83,7 @@ def _data(point: Point) -> Iterator[str]:
     wait = f"{name(point)}: {who} for data {waits:.0%} of the time"
     needed = advised_workers(point)
     if point.workers is None:
-        yield f"{wait}: the samples are in memory, so make `prepare` and `augment` cheaper, or the batch larger"
+        yield f"{wait}: the samples are in memory, so make `transform` and `augment` cheaper, or the batch larger"
     elif needed is None or needed > MOST_WORKERS:
         yield f"{wait}: {needed or 'more'} workers would be needed, so store the samples decoded and smaller first"
     else:
@@ -109,7 +109,7 @@ def _imbalance(point: Point) -> Iterator[str]:
     }
     where = max(excess, key=lambda phase: excess[phase])
     yield (
-        f"{name(point)}: process {slow.rank} on {slow.host} holds the others up: it has {slow.busy * 1e3:.3g} ms a "
+        f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has {slow.busy * 1e3:.3g} ms a "
         f"step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
     )
 

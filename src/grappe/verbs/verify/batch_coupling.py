@@ -81,7 +81,7 @@ class BatchCoupling:
     """The modules of a model that couple a batch's samples."""
 
     modules: dict[str, Companions | None]
-    """The innermost modules that couple samples while training, by name: None if evaluation mode does not couple, else fixed
+    """The innermost modules that couple samples while training, by name: None if evaluation mode stops it, else fixed
     samples that accompany each row."""
     independent_rows: bool
     """Whether each row of the model's output is known to depend only on its own row of the input."""

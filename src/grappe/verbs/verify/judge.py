@@ -91,7 +91,7 @@ class _Case:
     # ---- Exact plans -----------------------------------------------------------------------------------
 
     def _of_exact(self) -> Finding:
-        """Compares the bits with those of the same exact plan on one process, and the numbers with the plain process."""
+        """Compares bits with those of the same exact plan on one process, and numbers with the plain process."""
         alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
         if alone != self._plan:
             steps = self._runner.trial(alone, Instrumentation(), self._base)

@@ -1,4 +1,4 @@
-"""RoundingTrial: the reference's steps with sums in other orders; their drift is the difference that rounding explains."""
+"""RoundingTrial: the reference's steps with sums in other orders; their drift is what rounding alone explains."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _words(reference: Reference, steps: Sequence[TrialStep], number: int) -> str
         return f"another order: {at} none of its samples is seen"
     shift = _shift(reference, number, step)
     if shift:
-        return f"a sampler that is off by {shift}: {at} it begins {'behind' if shift > 0 else 'before'} its place"
+        return f"a sampler that is off by {shift}: {at} it begins {'after' if shift > 0 else 'before'} its position"
     doubled = [one for one in extra if one in wanted]
     words = []
     if doubled:

@@ -34,7 +34,7 @@ def of_cores(usable: int, mine: int, threads: int, workers: int, requested: int 
     elif workers > mine:
         yield warning(
             f"workers={workers} for each process, which has {mine} core{'s' if mine > 1 else ''}",
-            "loading fights with training for cores",
+            "loading competes with training for cores",
             f"use workers={max(0, mine - 1)}, or ask for more cores",
         )
     if requested is not None and usable < requested:

@@ -31,7 +31,7 @@ def of_shared(free: int, workers: int | None) -> Iterator[Finding]:
     if workers != 0 and free < LEAST_SHARED:
         yield warning(
             f"{free / 1e9:.1f} GB of shared memory ({SHARED}) are free",
-            "data workers hand batches over in it, and die with a bus error when it is full",
+            "data workers pass batches through it, and die with a bus error when it is full",
             "give the container more (--shm-size, --ipc=host), or use workers=0",
         )
 

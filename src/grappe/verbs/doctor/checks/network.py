@@ -21,14 +21,14 @@ def check(machine: Machine) -> Iterator[Finding]:
         address = socket.gethostbyname(socket.gethostname())
         if several and address.startswith("127."):
             yield warning(
-                f"this node's name {socket.gethostname()} leads to {address}",
+                f"this node's name {socket.gethostname()} resolves to {address}",
                 "processes on other nodes cannot reach it there",
                 "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network's interface (ip addr)",
             )
     except OSError:
         yield (error if several else note)(
-            f"this node's name {socket.gethostname()} leads nowhere",
-            "processes meet by name between nodes",
+            f"this node's name {socket.gethostname()} does not resolve",
+            "processes on several nodes find each other by host name",
             "tell the site",
         )
     interfaces = [entry.name for entry in INTERFACES.iterdir()] if INTERFACES.is_dir() else []
@@ -39,7 +39,7 @@ def check(machine: Machine) -> Iterator[Finding]:
         and machine.environment.get("NCCL_IB_DISABLE") == "1"
     ):
         yield warning(
-            "NCCL_IB_DISABLE=1 where there is InfiniBand", "gradients take the slow way", "unset it"
+            "NCCL_IB_DISABLE=1 where there is InfiniBand", "gradients take a slower network", "unset it"
         )
 
 

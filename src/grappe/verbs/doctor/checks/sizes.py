@@ -28,7 +28,7 @@ def check(machine: Machine) -> Iterator[Finding]:
         return
     except Exception as mistake:
         yield note(
-            f"the task's model could not be built without memory ({type(mistake).__name__}): sizes not looked at"
+            f"the task's model could not be built without memory ({type(mistake).__name__}): sizes not checked"
         )
         return
     if machine.plan.precision != "fp32":
@@ -37,7 +37,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_sizes(model: Any, rows: int) -> Iterator[Finding]:
-    """Returns findings for a model whose layers get `rows` samples at once. The course DLO-JZ recommends multiples of 8."""
+    """Returns findings for layers that get `rows` samples at once. The course DLO-JZ recommends multiples of 8."""
     from torch import nn
 
     odd = []

@@ -36,7 +36,7 @@ def check(machine: Machine) -> Iterator[Finding]:
             yield warning(
                 "TF32 is switched on for matrix products",
                 "plan precision=fp32 rounds them to 10 bits then",
-                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or say precision=tf32",
+                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or use precision=tf32",
             )
         if machine.plan.per_device == 1 and machine.plan.processes > 1 and not dist.is_nccl_available():
             yield error(
@@ -61,10 +61,10 @@ def check(machine: Machine) -> Iterator[Finding]:
         )
     elif machine.environment.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0"):
         yield warning(
-            "Slurm gave this job GPUs, and no driver is here", "training goes on CPU cores", "tell the site"
+            "Slurm gave this job GPUs, and no driver is here", "training runs on CPU cores", "tell the site"
         )
     else:
-        yield note("no GPU here: training goes on CPU cores")
+        yield note("no GPU here: training runs on CPU cores")
 
 
 def of_version(version: str) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def of_version(version: str) -> Iterator[Finding]:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
     for first, beyond, why in BAD_VERSIONS:
         if first <= numbers < beyond:
-            yield error(f"torch {version} is known to be bad", why, "install a newer one")
+            yield error(f"torch {version} has known faults", why, "install a newer one")
 
 
 def of_architectures(
