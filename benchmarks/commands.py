@@ -28,7 +28,7 @@ def paths(*folders: Path) -> str:
 
 
 def launched(size: int) -> list[str]:
-    """Returns the command that starts Python on `processes` processes of this machine, as users start it."""
+    """Returns the command that starts Python on `size` processes of this machine, as users start it."""
     torchrun = str(Path(sys.executable).parent / "torchrun")
     return [torchrun, "--standalone", "--nproc-per-node", str(size)] if size > 1 else [sys.executable]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """The rank, size and folders of a contender's process."""
+    """The rank, world size and folder of a contender's process."""
 
     rank: int
     size: int
     folder: Path
-    """Its own and its peers', for files and for meeting."""
+    """A folder shared with the peers' processes, for files and for the rendezvous."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,7 @@ def layers() -> int:
 
 
 def trace() -> dict[str, Any]:
-    """Traces the files that a training of `digits` on one process crosses: before its first step, and in a middle one."""
+    """Traces the files that a training of `digits` on one process crosses: before its first step, and in one step."""
     with tempfile.TemporaryDirectory(prefix="grappe-structure-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(TRACE)

@@ -152,7 +152,7 @@ def test_a_taken_lease_stops_the_next_commit(tmp_path) -> None:
     assert saver.wait() is None
     held(tmp_path)
     saver.save(2, {"model.w": torch.ones(2)}, {}, {})
-    assert "this one writes nothing more" in (saver.wait() or "")
+    assert "this process writes nothing more" in (saver.wait() or "")
     assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")] == [1]
     lease.release()
 

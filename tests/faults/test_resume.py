@@ -144,7 +144,7 @@ def test_another_engine_takes_the_weights_over_and_says_so(
     run(pool, task, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
     was = {name: one for name, one in hashes(tmp_path / "run", 4).items() if name.startswith(MODEL)}
     told = run(pool, task, f"engine={after}", tmp_path / "run", steps=5, save_every=1)
-    assert f"from engine {before} to {after}: only the weights go over" in told
+    assert f"from engine {before} to {after}: only the weights are restored" in told
     fresh = Run(tmp_path / "run").latest()
     assert fresh is not None
     tensors = fresh.read_tensors()

@@ -125,6 +125,6 @@ def test_another_engine_takes_the_weights_over_and_says_so(
     run(pool, WANDERER, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
     was = model(tmp_path / "run", 4)
     told = run(pool, WANDERER, f"engine={after}", tmp_path / "run", steps=5, save_every=1)
-    assert "only the weights go over" in told
+    assert "only the weights are restored" in told
     assert set(model(tmp_path / "run", 5)) == set(was)
     assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]

@@ -119,7 +119,7 @@ def test_a_parameter_that_nothing_reaches_is_named(pool: Pool) -> None:
 
 
 def bits_around(process: ProcessRank, rendezvous_folder: Path, task: Tokens, text: str) -> float:
-    """Compares a plain training's bits before and after another training in the same process."""
+    """Computes the difference of two plain trainings with another training between them, in one process."""
     before, _, after = (
         train(
             dataclasses.replace(process, job=f"{process.job}-{turn}"), rendezvous_folder, task, plan, STEPS

@@ -52,7 +52,7 @@ def script(site: Site, size: str, **changes: int) -> Script:
 
 
 def layout_of(site: Site, size: str) -> Layout:
-    """Reads the resources that a script requests."""
+    """Returns the resources that a script requests."""
     return script(site, size).layout
 
 

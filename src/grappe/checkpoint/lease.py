@@ -30,7 +30,7 @@ class Holder:
     job: str
     """The Slurm job that the process runs in; "" outside a job."""
     restart: int
-    """How often Slurm has restarted that job."""
+    """The number of times that Slurm has restarted the job."""
     beat: float
     """Time of the last heartbeat, in seconds since 1970."""
 

@@ -57,7 +57,7 @@ def test_a_gpu_is_looked_at_where_there_is_one() -> None:
         in told
     )
     assert "communication 1 ms a step, 5% of it" in told
-    assert "nothing was seen" in summary([], 3, "x")
+    assert "no operation was recorded" in summary([], 3, "x")
 
 
 def test_a_real_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

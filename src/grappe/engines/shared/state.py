@@ -32,7 +32,7 @@ class State:
     values: Mapping[str, Any]
     """The values that are not tensors, as JSON."""
     stream: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """If the tensors do not fit into memory together: `tensors` are on the meta device then, and `stream` yields
+    """Used if the tensors do not fit into memory together: `tensors` are on the meta device then, and `stream` yields
     their whole values in the same order, each valid until the next. Collective."""
 
 
