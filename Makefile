@@ -12,12 +12,12 @@ help:  ## what there is
 train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
 	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
 
-quick: .venv/test  ## run the quick tests: after each edit
-	@$(BIN)/python -m pytest -q -m "not slow and not soak"
-
 WORKERS ?= 2
+quick: .venv/test  ## run the quick tests: after each edit
+	@$(BIN)/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
+
 test: .venv/test  ## run all tests (WORKERS=1: one after the other)
-	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
 
 lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/ruff check .

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from grappe.profiling.chronometer import Chronometer
 from grappe.training.watchers.watcher_list import WatcherList
@@ -35,5 +38,23 @@ class GradientsHook:
         if self._hook is not None:
             self._hook.remove()
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, optimizer: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Calls the watchers now, or after the closure that computes gradients within the step (Lightning's)."""
+        bound = inspect.signature(torch.optim.Optimizer.step).bind(*arguments, **options)
+        closure = bound.arguments.get("closure")
+        if closure is None:
+            self._call()
+            return None
+        bound.arguments["closure"] = self._with_call_after(closure)
+        return bound.args, bound.kwargs
+
+    def _with_call_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def computed() -> Any:
+            value = closure()
+            self._call()
+            return value
+
+        return computed
+
+    def _call(self) -> None:
         self._watchers.gradients_ready(self._steps_done() + 1, self._chronometer.parameters)

@@ -42,7 +42,18 @@ def test_a_watcher_is_called_in_order_on_process_0(tmp_path: Path, plan: str, pr
     assert last[:2] == ["ended", "finished"]
     steps = [line.split() for line in (run.folder / "gradients.txt").read_text().splitlines()]
     assert [int(step) for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(len(names) > 1 for _, *names in steps)
+    assert all(len(names) > 1 for _, _, *names in steps)
+
+
+@pytest.mark.parametrize("engine", ["textbook", "lightning"])
+def test_gradients_are_of_the_step_that_uses_them(tmp_path: Path, engine: str) -> None:
+    norms = []
+    for name in ("native", engine):
+        run = grappe.train(Images(), f"engine={name},{HERE}", tmp_path / name, watchers=[Gradients()])
+        norms.append(
+            [float(line.split()[1]) for line in (run.folder / "gradients.txt").read_text().splitlines()]
+        )
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_watch_on_the_command_line(tmp_path: Path) -> None:
