@@ -106,7 +106,7 @@ def test_slurm_restarts_a_job_only_when_it_is_gone(
 
 def test_the_refusal_names_the_job(tmp_path) -> None:
     held(tmp_path, job="4711")
-    with pytest.raises(RunError, match="process 1 on elsewhere, job 4711: stop that one first"):
+    with pytest.raises(RunError, match="process 1 on elsewhere, job 4711: stop that process first"):
         Lease(tmp_path).take()
 
 

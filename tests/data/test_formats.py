@@ -87,7 +87,7 @@ GOOD = idx_bytes(np.ones((20, 3), np.uint8))
         (b"\x00\x00\x08\xff" + bytes(2000), "not an IDX file"),
         (huge(2**32 - 1, 2**32 - 1, 2**32 - 1), "truncated"),
         (huge(2**31, 28, 28), "truncated"),
-        (huge(0, 2**32 - 1, 2**32 - 1), "it is empty"),
+        (huge(0, 2**32 - 1, 2**32 - 1), "has a dimension of 0"),
     ],
 )
 def test_a_wrong_idx_file_is_refused(tmp_path, content, said, pack):

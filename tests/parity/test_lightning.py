@@ -119,7 +119,7 @@ def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) ->
     task = Images(rule="adam")
     run(pool, task, f"{L},replicate=2", tmp_path / "run", steps=4, save_every=2)
     told = run(pool, task, "", tmp_path / "run", steps=5)
-    assert "from engine lightning to native: only the weights go over" in told
+    assert "from engine lightning to native: only the weights are restored" in told
     assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
