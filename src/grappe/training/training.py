@@ -164,7 +164,7 @@ class Training:
         shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
         raise DivergedError(
             f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step} (sample ids {shown}). "
-            f"No checkpoint was overwritten: the last one is from an earlier step. "
+            "No checkpoint was overwritten: the last one is from an earlier step. "
             "Try a lower lr, clip=1, or look at those samples"
         )
 
