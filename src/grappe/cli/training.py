@@ -32,7 +32,7 @@ def train(
     *fields: FieldText,
     plan: PlanText = "",
     run: Annotated[
-        Path | None, Parameter(help="The run's folder; if it holds a run, goes on with it.")
+        Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")
     ] = None,
     data: DataFolder = None,
     from_: Annotated[

@@ -59,5 +59,5 @@ def test_units_that_do_not_fit_each_other_are_found() -> None:
         def model(self) -> nn.Module:
             return Flattened(nn.Conv2d(3, 4, 8), nn.Linear(4, 5))
 
-    with pytest.raises(PlanError, match="each on the previous unit.s output, which fails: RuntimeError"):
+    with pytest.raises(PlanError, match=r"each on the previous unit.s output, which fails: RuntimeError"):
         check_units(Odd(), IMAGES)
