@@ -86,11 +86,7 @@ def _launches(function: object, seen: set[object]) -> bool:
         module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         if module in LAUNCHERS:
             return True
-        if (
-            isinstance(module, str)
-            and module.startswith("tests.")
-            and _launches(value, seen)
-        ):
+        if isinstance(module, str) and module.startswith("tests.") and _launches(value, seen):
             return True
     return False
 

@@ -1,0 +1,1 @@
+"""What grappe promises, tried on a GPU: `python -m benchmarks.gpu --help`."""
