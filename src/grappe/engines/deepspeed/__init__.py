@@ -127,8 +127,9 @@ class DeepSpeed(Stepper):
         if not applied and plan.precision != "fp16":
             # It skips the step in any precision, and would stand still without a word.
             raise DivergedError(
-                "the gradient is not finite, though the loss may be. No checkpoint was overwritten: the last "
-                "one is from an earlier step. Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
+                "the gradient is not finite, though the loss may be. No checkpoint was overwritten: "
+                "the last one is from an earlier step. "
+                "Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
             )
         self._loss_scale.update(not applied)
         if not needs_norm(task, plan):
