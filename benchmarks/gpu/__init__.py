@@ -1,1 +1,1 @@
-"""What grappe promises, tried on a GPU: `python -m benchmarks.gpu --help`."""
+"""Tests of grappe's promises on a GPU: `python -m benchmarks.gpu --help`."""

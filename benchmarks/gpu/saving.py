@@ -1,4 +1,4 @@
-"""How long a checkpoint of a large state holds the training up."""
+"""Time for which a checkpoint of a large state blocks the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grappe adds to a step on the GPU: waiting for the device, and the chronometer against CUDA events."""
+"""Overhead of grappe per step on a GPU: waiting for the device, and the chronometer against CUDA events."""
 
 from __future__ import annotations
 

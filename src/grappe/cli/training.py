@@ -31,9 +31,7 @@ def train(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    run: Annotated[
-        Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")
-    ] = None,
+    run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
     data: DataFolder = None,
     from_: Annotated[
         Path | None,

@@ -50,7 +50,9 @@ def test_what_is_done_beside_the_units_is_found(kind: type[nn.Sequential]) -> No
         def model(self) -> nn.Module:
             return kind(*super().model())
 
-    with pytest.raises(PlanError, match=r"units\(\), one after the other, do not compute what the model computes"):
+    with pytest.raises(
+        PlanError, match=r"units\(\), one after the other, do not compute what the model computes"
+    ):
         check_units(Beside(), IMAGES)
 
 

@@ -37,9 +37,7 @@ def test_a_summary_names_operators_gaps_and_what_overlaps() -> None:
     assert "2 steps of 5 ms" in told
     first = told.splitlines()[2].split()
     assert first == ["2", "ms", "40%", "0", "x", "aten::add"] or "aten::add" in first
-    assert (
-        "no operator ran on the main thread: 1 ms a step (20%); the longest: 2 ms after aten::conv" in told
-    )
+    assert "no operator ran on the main thread: 1 ms a step (20%); the longest: 2 ms after aten::conv" in told
     assert "communication 2 ms a step, 50% of it while something was computed" in told
 
 
