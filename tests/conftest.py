@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.mark(items)
     if config.pluginmanager.hasplugin("xdist"):
         tiers.arrange(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> tiers.OneWorkerPerModule:
+    return tiers.OneWorkerPerModule(config, log)
 
 
 @pytest.fixture(scope="session")

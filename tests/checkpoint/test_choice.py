@@ -58,31 +58,31 @@ def damage(folder: Path, kind: str) -> str:
     newest = folder / "step-000030"
     if kind == "damaged":
         (newest / "state.json").write_text("{}")
-        return "step-000030 does not verify: passed over (state.json is not what was saved)"
+        return "step-000030 does not verify: skipped (state.json is not what was saved)"
     if kind == "emptied":
         shutil.rmtree(newest)
         newest.mkdir()
-        return "step-000030 does not verify: passed over (its manifest or a file cannot be read: "
+        return "step-000030 does not verify: skipped (its manifest or a file cannot be read: "
     if kind == "missing":
         shutil.rmtree(newest)
         return "step-000030, which run.json says was saved, is missing"
     if kind == "renamed":
         newest.rename(folder / "step-30")
-        return "step-30 is no checkpoint's name: passed over"
+        return "step-30 is no checkpoint's name: skipped"
     if kind == "linked":
         newest.rename(folder.parent / "elsewhere")
         newest.symlink_to(folder.parent / "elsewhere")
-        return "step-000030 is a link: passed over"
+        return "step-000030 is a link: skipped"
     if kind == "a file":
         shutil.rmtree(newest)
         newest.write_text("")
-        return "step-000030 is no checkpoint's name: passed over"
+        return "step-000030 is no checkpoint's name: skipped"
     shutil.rmtree(newest)
     if kind == "copied":
         shutil.copytree(folder / "step-000020", folder / "step-000090")
-        return "step-000090 does not verify: passed over (it is the checkpoint of step 20, in a folder of another name)"
+        return "step-000090 does not verify: skipped (it is the checkpoint of step 20, in a folder of another name)"
     made(folder, 30, run="theirs")
-    return "step-000030 does not verify: passed over (it is a checkpoint of another run)"
+    return "step-000030 does not verify: skipped (it is a checkpoint of another run)"
 
 
 @pytest.mark.parametrize(

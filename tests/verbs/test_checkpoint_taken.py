@@ -32,14 +32,14 @@ def damage(run: Path, how: str) -> str:
     newest = run / "checkpoints/step-000003"
     if how == "damaged":
         (newest / "state.json").write_text("{}")
-        return "step-000003 does not verify: passed over (state.json is not what was saved)"
+        return "step-000003 does not verify: skipped (state.json is not what was saved)"
     shutil.rmtree(newest)
     if how == "emptied":
         newest.mkdir()
         return "step-000003 does not verify"
     if how == "renamed copy":
         shutil.copytree(run / "checkpoints/step-000002", run / "checkpoints/step-000090")
-        return "step-000090 does not verify: passed over (it is the checkpoint of step 2, in a folder of another name)"
+        return "step-000090 does not verify: skipped (it is the checkpoint of step 2, in a folder of another name)"
     return "step-000003, which run.json says was saved, is missing"
 
 

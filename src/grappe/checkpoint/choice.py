@@ -45,7 +45,7 @@ def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
         if problem is None:
             found = one
             break
-        passed_over.append(f"{one.folder.name} does not verify: passed over ({problem})")
+        passed_over.append(f"{one.folder.name} does not verify: skipped ({problem})")
     newest = found.step if found else -1
     if saved is not None and saved > newest and all(one.step != saved for one in checkpoints):
         passed_over.insert(0, f"{step_name(saved)}, which run.json says was saved, is missing")
@@ -120,7 +120,7 @@ def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
             continue
         shown = name if name.isprintable() else repr(name)
         what = "is a link" if safe.kind(folder / name) == "link" else "is no checkpoint's name"
-        sentences.append(f"{shown} {what}: passed over")
+        sentences.append(f"{shown} {what}: skipped")
     return sentences
 
 

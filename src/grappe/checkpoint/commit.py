@@ -1,4 +1,4 @@
-"""Commits a folder in one rename: every file written beside, flushed to disk, and listed with its hash."""
+"""Commits a folder in one rename: every file is written to a temporary folder, flushed, and listed with its hash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Origin:
 
 
 def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint], origin: Origin) -> None:
-    """Makes `beside`, whose `files` are on disk already, the folder `folder`: wholly, or not at all."""
+    """Renames the temporary folder `beside`, whose `files` are on disk already, to `folder`: wholly, or not at all."""
     content = {**dataclasses.asdict(origin), "files": files}
     manifest = {**content, "xxh3_128": json_hash(content)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -127,12 +127,12 @@ def step_name(step: int) -> str:
 
 
 def json_hash(content: Mapping[str, Any]) -> str:
-    """Hashes what is written as JSON with XXH3, whatever the order of its keys."""
+    """Hashes a JSON value with XXH3; the order of keys does not matter."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
-    """Reads a file's size in bytes and its XXH3 hash; a file that has not the `size` expected is not read."""
+    """Reads a file's size in bytes and its XXH3 hash; a file without the expected `size` is not read."""
     digest = xxhash.xxh3_128()
     with safe.reader(file, IN_CHECKPOINT) as stream:
         actual = os.fstat(stream.fileno()).st_size
@@ -144,7 +144,7 @@ def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
 
 
 def write_json(file: Path, content: object, levels: int = IN_RUN) -> None:
-    """Replaces a JSON file in one step, so that nobody ever reads half of it."""
+    """Replaces a JSON file by one rename, so that no reader sees half of the file."""
     safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True)
 
 
@@ -152,7 +152,7 @@ def read_json(file: Path, levels: int = IN_RUN) -> dict[str, Any]:
     """Reads the object in a JSON file.
 
     Raises:
-        RunError: it cannot be read, or is no JSON object.
+        RunError: the file cannot be read, or is no JSON object.
     """
     try:
         with safe.reader(file, levels) as stream:

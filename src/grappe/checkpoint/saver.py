@@ -1,6 +1,6 @@
-"""Writes checkpoints in the background, and commits each once all processes' files are on disk.
+"""Writes checkpoints in the background, and commits each when the files of all processes are on disk.
 
-Each process writes a file of its own and then, beside it, the file's fingerprint. Process 0 waits for all the
+Each process writes one file and then that file's fingerprint. Process 0 waits for all the
 fingerprints and commits. Nothing else is sent between processes, so nothing disturbs the steps under way.
 """
 
@@ -41,8 +41,8 @@ class Saver:
     """Saves to `folder`; all methods but `close` are collective.
 
     Args:
-        token: names this start of the run, so that what a dead one left is never taken for ours.
-        may_commit: asked before each commit; it raises RunError when another process writes this run now.
+        token: identifies this start of the run, so that files of an earlier, dead start are never used.
+        may_commit: called before each commit; raises RunError when another process writes this run now.
         run: the run's id, which checkpoints carry.
     """
 
@@ -76,11 +76,11 @@ class Saver:
     ) -> str | None:
         """Copies the state and returns; a thread writes the copy.
 
-        With `stream`, which gives the values of `tensors`, they are written while they come, and only the commit
-        is left to the background: they have no room in memory together.
+        With `stream`, which yields the values of `tensors`, the values are written as they come, and only the commit
+        happens in the background: the values do not fit into memory together.
 
         Returns:
-            What went wrong with the save before this one, on any process; None: it is committed.
+            The error of the save before this one, on any process; None: that save is committed.
         """
         before = self.wait()
         pieces, streamed, waits = list(pieces_to_write(tensors, own, self._world)), None, False
@@ -101,7 +101,7 @@ class Saver:
         return before
 
     def wait(self) -> str | None:
-        """Waits for the save under way, if there is one; returns what went wrong with that save, on any process."""
+        """Waits for the running save, if there is one; returns that save's error, on any process."""
         if self._thread is None:
             return None
         self._written.wait()
@@ -121,7 +121,7 @@ class Saver:
     def _stream(
         self, beside: Path, pieces: list[Piece], own: Mapping[str, Tensor], stream: Stream
     ) -> Callable[[], None]:
-        """Writes this process's part now; returns a function for the thread, which raises the error of the write."""
+        """Writes this process's part now; returns a function for the thread, which raises the write's error."""
         values = stream()
         names = {piece.name for piece in pieces}
         chosen = (value for name, value in values if name in names)
@@ -156,7 +156,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _noting(self, step: int, beside: Path) -> Iterator[None]:
-        """Notes what is raised inside: a thread's exception would be lost, and the save taken for committed."""
+        """Context that records an exception: in a thread it would be lost, and the save would count as committed."""
         try:
             yield
         except Exception as error:
@@ -166,7 +166,7 @@ class Saver:
                 self._tidy(beside)
 
     def _tidy(self, beside: Path) -> None:
-        """Makes room. The whole folder is process 0's to remove: others that write in it would tell of that alone."""
+        """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
         mine = re.compile(rf"\.?rank-{self._world.rank}\.safetensors.*", re.DOTALL)
         if self._world.rank == 0 and not strangers(beside):
             safe.remove_tree(beside, IN_PART)
@@ -204,7 +204,7 @@ class Saver:
         return read_json(file, IN_CHECKPOINT)
 
     def close(self) -> None:
-        """Gives up on a save under way: the checkpoint before it stays the newest."""
+        """Abandons a running save: the checkpoint before it stays the newest."""
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -216,7 +216,7 @@ def _again(error: Exception | None) -> None:
 
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
-    """Lists the folders that killed saves left: of their names, and of nothing but what a save makes.
+    """Lists the folders that interrupted saves left on disk: those that hold nothing but files of a save.
 
     Raises:
         RunError: `folder` is a link.

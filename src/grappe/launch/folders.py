@@ -1,4 +1,4 @@
-"""Folders that all processes of one start see: where they meet, and scratch space."""
+"""Folders that all processes of one start share: for the rendezvous, and for scratch files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNS = Path("runs")
 
 
 def rendezvous_folder_of(process: ProcessRank, run: Path | None) -> Path:
-    """Returns where the processes meet: between nodes the run's folder, else one that is the user's alone.
+    """Returns the rendezvous folder: the run's folder for several nodes, else a private folder of the user's.
 
     Never in the machine's /tmp: names that all processes of a start know can be foreseen by others, too.
     """
@@ -62,7 +62,7 @@ def own_folder(folder: Path) -> Path | None:
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """Makes a folder that all processes of this start see; process 0 removes it in the end."""
+    """Makes a folder that all processes of this start share; process 0 removes it in the end."""
     process = rank_from_environment()
     if process is None:
         with tempfile.TemporaryDirectory(prefix=f"grappe-{name}-") as folder:

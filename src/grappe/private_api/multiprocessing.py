@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 3.0
 
 
 def forkserver_is_running() -> bool:
-    """Whether this process has started the server that processes are forked from; ensure_running() starts it."""
+    """Returns whether this process has started the fork server; ensure_running() starts it."""
     return _pid() is not None
 
 

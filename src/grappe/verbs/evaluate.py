@@ -22,7 +22,7 @@ from grappe.verbs.load import choose
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """What the processes of an evaluation do."""
+    """The input of an evaluation's processes."""
 
     run: Path
     task: TaskReference

@@ -1,4 +1,4 @@
-"""grappe.load: a run's trained model, ready to use."""
+"""grappe.load: loads a run's trained model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint
     """Chooses the newest checkpoint that verifies, or the one that is asked for.
 
     Raises:
-        RunError: there is none.
+        RunError: there is no such checkpoint.
     """
     found = run.choose(which)
     if found.checkpoint is None:

@@ -1,4 +1,4 @@
-"""grappe predict: the outputs of a run's model, one a sample."""
+"""grappe predict: computes the outputs of a run's model, one per sample."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def predict(
     checkpoint: int | str | None = None,
     taken: Callable[[str], object] = str,
 ) -> Iterator[Tensor]:
-    """Yields the model's output for each sample, on the CPU, one tensor a sample.
+    """Yields the model's output for each sample, on the CPU, one tensor per sample.
 
     Where a newer checkpoint is passed over, that is said on standard error.
 
     Args:
-        inputs: a split's name, a .npy file of samples as the task's data gives them (first dimension N), or a
+        inputs: a split's name, a .npy file of samples in the form of the task's data (first dimension N), or a
             tensor or array of that form.
         task: needed where the run was not trained here by this user, as for grappe.load.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         taken: called with the name of the checkpoint that was taken.
 
     Raises:
-        DataError: the file is not a plain array, or not of what the model takes.
+        DataError: the file is not a plain array, or the model cannot take it.
     """
     import torch
 
