@@ -35,7 +35,7 @@ def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, rule
     task = TunedImages(by=rule, batchnorm=True, dropout=0.3, clip=0.5)
     run(pool, task, plan, tmp_path / "whole", save_every=2)
     run(pool, task, plan, tmp_path / "parts", 5, save_every=2)
-    assert "going on from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
+    assert "resuming from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
     assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
     assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
 
@@ -58,7 +58,7 @@ def test_another_world_goes_on_with_the_same_weights(
     task = TunedTokens(by=rule)
     run(pool, task, "", tmp_path / "one", save_every=2)
     run(pool, task, before, tmp_path / "run", 3, save_every=2)
-    assert "going on from step 2" in run(pool, task, after, tmp_path / "run", save_every=2)
+    assert "resuming from step 2" in run(pool, task, after, tmp_path / "run", save_every=2)
     gap, name = difference(weights(tmp_path / "one"), weights(tmp_path / "run"))
     assert gap <= TOLERANCE, name
 

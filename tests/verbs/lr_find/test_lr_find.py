@@ -78,7 +78,7 @@ def test_a_run_is_not_touched_and_nothing_is_left(
     before = tree(tmp_path)
     lr_find(Images(), "threads=1", ramp=Ramp(steps=20, seeds=1))
     assert tree(tmp_path) == before
-    assert "going on from step 2" in train(pool, Images(), "", tmp_path / "run", save_every=2)
+    assert "resuming from step 2" in train(pool, Images(), "", tmp_path / "run", save_every=2)
 
 
 def shown(curves: tuple[Curve, ...], ramp: Ramp) -> Found:
