@@ -13,7 +13,7 @@ from grappe.step.clip import local_part
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has train() and eval(), as schedule-free ones do."""
+    """Says whether the optimizer has train() and eval(), as schedule-free ones do."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 

@@ -57,7 +57,7 @@ def ratio(above: Tensor, below: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """What this process has of a parameter's gradient, which is there."""
+    """Returns what this process has of a parameter's gradient, which is there."""
     assert parameter.grad is not None
     return local_part(parameter.grad)
 

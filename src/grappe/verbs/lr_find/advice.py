@@ -24,7 +24,7 @@ class Band:
     """Two learning rates."""
 
     steepest: float
-    """Where the loss falls fastest."""
+    """The learning rate where the loss falls fastest."""
     largest_stable: float
     """Beyond it the loss rises again."""
     reaches_the_end: bool

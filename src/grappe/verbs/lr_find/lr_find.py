@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LRFindRequest:
-    """What the processes of a search do."""
+    """A search, on its way to its processes."""
 
     task: TaskReference
     plan: Plan

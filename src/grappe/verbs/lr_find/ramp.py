@@ -13,7 +13,7 @@ DECADES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """How the learning rate of the optimizer's first parameter group rises; the others keep their proportion to it."""
+    """The rise of the learning rate of the first parameter group; the other groups keep their proportion to it."""
 
     kind: Literal["exponential", "linear"] = "exponential"
     """exponential: by the same factor at each step; linear: by the same amount."""
