@@ -1,4 +1,4 @@
-"""What is asked wrongly of lr-find is refused with what to do, before anything is trained."""
+"""Wrong use of lr-find: refused with what to do, before anything is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What curves with a known shape say."""
+"""The advice that curves with a known shape lead to."""
 
 from __future__ import annotations
 
