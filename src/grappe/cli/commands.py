@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli import cluster, measuring, verify
+from grappe.cli import cluster, learning, measuring, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
@@ -219,6 +219,7 @@ def engines() -> int:
 
 measuring.register(app)
 verify.register(app)
+learning.register(app)
 cluster.register(app)
 
 

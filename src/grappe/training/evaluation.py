@@ -46,7 +46,7 @@ class Evaluation:
         """Evaluates after `step`; returns True when patience is exhausted. Collective."""
         order = self._loader.order
         batches = self._watchdog.counted(self._loader.batches(0, order.steps_per_epoch))
-        with self._chronometer.during(phases.EVALUATION):
+        with self._chronometer.during(phases.EVALUATION), self._engine.evaluated_weights():
             self.scores = self._engine.evaluate(batches, order.length)
         self._step = step
         self._watchers.evaluated(step, self.scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -134,6 +135,10 @@ class StagedState:
     def restore(self, saved: SavedState) -> None:
         """Restores a state that `state` returned."""
         self._own.restore(saved)
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+        return self._own.evaluated_weights()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""

@@ -21,18 +21,19 @@ Curve = list[tuple[float, float | None]]
 
 
 def gather(places: Sequence[Path]) -> dict[str, Any]:
-    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure.
+    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure or lr-find.
 
     Raises:
         RunError: one of `places` is neither.
     """
-    runs, measurements = [], []
+    runs, measurements, searches = [], [], []
     for place in places:
         if place.is_file() and place.suffix == ".json":
-            measurements.append(_measurement(place))
+            known = _written(place)
+            (searches if known["kind"] == "lr-find" else measurements).append(known)
         else:
             runs.append(_run(Run(place)))
-    return {"runs": runs, "measurements": measurements}
+    return {"runs": runs, "measurements": measurements, "learning_rates": searches}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -141,17 +142,20 @@ def _value(point: tuple[float, float | None]) -> float:
     return point[1] or 0.0
 
 
-def _measurement(file: Path) -> dict[str, Any]:
+WRITTEN = {"measurement": "points", "lr-find": "curves"}
+"""By kind of file: the list that it has."""
+
+
+def _written(file: Path) -> dict[str, Any]:
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
-    if (
-        not isinstance(known, dict)
-        or known.get("kind") != "measurement"
-        or not isinstance(known.get("points"), list)
-    ):
-        raise RunError(f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one")
+    kind = known.get("kind") if isinstance(known, dict) else None
+    if kind not in WRITTEN or not isinstance(known.get(WRITTEN[kind]), list):
+        raise RunError(
+            f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one, and so does grappe lr-find"
+        )
     return {**known, "name": file.stem}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.draw import mix
 from grappe.data.order import cut
+from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
@@ -39,6 +40,7 @@ class ReferenceModel:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = task.optimizer(named)
+        begin_training(self._optimizer)
         self._schedule = task.schedule(self._optimizer, total)
         self._autocast = autocast(plan.precision, device)
 
