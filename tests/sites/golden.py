@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from grappe.plan import Plan
+from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.layout import Layout, ResourceRequest, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, render
@@ -13,6 +14,7 @@ from tests.slurm.shapes import live
 
 FOLDER = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/digits-1")
+PACKAGES = Packages(files={}, key="0123456789ab", locked=True)
 SIZES = ("1-gpu", "1-node", "2-nodes")
 
 
@@ -45,6 +47,7 @@ def script(site: Site, size: str, **changes: int) -> Script:
         folder=Path("/scratch/me"),
         data="data",
         python="/home/me/.venv/bin/python",
+        packages=PACKAGES if site.job.environment in MADE_ON_NODES else None,
         account=account(site),
         chain=0 if site.job.requeue else 3,
         command=f"grappe submit --site {site.name} -- train digits epochs=3",

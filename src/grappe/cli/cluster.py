@@ -59,6 +59,10 @@ def submit(
             sys.stdout.write(one.text)
         else:
             show(f"job {one.job}: {one.cost}; run {one.run}")
+            if one.note:
+                print(
+                    f"grappe: the packages of its environment were not checked: {one.note}", file=sys.stderr
+                )
     return EXIT_OK
 
 

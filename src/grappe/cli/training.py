@@ -99,5 +99,6 @@ def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
         fields=tuple(found.get("fields", ())),
         run=found.get("run"),
         data=str(data) if data is not None else None,
+        loggers=found["options"].log if "options" in found else (),
         job=job,
     )

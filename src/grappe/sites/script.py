@@ -9,9 +9,11 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.plan import Plan
+from grappe.sites import environment
 from grappe.sites import script_parts as parts
+from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
-from grappe.sites.schema import Site
+from grappe.sites.schema import MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
@@ -40,6 +42,10 @@ class Script:
     account: str | None = None
     environment: str = ""
     """here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's own."""
+    packages: Packages | None = None
+    """What an environment that is made on the nodes is made of."""
+    modules: tuple[str, ...] = ()
+    """In place of the site's."""
     wheels: Path | None = None
     stage: Path | None = None
     """A tar archive that is unpacked to local scratch on every node, and is the data there."""
@@ -109,6 +115,9 @@ def _check(script: Script) -> None:
         raise UsageError(f"--name={script.name!r}: letters, digits, '.', '_' and '-', 64 at most")
     if script.account is not None and not ACCOUNT.fullmatch(script.account):
         raise UsageError(f"--account={script.account!r}: that is no account's name")
+    for module in script.modules:
+        if not MODULE.fullmatch(module):
+            raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")
     paths = (script.folder, script.stage or "", script.wheels or "")
     for word in (*script.arguments, *map(str, paths), script.data, script.environment):
         if "\n" in word or "\0" in word:
@@ -162,8 +171,11 @@ def _environment(script: Script) -> str:
     """Modules, variables, and which python."""
     site, kind = script.site, script.environment or script.site.job.environment
     lines = []
-    if site.job.modules and kind in ("virtualenv", "module"):
-        lines.append(f"module purge\nmodule load {' '.join(site.job.modules)}")
+    if kind in environment.MADE_ON_NODES:
+        lines.append("# Neither the user's own packages nor those of another Python.")
+        lines.append("unset PYTHONPATH PYTHONHOME\nexport PYTHONNOUSERSITE=1")
+        if modules := _modules(script):
+            lines.append(f"module purge\nmodule load {' '.join(modules)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
     if site.job.internet is False:
         lines.append("# Compute nodes here have no way to the internet.")
@@ -172,13 +184,16 @@ def _environment(script: Script) -> str:
     return "\n".join(lines)
 
 
+def _modules(script: Script) -> tuple[str, ...]:
+    return script.modules or script.site.job.modules
+
+
 def _grappe(script: Script, kind: str) -> str:
     if kind == "here":
         return f"{shlex.quote(script.python)} -m grappe"
-    if kind == "module":
-        return "python -m grappe"
-    if kind == "virtualenv":
-        return f'"{script.site.job.local}/env/bin/python" -m grappe'
+    if kind in environment.MADE_ON_NODES:
+        assert script.packages is not None, "what is made on the nodes is made of something"
+        return f'"{environment.place(script.site.job.local, script.packages.key)}/bin/python" -m grappe'
     if kind.startswith("conda:"):
         return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python -m grappe"
     if kind.endswith((".sif", ".simg")):
@@ -195,7 +210,7 @@ def _steps(script: Script) -> str:
         steps.insert(0, parts.DOCTOR)
     text = ""
     if once := _once(script):
-        text = parts.ONCE.format(body=" &&\n    ".join(once))
+        text = parts.ONCE.format(body="\n".join(once))
         steps.insert(0, parts.ON_EACH_NODE)
     return text + " &&\n    ".join(steps) + '\ncode=$?\n[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
 
@@ -204,22 +219,23 @@ def _once(script: Script) -> list[str]:
     """What happens once on every node, before anything starts: the environment made, the data staged."""
     local, kind = script.site.job.local, script.environment or script.site.job.environment
     commands = []
-    if kind == "virtualenv":
-        if not local:
-            raise UsageError(
-                f"{script.site.name} names no local scratch to make an environment in: use --env"
+    if kind in environment.MADE_ON_NODES and script.packages is not None:
+        commands.append(
+            environment.made(
+                script.packages,
+                kind=kind,
+                local=local,
+                run=script.run,
+                python=script.python,
+                modules=bool(_modules(script)),
+                wheels=script.wheels,
             )
-        wheels = f" --find-links {shlex.quote(str(script.wheels))}" if script.wheels else ""
-        commands += [
-            f'virtualenv --no-download --clear "{local}/env"',
-            f'"{local}/env/bin/pip" install --quiet --no-index --upgrade pip',
-            f'"{local}/env/bin/pip" install --quiet --no-index{wheels} grappe',
-        ]
+        )
     if script.stage is not None:
         if not local:
             raise UsageError(f"{script.site.name} names no local scratch to stage data to: leave --stage out")
         archive = shlex.quote(str(script.stage))
-        commands += [f'mkdir -p "{local}/data"', f'tar -xf {archive} -C "{local}/data"']
+        commands.append(f'mkdir -p "{local}/data" && tar -xf {archive} -C "{local}/data"')
     return commands
 
 

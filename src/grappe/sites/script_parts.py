@@ -66,7 +66,8 @@ end() {
 ONCE = """\
 # Once on every node, on its local scratch.
 read -r -d '' once <<'END'
-    {body}
+set -u
+{body}
 END
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from grappe.fields import Counts, at_least
+from grappe.fields import Counts, Names, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,12 @@ class JobOptions:
     """The job's name. Default: the run's."""
     env: str = ""
     """here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default: the site's."""
+    modules: Names = ()
+    """Modules to load, in place of the site's: python/3.12,gcc,cuda/12.6."""
+    with_: tuple[str, ...] = ()
+    """A package to install, NAME or NAME==VERSION, beside what the imports and the engine need. Repeatable."""
+    requirements: Path | None = None
+    """A file of packages to install, as pip reads it."""
     wheels: Path | None = None
     """A folder of wheels, beside the site's."""
     stage: Path | None = None
@@ -59,4 +65,5 @@ class Submission:
     fields: tuple[str, ...] = ()
     run: Path | None = None
     data: str | None = None
+    loggers: tuple[str, ...] = ()
     job: JobOptions = dataclasses.field(default_factory=JobOptions)

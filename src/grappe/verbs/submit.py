@@ -16,11 +16,14 @@ from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.fields import seconds, split
 from grappe.plan import Plan
 from grappe.sites import sinfo, slurm
+from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.layout import ResourceRequest, fit, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, cost, render
 from grappe.training.run import DESCRIPTION, DONE, new_folder
 from grappe.verbs.jobs import record_job
+from grappe.verbs.packages.needed import Needs, prepare
+from grappe.verbs.packages.resolve import Wheelhouse
 from grappe.verbs.submission import Submission
 
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
@@ -37,6 +40,8 @@ class Submitted:
     text: str
     """The script."""
     cost: str
+    note: str = ""
+    """What could not be checked."""
 
 
 def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]:
@@ -50,13 +55,13 @@ def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]
 
 def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iterator[Submitted]:
     """Submits several; all are checked before the first is submitted."""
-    scripts = [_script(one, request) for one in submissions for request in _resources(one)]
-    texts = [render(one) for one in scripts]
-    for number, (script, text) in enumerate(zip(scripts, texts, strict=True)):
+    made = [_script(one, request, show=show) for one in submissions for request in _resources(one)]
+    texts = [render(script) for script, _ in made]
+    for number, ((script, note), text) in enumerate(zip(made, texts, strict=True)):
         if number and not show:
             time.sleep(BETWEEN_SECONDS)
         job = "" if show else _send(script, text)
-        yield Submitted(run=script.run, job=job, text=text, cost=cost(script.layout))
+        yield Submitted(run=script.run, job=job, text=text, cost=cost(script.layout), note=note)
 
 
 def judged(submission: Submission) -> Iterator[str]:
@@ -65,7 +70,7 @@ def judged(submission: Submission) -> Iterator[str]:
     Raises:
         GrappeError: the submission is wrong, or sbatch would refuse.
     """
-    for one in [_script(submission, request) for request in _resources(submission)]:
+    for one, _ in [_script(submission, request) for request in _resources(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(one))
@@ -83,7 +88,8 @@ def _resources(submission: Submission) -> Iterator[ResourceRequest]:
         yield ResourceRequest(nodes=job.nodes, gpus=gpus, seconds=limit, queue=job.queue, account=job.account)
 
 
-def _script(submission: Submission, resources: ResourceRequest) -> Script:
+def _script(submission: Submission, resources: ResourceRequest, *, show: bool = False) -> tuple[Script, str]:
+    """The script of one job, and what could not be checked."""
     job = submission.job
     plan = fit(Plan.parse(submission.plan), resources)
     tasks.check_name(submission.task)
@@ -98,7 +104,8 @@ def _script(submission: Submission, resources: ResourceRequest) -> Script:
     if job.stage is not None and not job.stage.is_file():
         raise UsageError(f"--stage={job.stage}: there is no such archive")
     chain = job.chain or (0 if site.job.requeue else 1)  # a chain of one does not requeue
-    return Script(
+    content, note = _packages(submission, site, plan, show=show)
+    script = Script(
         site=site,
         layout=found,
         plan=plan,
@@ -111,6 +118,8 @@ def _script(submission: Submission, resources: ResourceRequest) -> Script:
         python=sys.executable,
         account=job.account,
         environment=_environment(job.env),
+        packages=content,
+        modules=job.modules,
         wheels=job.wheels and job.wheels.absolute(),
         stage=job.stage and job.stage.absolute(),
         chain=chain,
@@ -118,6 +127,39 @@ def _script(submission: Submission, resources: ResourceRequest) -> Script:
         doctor=job.doctor,
         command=_command(submission, site),
     )
+    return script, note
+
+
+def _packages(submission: Submission, site: Site, plan: Plan, *, show: bool) -> tuple[Packages | None, str]:
+    """What an environment that is made on the nodes is made of, resolved unless only shown; and why it is not."""
+    job, kind = submission.job, submission.job.env or site.job.environment
+    if kind not in MADE_ON_NODES:
+        for name, value in (
+            ("with", job.with_),
+            ("requirements", job.requirements),
+            ("modules", job.modules),
+        ):
+            if value:
+                raise UsageError(
+                    f"--{name} is for an environment that is made on the nodes: add --env virtualenv (or module). "
+                    f"This job's is '{kind}': install it there"
+                )
+        return None, ""
+    if job.wheels is not None and not show and not job.wheels.is_dir():
+        raise UsageError(f"--wheels={job.wheels}: there is no such folder")
+    house = Wheelhouse(
+        modules=job.modules or site.job.modules,
+        wheels=job.wheels and job.wheels.absolute(),
+        on_modules=kind == "module",
+        site=site.name,
+    )
+    needs = Needs(
+        task=submission.task,
+        features=(plan.engine, *submission.loggers),
+        requested=job.with_,
+        file=job.requirements,
+    )
+    return prepare(needs, house, ask_pip=not show)
 
 
 def _site(submission: Submission, plan: Plan) -> Site:
@@ -205,6 +247,11 @@ def _send(script: Script, text: str) -> str:
         number = len(list(logs.glob("submit-*.sh"))) + 1
         file = logs / f"submit-{number}.sh"
         file.write_text(text)
+        if script.packages is not None:
+            folder = logs / script.packages.folder_name
+            folder.mkdir(exist_ok=True)
+            for name, content in script.packages.files.items():
+                (folder / name).write_bytes(content)
     except OSError as error:
         raise RunError(
             f"{script.run} cannot be written: {error.strerror}: give another with --run"
