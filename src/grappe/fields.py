@@ -169,6 +169,7 @@ class TextForm:
 Duration = Annotated[float, TextForm(seconds)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
 Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
+CountsFromZero = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from grappe import sites
 from grappe.plan import Plan
 from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.layout import Layout, ResourceRequest, layout
@@ -54,6 +55,32 @@ def script(site: Site, size: str, **changes: int) -> Script:
     )
 
 
+def others(site: Site) -> dict[str, Script]:
+    """Scripts of what is no training, by the ends of their files' names."""
+    training = script(site, "1-node")
+    plain = {"training": False, "task": (), "data": "", "saves": False, "name": "other-1"}
+    own = {
+        **plain,
+        "own_script": True,
+        "torchrun": True,
+        "saves": True,
+        "command": "grappe submit -- mine.py",
+    }
+    return {
+        "script": dataclasses.replace(training, arguments=("mine.py", "--lr", "0.1"), **own),
+        "script-chain": dataclasses.replace(training, arguments=("mine.py",), chain=3, **own),
+        "evaluate": dataclasses.replace(training, arguments=("evaluate", "runs/one"), **plain),
+    }
+
+
+def golden() -> dict[str, Script]:
+    """All that the folder holds, by the names of its files: each site's sizes, and more of two very different ones."""
+    made = {f"{site.name}-{size}.sh": script(site, size) for site in live() for size in SIZES}
+    for name in ("narval", "jean-zay-a100"):
+        made |= {f"{name}-{end}.sh": one for end, one in others(sites.find(name)).items()}
+    return made
+
+
 def layout_of(site: Site, size: str) -> Layout:
     """What the script asks for."""
     return script(site, size).layout
@@ -62,9 +89,8 @@ def layout_of(site: Site, size: str) -> Layout:
 def main() -> None:
     """Writes all golden files."""
     FOLDER.mkdir(exist_ok=True)
-    for site in live():
-        for size in SIZES:
-            (FOLDER / f"{site.name}-{size}.sh").write_text(render(script(site, size)))
+    for name, one in golden().items():
+        (FOLDER / name).write_text(render(one))
 
 
 if __name__ == "__main__":

@@ -53,9 +53,19 @@ def refused(*words: str) -> str:
         (("--site", "cedar", "--account", "def-x", *TRAIN), "replaced by fir"),
         (
             ("--site", "narval", "--account", "def-x", "--", "evaluate", "x"),
-            "runs a training, not 'evaluate'",
+            "x is no run",
         ),
         (("--site", "narval", "--account", "def-x"), "grappe submit --time 3h -- train TASK"),
+        (("--site", "narval", *HERE, "--", "trian", "x"), "grappe has no command 'trian'"),
+        (("--site", "narval", *HERE, "--", "queue"), "is for the login node"),
+        (("--site", "narval", *HERE, "--", "torchrun", "x.py"), "leave torchrun out"),
+        (("--site", "narval", *HERE, "--", "none.py"), "there is no script none.py"),
+        (("--site", "narval", *HERE, "--processes", "2", *TRAIN), "the plan says how many"),
+        (("--site", "narval", *HERE, "--processes", "3", "--gpus", "2", "--", SLOW), "do not share 2 GPUs"),
+        (("--site", "narval", *HERE, "--", "verify", SLOW, "--plan", "replicate=8"), "processes on one node"),
+        (("--site", "narval", *HERE, "--with", "x", *TRAIN), "--env virtualenv"),
+        (("--site", "narval", "--account", "def-x", "--with", "x;y", *TRAIN), "--with x;y"),
+        (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "no module's name"),
     ],
 )
 def test_wrong_submissions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -194,3 +195,54 @@ def test_an_environment_and_data_on_the_node(
     made = [next((tmp_path / f"local-{number}").glob(f"grappe-*/{kept[0].stem}")) for number in (1, 2)]
     configurations = [(one / "pyvenv.cfg").read_text() for one in made]
     assert configurations[0] == configurations[1], "the second was made anew"
+
+
+OWN = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="env://")
+total = torch.tensor(dist.get_rank() + 1)
+dist.all_reduce(total)
+names = ("SLURMD_NODENAME", "LOCAL_RANK", "OMP_NUM_THREADS")
+print("total", total.item(), *sys.argv[1:], *(os.environ[name] for name in names), flush=True)
+dist.destroy_process_group()
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.exit(75)
+"""
+
+
+def test_a_script_of_ones_own(cluster: Cluster, tmp_path: Path) -> None:
+    """Processes on two nodes that meet as under torchrun; one that ends with 75 goes back into the queue."""
+    (tmp_path / "mine.py").write_text(OWN)
+    said = grappe(
+        "submit", "--site", "generic", "--nodes", "2", "--processes", "2", "--gpus", "0", "--time", "10m",
+        "--no-doctor", "--", "python", "mine.py", "--lr", "a b", cwd=tmp_path,
+    )  # fmt: skip
+    folder = said.split("run ")[-1].strip()
+    grappe("wait", folder, cwd=tmp_path)
+    text = grappe("logs", folder, cwd=tmp_path)
+    assert text.count("0: total 3 --lr a b n0 0 1") == 2, text
+    assert text.count("1: total 3 --lr a b n1 0 1") == 2, text
+    assert text.count("back into the queue") == 1, text
+    script = (Path(folder) / "logs" / "submit-1.sh").read_text()
+    assert "#SBATCH --signal" in script
+    assert "--gres" not in script
+
+
+def test_another_command(cluster: Cluster, tmp_path: Path) -> None:
+    """A training submitted, then its evaluation: one task for each process, as the plan says."""
+    run = ("train", "digits", "epochs=1", "--run", "run", "--plan", PLAIN)
+    grappe(*run, cwd=tmp_path)
+    expected = grappe("evaluate", "run", "--json", "--plan", PLAIN, cwd=tmp_path)
+    said = grappe(
+        "submit", "--site", "generic", "--time", "10m", "--no-doctor",
+        "--", "evaluate", "run", "--json", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
+    )  # fmt: skip
+    folder = said.split("run ")[-1].strip()
+    grappe("wait", folder, cwd=tmp_path)
+    found = [line for line in grappe("logs", folder, cwd=tmp_path).splitlines() if "{" in line]
+    assert len(found) == 1, found
+    scores = json.loads(found[0].partition(": ")[2])
+    assert scores["loss"] == pytest.approx(json.loads(expected)["loss"], rel=1e-5)

@@ -57,8 +57,8 @@ def fit(plan: Plan, wish: ResourceRequest) -> Plan:
     """
     if wish.gpus is None:
         return plan
-    if wish.gpus < 1:
-        raise PlanError(f"--gpus={wish.gpus}: it must be at least 1")
+    if wish.gpus == 0:
+        return dataclasses.replace(plan, device="cpu")
     processes = wish.gpus * plan.per_device
     if plan.processes == 1 and processes > 1:
         return dataclasses.replace(plan, replicate=processes)

@@ -30,15 +30,24 @@ class Script:
     plan: Plan
     name: str
     arguments: tuple[str, ...]
-    """What grappe is called with: train, a task, its fields and options, without --run and --data."""
+    """What grappe is called with: train, a task, its fields and options, without --run and --data; a script's own."""
     task: tuple[str, ...]
-    """The task's name and its fields, for the doctor."""
+    """The task's name and its fields, for the doctor; empty: there is none."""
     run: Path
+    """The run's folder; of a command that is no training, the folder of its job."""
     folder: Path
     """Where it was submitted from, and runs."""
     data: str
+    """Where data are; "": as the command says itself."""
     python: str
     """The interpreter of the submitting command."""
+    training: bool = True
+    own_script: bool = False
+    """The arguments are those of a Python script, and not of grappe."""
+    torchrun: bool = False
+    """Whether each process of a script finds the variables that torchrun sets."""
+    saves: bool = True
+    """Whether the processes save when they get USR2."""
     account: str | None = None
     environment: str = ""
     """here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's own."""
@@ -64,9 +73,6 @@ def render(script: Script) -> str:
         UsageError: a name or a path that sbatch or a shell could take for something else.
     """
     _check(script)
-    over = parts.CHAIN_END.format(chain=script.chain)
-    if not script.chain:
-        over = parts.REQUEUE.format(restarts=script.restarts)
     sections = [
         _head(script),
         "set -u",
@@ -77,9 +83,18 @@ def render(script: Script) -> str:
         parts.STEPS,
         _command(script),
         _steps(script),
-        over,
+        _over(script),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _over(script: Script) -> str:
+    """The end: what goes back into the queue. Only a training goes on where it was when something was killed."""
+    if script.chain:
+        part = parts.CHAIN_END if script.training else parts.CHAIN_END_SAVED
+        return part.format(chain=script.chain)
+    again = parts.AGAIN if script.training else parts.AGAIN_SAVED
+    return again + parts.REQUEUE.format(restarts=script.restarts)
 
 
 def notice(seconds: int) -> int:
@@ -156,7 +171,7 @@ def _options(script: Script) -> list[str]:
         options.append(f"--mem={layout.memory_gb}G")
     options += [
         f"--time={clock(layout.seconds)}",
-        f"--signal=B:USR2@{notice(layout.seconds)}",
+        *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),
         f"--output={script.run}/logs/job-%j.out",
         "--open-mode=append",
         f"--array=1-{script.chain}%1" if script.chain else "--requeue",
@@ -174,13 +189,17 @@ def _environment(script: Script) -> str:
     if kind in environment.MADE_ON_NODES:
         lines.append("# Neither the user's own packages nor those of another Python.")
         lines.append("unset PYTHONPATH PYTHONHOME\nexport PYTHONNOUSERSITE=1")
-        if modules := _modules(script):
-            lines.append(f"module purge\nmodule load {' '.join(modules)}")
+    modules = _modules(script) if kind in environment.MADE_ON_NODES else script.modules
+    if modules:
+        lines.append(f"module purge\nmodule load {' '.join(modules)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
     if site.job.internet is False:
         lines.append("# Compute nodes here have no way to the internet.")
         lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1")
-    lines.append(f"grappe=({_grappe(script, kind)})")
+    if script.stage is not None and not script.training:
+        lines.append(f'export GRAPPE_DATA="{site.job.local}/data"')
+    lines.append(f"python=({_python(script, kind)})")
+    lines.append('grappe=("${python[@]}" -m grappe)')
     return "\n".join(lines)
 
 
@@ -188,31 +207,42 @@ def _modules(script: Script) -> tuple[str, ...]:
     return script.modules or script.site.job.modules
 
 
-def _grappe(script: Script, kind: str) -> str:
+def _python(script: Script, kind: str) -> str:
     if kind == "here":
-        return f"{shlex.quote(script.python)} -m grappe"
+        return f"{shlex.quote(script.python)}"
     if kind in environment.MADE_ON_NODES:
         assert script.packages is not None, "what is made on the nodes is made of something"
-        return f'"{environment.place(script.site.job.local, script.packages.key)}/bin/python" -m grappe'
+        return f'"{environment.place(script.site.job.local, script.packages.key)}/bin/python"'
     if kind.startswith("conda:"):
-        return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python -m grappe"
+        return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python"
     if kind.endswith((".sif", ".simg")):
         image = shlex.quote(kind)
-        return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python -m grappe'
-    return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))} -m grappe"
+        return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python'
+    return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))}"
 
 
 def _steps(script: Script) -> str:
-    """The steps of the job: each node made ready, examined, then the training; the first that fails ends it."""
+    """The steps of the job: each node made ready, examined, then the command; the first that fails ends it."""
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
-    steps = ["run_step --label --kill-on-bad-exit=1 --wait=60" + gpus + ' "${grappe[@]}" "${command[@]}"']
+    program = '"${start[@]}" "${command[@]}"' if script.own_script else '"${command[@]}"'
+    steps = [f"run_step --label --kill-on-bad-exit=1 --wait=60{gpus} {program}"]
+    if script.own_script:
+        steps.insert(0, "meet")
     if script.doctor:
-        steps.insert(0, parts.DOCTOR)
+        task = ' "${task[@]}"' if script.task else ""
+        steps.insert(0, parts.DOCTOR.format(task=task))
     text = ""
+    if script.own_script:
+        text = parts.MEET + parts.START.format(torchrun=parts.TORCHRUN if script.torchrun else "")
     if once := _once(script):
-        text = parts.ONCE.format(body="\n".join(once))
+        text += parts.ONCE.format(body="\n".join(once))
         steps.insert(0, parts.ON_EACH_NODE)
-    return text + " &&\n    ".join(steps) + '\ncode=$?\n[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
+    text += " &&\n    ".join(steps) + "\ncode=$?\n"
+    if script.own_script:
+        text += parts.FIRST
+    if not script.training:
+        text += parts.IS_DONE
+    return text + '[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
 
 
 def _once(script: Script) -> list[str]:
@@ -241,8 +271,14 @@ def _once(script: Script) -> list[str]:
 
 def _command(script: Script) -> str:
     words = " ".join(shlex.quote(word) for word in script.arguments)
-    staged = f'"{script.site.job.local}/data"'
-    data = staged if script.stage is not None else shlex.quote(script.data)
-    task = " ".join(shlex.quote(word) for word in script.task)
-    plan = shlex.quote(str(script.plan))
-    return f'task=({task})\nplan={plan}\ncommand=({words} --run "$run" --data {data})'
+    lines = []
+    if script.task:
+        lines.append(f"task=({' '.join(shlex.quote(word) for word in script.task)})")
+    lines.append(f"plan={shlex.quote(str(script.plan))}")
+    program = '"${python[@]}"' if script.own_script else '"${grappe[@]}"'
+    if script.training:
+        staged = f'"{script.site.job.local}/data"'
+        data = staged if script.stage is not None else shlex.quote(script.data)
+        words += f' --run "$run" --data {data}'
+    lines.append(f"command=({program} {words})")
+    return "\n".join(lines)

@@ -1,16 +1,21 @@
-"""Submission: a training and the Slurm job that it becomes, as the user asks for it; needs no torch."""
+"""Submission: a command and the Slurm job that it becomes, as the user asks for it; needs no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-from grappe.fields import Counts, Names, at_least
+from grappe.fields import CountsFromZero, Names, at_least
+
+TRAIN = "train"
+SCRIPT = "script"
+SPREAD = (TRAIN, "evaluate", SCRIPT)
+"""What Slurm starts once for each process. All else starts its processes by itself, on one node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """How a training is submitted as a Slurm job.
+    """How a command is submitted as a Slurm job.
 
     `grappe submit` has an option for each field, with the docstring under the field as its help.
     """
@@ -23,8 +28,10 @@ class JobOptions:
     """Time limit: 90m, 3h, 1-00:00:00. Default: 1 h."""
     nodes: int | None = None
     """Default: as few as hold the plan."""
-    gpus: Counts = ()
-    """GPUs in all; 1,2,4: a job for each number. Default: as the plan says."""
+    gpus: CountsFromZero = ()
+    """GPUs in all; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan says."""
+    processes: int | None = None
+    """Of a script of your own. Default: one for each GPU."""
     queue: str | None = None
     """A partition or quality of service."""
     name: str | None = None
@@ -52,18 +59,25 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "chain", "restarts")
+        at_least(self, 1, "processes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A training to submit, and how."""
+    """A command to submit, and how."""
 
-    task: str
+    command: str = TRAIN
+    """One of grappe's, or SCRIPT."""
+    task: str | None = None
+    script: Path | None = None
+    """A Python script of the user's own."""
     arguments: tuple[str, ...]
-    """What train is called with, the task first."""
-    plan: str = ""
+    """What the command is called with: the task first, or the script."""
+    plans: tuple[str, ...] = ("",)
+    """One, but of a command that runs several, one after the other."""
     fields: tuple[str, ...] = ()
     run: Path | None = None
+    """The folder of a training's run, or of the run that the command reads."""
     data: str | None = None
     loggers: tuple[str, ...] = ()
     job: JobOptions = dataclasses.field(default_factory=JobOptions)

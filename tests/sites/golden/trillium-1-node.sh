@@ -48,7 +48,8 @@ module purge
 module load python/3.11
 # Compute nodes here have no way to the internet.
 export WANDB_MODE=offline HF_HUB_OFFLINE=1
-grappe=("$SLURM_TMPDIR/grappe-$UID/0123456789ab/bin/python" -m grappe)
+python=("$SLURM_TMPDIR/grappe-$UID/0123456789ab/bin/python")
+grappe=("${python[@]}" -m grappe)
 
 # srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -87,7 +88,7 @@ end() {
 
 task=(digits epochs=3)
 plan=replicate=4
-command=(train digits epochs=3 --plan replicate=4 --run "$run" --data data)
+command=("${grappe[@]}" train digits epochs=3 --plan replicate=4 --run "$run" --data data)
 
 # Once on every node, on its local scratch.
 read -r -d '' once <<'END'
@@ -123,7 +124,7 @@ fi
 END
 run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once" &&
     run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor "${task[@]}" --job --plan "$plan" --folder "$run" &&
-    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${grappe[@]}" "${command[@]}"
+    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${command[@]}"
 code=$?
 [ ! -e "$run/done" ] || end 0
 # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
