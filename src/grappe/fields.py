@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import textwrap
 import types
@@ -140,6 +141,22 @@ def seconds(text: str, name: str) -> float:
     if found <= 0:
         raise UsageError(f"{name}={text}: give seconds, or a time like 90s, 30m, 2h or 02:30:00")
     return found
+
+
+def with_variables(text: str) -> str:
+    """The text with `$NAME` and `${NAME}` in it expanded from the environment.
+
+    Raises:
+        UsageError: a variable is not set here, or empty.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if not os.environ.get(name):
+            raise UsageError(f"${name} is empty on this machine")
+        return os.environ[name]
+
+    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, text)
 
 
 def comma_separated(text: str, name: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grappe import sites
 from grappe.plan import Plan
+from grappe.sites import sbatch
 from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.layout import Layout, ResourceRequest, layout
 from grappe.sites.schema import Site
@@ -15,14 +16,22 @@ from tests.slurm.shapes import live
 
 FOLDER = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/digits-1")
+MORE = ("narval", "jean-zay-a100")
+GIVEN = sbatch.Given(
+    mem="32G",
+    constraint="a100",
+    mail_user="me@example.org",
+    dependency="singleton",
+    others=("--exclude=n1", "--comment=mine", "--hint=compute_bound"),
+)
 PACKAGES = Packages(files={}, key="0123456789ab", locked=True)
 SIZES = ("1-gpu", "1-node", "2-nodes")
 
 
 def gpus(site: Site, size: str) -> int:
-    """How many GPUs a size is on a site; where one GPU cannot be had, its smallest job."""
+    """How many GPUs a size is on a site; where one GPU cannot be had, its smallest job. Of CPU nodes, processes."""
     assert site.node is not None
-    whole = site.node.gpus
+    whole = site.node.gpus or site.node.cores
     least = whole if site.ask.whole_nodes and 1 not in site.ask.part_nodes else 1
     return {"1-gpu": least, "1-node": whole, "2-nodes": 2 * whole}[size]
 
@@ -35,7 +44,7 @@ def account(site: Site) -> str | None:
 def script(site: Site, size: str, **changes: int) -> Script:
     """The script of a site and a size; `changes` are made to its layout behind the checks."""
     number = gpus(site, size)
-    plan = Plan(replicate=number)
+    plan = Plan(replicate=number) if site.node and site.node.gpus else Plan(replicate=number, device="cpu")
     made = layout(plan, site, ResourceRequest(seconds=1800, account=account(site)))
     return Script(
         site=site,
@@ -69,6 +78,7 @@ def others(site: Site) -> dict[str, Script]:
     return {
         "script": dataclasses.replace(training, arguments=("mine.py", "--lr", "0.1"), **own),
         "script-chain": dataclasses.replace(training, arguments=("mine.py",), chain=3, **own),
+        "options": dataclasses.replace(training, sbatch=sbatch.options(GIVEN)),
         "evaluate": dataclasses.replace(training, arguments=("evaluate", "runs/one"), **plain),
     }
 
@@ -76,7 +86,7 @@ def others(site: Site) -> dict[str, Script]:
 def golden() -> dict[str, Script]:
     """All that the folder holds, by the names of its files: each site's sizes, and more of two very different ones."""
     made = {f"{site.name}-{size}.sh": script(site, size) for site in live() for size in SIZES}
-    for name in ("narval", "jean-zay-a100"):
+    for name in MORE:
         made |= {f"{name}-{end}.sh": one for end, one in others(sites.find(name)).items()}
     return made
 

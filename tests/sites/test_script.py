@@ -139,3 +139,22 @@ def test_times() -> None:
         "7-00:00:00",
     ]
     assert [notice(one) for one in (60, 3600, 86400)] == [20, 180, 300]
+
+
+@pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
+def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> None:
+    made = narval(
+        arguments=("mine.py", word, "$HERE"), training=False, own_script=True, torchrun=True, doctor=False,
+        environment="here",
+    )  # fmt: skip
+    text = render(made)
+    begin = text.index("read -r -d '' start")
+    start = text[begin : text.index("\nEND\n", begin) + 5]
+    probe = f'{start}\nfirst={tmp_path}/first bash -c "$start" start printf "%s\\0"'
+    slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "1")
+    done = subprocess.run(
+        ["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HERE": "a b", "SLURM_NODEID": "0", **slurm},
+    )  # fmt: skip
+    assert done.stdout.split("\0")[:-1] == ["mine.py", word, "a b"]
+    assert not list(tmp_path.rglob("hacked"))

@@ -20,10 +20,11 @@ PARTITION = re.compile(r"[\w.-]+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:
-    """One of the site's GPU nodes."""
+    """One of the site's nodes."""
 
-    gpus: int
-    gpu: str
+    gpus: int = 0
+    """Left out: none."""
+    gpu: str = ""
     """The model, for people: "A100, 40 GB"."""
     cores: int
     memory_gb: int | None = None
@@ -39,8 +40,8 @@ class Node:
 class Ask:
     """How a job asks for them."""
 
-    gpus: str
-    """The option for GPUs on each node, with {gpus} for their number."""
+    gpus: str = ""
+    """The option for GPUs on each node, with {gpus} for their number; left out where there are none."""
     options: tuple[str, ...] = ()
     """Options of every job."""
     account: Literal["required", "optional", "none"] = "optional"
@@ -111,6 +112,8 @@ class Site:
     probe: Literal["", "sinfo"] = ""
     retired: str = ""
     """Why there is nothing to submit to any more."""
+    cpu: str = ""
+    """The site of its jobs without GPUs, where those have nodes of their own."""
     detect: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, and their values, on its login nodes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -197,7 +200,8 @@ def _check(made: Site, wrong: Wrong) -> None:
             for text in texts:
                 if text and not form.fullmatch(text):
                     raise wrong(key, f": {text!r} {why}")
-    if "{gpus}" not in made.ask.gpus:
+    has_gpus = bool(made.node.gpus if made.node else made.probe or made.retired)
+    if has_gpus and "{gpus}" not in made.ask.gpus:
         raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {{gpus}}, for the number on each node")
     if made.node is None and not made.probe and not made.retired:
         raise wrong("node", " is missing: what one of its GPU nodes has")

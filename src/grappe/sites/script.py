@@ -13,6 +13,8 @@ from grappe.sites import environment
 from grappe.sites import script_parts as parts
 from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
+from grappe.sites.quoting import command_words, expanded, literal
+from grappe.sites.sbatch import merged
 from grappe.sites.schema import MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -51,6 +53,8 @@ class Script:
     account: str | None = None
     environment: str = ""
     """here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's own."""
+    sbatch: tuple[str, ...] = ()
+    """Checked options of the user's, which take the place of ours."""
     packages: Packages | None = None
     """What an environment that is made on the nodes is made of."""
     modules: tuple[str, ...] = ()
@@ -179,7 +183,7 @@ def _options(script: Script) -> list[str]:
     if script.plan.per_device > 1 and layout.gpus:
         for mps in site.job.mps:  # a constraint of theirs takes the place of the site's
             options = [one for one in options if one.partition("=")[0] != mps.partition("=")[0]] + [mps]
-    return [f"#SBATCH {option}" for option in options]
+    return [f"#SBATCH {option}" for option in merged(options, script.sbatch)]
 
 
 def _environment(script: Script) -> str:
@@ -224,7 +228,7 @@ def _python(script: Script, kind: str) -> str:
 def _steps(script: Script) -> str:
     """The steps of the job: each node made ready, examined, then the command; the first that fails ends it."""
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
-    program = '"${start[@]}" "${command[@]}"' if script.own_script else '"${command[@]}"'
+    program = 'bash -c "$start" start "${python[@]}"' if script.own_script else '"${command[@]}"'
     steps = [f"run_step --label --kill-on-bad-exit=1 --wait=60{gpus} {program}"]
     if script.own_script:
         steps.insert(0, "meet")
@@ -233,7 +237,10 @@ def _steps(script: Script) -> str:
         steps.insert(0, parts.DOCTOR.format(task=task))
     text = ""
     if script.own_script:
-        text = parts.MEET + parts.START.format(torchrun=parts.TORCHRUN if script.torchrun else "")
+        words = " ".join(map(expanded, script.arguments))
+        text = parts.MEET + parts.START.format(
+            torchrun=parts.TORCHRUN if script.torchrun else "", words=words
+        )
     if once := _once(script):
         text += parts.ONCE.format(body="\n".join(once))
         steps.insert(0, parts.ON_EACH_NODE)
@@ -270,15 +277,15 @@ def _once(script: Script) -> list[str]:
 
 
 def _command(script: Script) -> str:
-    words = " ".join(shlex.quote(word) for word in script.arguments)
     lines = []
     if script.task:
-        lines.append(f"task=({' '.join(shlex.quote(word) for word in script.task)})")
-    lines.append(f"plan={shlex.quote(str(script.plan))}")
-    program = '"${python[@]}"' if script.own_script else '"${grappe[@]}"'
+        lines.append(f"task=({' '.join(command_words(script.task))})")
+    lines.append(f"plan={literal(str(script.plan))}")
+    if script.own_script:
+        return "\n".join(lines)
+    words = list(command_words(script.arguments))
     if script.training:
-        staged = f'"{script.site.job.local}/data"'
-        data = staged if script.stage is not None else shlex.quote(script.data)
-        words += f' --run "$run" --data {data}'
-    lines.append(f"command=({program} {words})")
+        data = f'"{script.site.job.local}/data"' if script.stage is not None else expanded(script.data)
+        words += ['--run "$run"', "--data", data]
+    lines.append(f'command=("${{grappe[@]}}" {" ".join(words)})')
     return "\n".join(lines)

@@ -96,24 +96,26 @@ meet() {
 """
 
 START = """\
-# The first failure leaves its code. After 75 srun must not end the others, which may still be saving.
+# What each process runs. Its first failure leaves its code; after 75 srun must not end the others, which may be saving.
 export first=$run/logs/job-$job.first
 rm -f "$first"
-# shellcheck disable=SC2016
-start=(bash -c '{torchrun}trap : USR2 # which is for the program
-    "$@"
-    code=$?
-    if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
-        echo "$code" > "$first"
-    fi
-    [ "$code" != 75 ] || code=0
-    exit "$code"' start)
+read -r -d '' start <<'END'
+{torchrun}trap : USR2 # which is for the program
+"$@" {words}
+code=$?
+if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
+    echo "$code" > "$first"
+fi
+[ "$code" != 75 ] || code=0
+exit "$code"
+END
 """
 
 TORCHRUN = """\
-export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID # as torchrun does
-    export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
-    """
+# As torchrun says it.
+export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
+"""
 
 FIRST = """\
 [ ! -e "$first" ] || code=$(cat "$first")

@@ -13,7 +13,7 @@ from grappe import engines, sites, tasks
 from grappe.errors import PlanError, RunError, TaskError, UsageError
 from grappe.fields import seconds, split
 from grappe.plan import Plan
-from grappe.sites import sinfo, slurm
+from grappe.sites import sbatch, sinfo, slurm
 from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.layout import Layout, ResourceRequest, fit, layout
 from grappe.sites.schema import Site
@@ -22,7 +22,7 @@ from grappe.training.run import DONE, Run, new_folder
 from grappe.verbs.packages.imports import imported
 from grappe.verbs.packages.needed import Needs, prepare
 from grappe.verbs.packages.resolve import Wheelhouse
-from grappe.verbs.submission import SCRIPT, SPREAD, TRAIN, Submission
+from grappe.verbs.submission import SCRIPT, SPREAD, TRAIN, JobOptions, Submission
 
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
 SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when it is told to
@@ -37,7 +37,15 @@ def requests(submission: Submission) -> Iterator[ResourceRequest]:
             "--run is one run's folder, and several numbers of GPUs are several runs: leave it out"
         )
     for gpus in job.gpus or (None,):
-        yield ResourceRequest(nodes=job.nodes, gpus=gpus, seconds=limit, queue=job.queue, account=job.account)
+        yield ResourceRequest(
+            nodes=job.nodes,
+            gpus=gpus,
+            seconds=limit,
+            cores=job.cores,
+            queue=job.queue,
+            own_queue=bool(job.partition or job.qos),
+            account=job.account,
+        )
 
 
 def job_script(
@@ -79,6 +87,7 @@ def job_script(
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
         saves=_saves(submission),
         account=job.account,
+        sbatch=_sbatch(job),
         environment=_environment(job.env),
         packages=content,
         modules=job.modules,
@@ -90,6 +99,26 @@ def job_script(
         command=f"grappe submit --site {site.name} -- {_typed(submission)}",
     )
     return script, note
+
+
+def _sbatch(job: JobOptions) -> tuple[str, ...]:
+    if job.queue and (job.partition or job.qos):
+        raise UsageError(
+            "--queue is one of the site's queues, --partition and --qos are Slurm's own: give one of them"
+        )
+    return sbatch.options(
+        sbatch.Given(
+            mem=job.mem,
+            mem_per_cpu=job.mem_per_cpu,
+            constraint=job.constraint,
+            qos=job.qos,
+            partition=job.partition,
+            reservation=job.reservation,
+            dependency=job.dependency,
+            mail_user=job.mail_user,
+            others=job.sbatch,
+        )
+    )
 
 
 def _plan(submission: Submission, resources: ResourceRequest) -> Plan:
@@ -192,10 +221,13 @@ def _task_of_run(run: Path | None) -> str | None:
 
 def _site(submission: Submission, plan: Plan) -> Site:
     site = sites.find(submission.job.site or sites.current())
+    if plan.device == "cpu" and site.cpu:
+        site = sites.find(site.cpu)
     if not site.probe:
         return site
     known = slurm.sinfo(sinfo.FORMAT)
-    return sinfo.probed(site, known, submission.job.queue, wants_gpus=plan.device != "cpu")
+    partition = submission.job.partition or submission.job.queue
+    return sinfo.probed(site, known, partition, wants_gpus=plan.device != "cpu")
 
 
 def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
@@ -218,7 +250,8 @@ def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
         return
     tasks.make(task, texts)
     if existing:
-        engines.check(plan)
+        # Variables of the node's are expanded there.
+        engines.check(dataclasses.replace(plan, offload="cpu") if "$" in plan.offload else plan)
 
 
 def _check_folder(site: Site, folder: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from grappe.fields import CountsFromZero, Names, at_least
 
@@ -32,8 +35,28 @@ class JobOptions:
     """GPUs in all; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan says."""
     processes: int | None = None
     """Of a script of your own. Default: one for each GPU."""
+    cores: int | None = None
+    """Of each process. Default: its GPU's share; of a process without one, its threads and workers."""
+    mem: str | None = None
+    """Memory of each node: 32G. Default: in proportion to GPUs or cores."""
+    mem_per_cpu: str | None = None
+    """Memory of each core: 4G."""
     queue: str | None = None
-    """A partition or quality of service."""
+    """One of the site's queues (see: grappe sites NAME)."""
+    partition: str | None = None
+    """Slurm's partition, if it is none of the site's queues."""
+    qos: str | None = None
+    """Slurm's quality of service, likewise."""
+    constraint: str | None = None
+    """Features that the nodes must have, beside the site's."""
+    reservation: str | None = None
+    """A reservation of nodes."""
+    dependency: str | None = None
+    """Jobs to wait for: afterok:12345."""
+    mail_user: str | None = None
+    """Who gets a mail when the job ends, fails or goes back into the queue."""
+    sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
+    """Another option of sbatch, as '--exclude=n1'. Repeatable."""
     name: str | None = None
     """The job's name. Default: the run's."""
     env: str = ""
@@ -59,7 +82,7 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "chain", "restarts")
-        at_least(self, 1, "processes")
+        at_least(self, 1, "processes", "cores")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

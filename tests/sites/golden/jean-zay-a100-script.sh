@@ -84,7 +84,6 @@ end() {
 }
 
 plan=replicate=8
-command=("${python[@]}" mine.py --lr 0.1)
 
 # Where the script's processes meet: on this node, that of process 0, at a port that is free now.
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
@@ -94,20 +93,22 @@ meet() {
     export MASTER_ADDR MASTER_PORT
     [ -n "$MASTER_PORT" ]
 }
-# The first failure leaves its code. After 75 srun must not end the others, which may still be saving.
+# What each process runs. Its first failure leaves its code; after 75 srun must not end the others, which may be saving.
 export first=$run/logs/job-$job.first
 rm -f "$first"
-# shellcheck disable=SC2016
-start=(bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID # as torchrun does
-    export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
-    trap : USR2 # which is for the program
-    "$@"
-    code=$?
-    if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
-        echo "$code" > "$first"
-    fi
-    [ "$code" != 75 ] || code=0
-    exit "$code"' start)
+read -r -d '' start <<'END'
+# As torchrun says it.
+export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
+trap : USR2 # which is for the program
+"$@" mine.py --lr 0.1
+code=$?
+if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
+    echo "$code" > "$first"
+fi
+[ "$code" != 75 ] || code=0
+exit "$code"
+END
 # Once on every node, on its local scratch.
 read -r -d '' once <<'END'
 set -u
@@ -139,7 +140,7 @@ END
 run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once" &&
     run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor --job --plan "$plan" --folder "$run" &&
     meet &&
-    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${start[@]}" "${command[@]}"
+    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none bash -c "$start" start "${python[@]}"
 code=$?
 [ ! -e "$first" ] || code=$(cat "$first")
 [ "$code" != 0 ] || : > "$run/done"
