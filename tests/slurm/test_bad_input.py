@@ -71,7 +71,7 @@ def refused(*words: str) -> str:
             "accounts of jean-zay-cpu",
         ),
         (("--site", "narval", *HERE, *TRAIN, "--plan", "engine=deepspeed,offload=nvme:"), "names no folder"),
-        (("--site", "narval", *HERE, *TRAIN, "seed=$SLURM_PROCID"), "another for each process"),
+        (("--site", "narval", *HERE, *TRAIN, "--data", "$SLURM_PROCID"), "another for each process"),
         (("--site", "narval", *HERE, "--with", "x", *TRAIN), "--env virtualenv"),
         (("--site", "narval", "--account", "def-x", "--with", "x;y", *TRAIN), "--with x;y"),
         (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "no module's name"),

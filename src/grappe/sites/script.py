@@ -285,7 +285,7 @@ def _command(script: Script) -> str:
         return "\n".join(lines)
     words = list(command_words(script.arguments))
     if script.training:
-        data = f'"{script.site.job.local}/data"' if script.stage is not None else expanded(script.data)
+        data = f'"{script.site.job.local}/data"' if script.stage is not None else next(command_words([script.data]))
         words += ['--run "$run"', "--data", data]
     lines.append(f'command=("${{grappe[@]}}" {" ".join(words)})')
     return "\n".join(lines)
