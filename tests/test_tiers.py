@@ -1,4 +1,4 @@
-"""Which tests are slow is read off from what they use."""
+"""Tests of the tiers: slow tests are detected by the functions that they use."""
 
 from __future__ import annotations
 

@@ -13,6 +13,11 @@ from xdist.scheduler import LoadScopeScheduling
 FOLDERS = ("faults", "parity", "slurm", "verbs/measure", "verbs/verify")
 """Whole trainings, each under many plans."""
 LAUNCHERS = {
+    "benchmarks.cifar_script",
+    "benchmarks.commands",
+    "benchmarks.compute_alone",
+    "benchmarks.pages",
+    "benchmarks.rotation",
     "subprocess",
     "grappe",
     "grappe.launch.local",
@@ -81,11 +86,7 @@ def _launches(function: object, seen: set[object]) -> bool:
         module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         if module in LAUNCHERS:
             return True
-        if (
-            isinstance(module, str)
-            and module.startswith(("tests.", "benchmarks."))
-            and _launches(value, seen)
-        ):
+        if isinstance(module, str) and module.startswith("tests.") and _launches(value, seen):
             return True
     return False
 

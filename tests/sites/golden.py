@@ -29,7 +29,7 @@ SIZES = ("1-gpu", "1-node", "2-nodes")
 
 
 def gpus(site: Site, size: str) -> int:
-    """How many GPUs a size is on a site; where one GPU cannot be had, its smallest job. Of CPU nodes, processes."""
+    """Returns the GPUs of a size on a site (processes on CPU nodes); without single GPUs, of the smallest job."""
     assert site.node is not None
     whole = site.node.gpus or site.node.cores
     least = whole if site.ask.whole_nodes and 1 not in site.ask.part_nodes else 1
@@ -92,7 +92,7 @@ def golden() -> dict[str, Script]:
 
 
 def layout_of(site: Site, size: str) -> Layout:
-    """What the script asks for."""
+    """Returns the resources that a script requests."""
     return script(site, size).layout
 
 

@@ -1,4 +1,4 @@
-"""Calls a function in a forked process, whose memory is freed with its end."""
+"""Calls a function in a forked process, whose memory is freed when it ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DONE = "done"  # written by the child, as an exit code alone may be the task's o
 
 
 def run_in_fork(work: Callable[[], None]) -> None:
-    """Calls `work` in a forked process, and waits for it.
+    """Calls `work` in a forked process, and waits for the process.
 
     Raises:
-        GrappeError: what `work` raised, or that the process died.
+        GrappeError: `work` raised an error, or the process died.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()

@@ -14,7 +14,7 @@ MADE_ON_NODES = ("virtualenv", "module")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packages:
-    """What an environment is made of: files beside the run, which jobs install without network."""
+    """The packages of an environment: files beside the run, which jobs install without network."""
 
     files: Mapping[str, bytes]
     """The wheel of grappe, and the requirements; by name."""
@@ -25,14 +25,14 @@ class Packages:
 
     @property
     def folder_name(self) -> str:
-        """The folder in the run's logs that holds the files."""
+        """Returns the name of the folder in the run's logs that holds the files."""
         return f"environment-{self.key}"
 
 
 def packages(
     wheel: tuple[str, bytes], requirements: list[str], depends: list[str], *, locked: bool
 ) -> Packages:
-    """The packages of an environment.
+    """Makes the packages of an environment, with their key.
 
     Args:
         depends: what else tells two environments apart: the modules, Python's version.
@@ -45,7 +45,7 @@ def packages(
 
 
 def place(local: str, key: str) -> str:
-    """The environment's folder on a node, as bash reads it between double quotes."""
+    """Returns the environment's folder on a node, for use between double quotes in bash."""
     return f"{local or '${TMPDIR:-/tmp}'}/grappe-$UID/{key}"
 
 
@@ -87,7 +87,7 @@ if command -v virtualenv >/dev/null; then
 def made(
     content: Packages, *, kind: str, local: str, run: Path, python: str, modules: bool, wheels: Path | None
 ) -> str:
-    """The commands that make the environment on one node; their last makes its folder appear, whole.
+    """Renders the commands that make the environment on one node; the last command moves it to its place, complete.
 
     Args:
         kind: virtualenv, of wheels alone, or module, on top of what the modules hold.

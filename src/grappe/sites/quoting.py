@@ -14,12 +14,12 @@ EMPTY = "is empty on this node, and an argument of the job needs it"
 
 
 def literal(word: str) -> str:
-    """The word for bash, as it is."""
+    """Quotes a word for bash."""
     return f"'{word}'" if "," in word and "'" not in word else shlex.quote(word)
 
 
 def expanded(word: str) -> str:
-    """The word for bash, with `$NAME` and `${NAME}` in it expanded there; an empty one ends the shell.
+    """Quotes a word for bash, except `$NAME` and `${NAME}`, which bash expands; an empty variable ends the shell.
 
     All else that bash would take for code stays text: `$(…)`, quotes, semicolons.
     """
@@ -34,8 +34,7 @@ def expanded(word: str) -> str:
 
 
 def command_words(words: Sequence[str]) -> Iterator[str]:
-    """The words of one of grappe's commands for the job's own shell; a plan keeps its variables, as each process
-    expands them.
+    """Yields the quoted words of a command of grappe; a plan keeps its variables, since each process expands them.
 
     Raises:
         UsageError: a variable is that of one process, and the shell is none.

@@ -44,7 +44,7 @@ SAYS_SO = {
     "time": "--time",
     **{name: f"--{name}" for name in VALUES},
 }
-"""What grappe has an option of its own for."""
+"""Options of sbatch for which grappe has an option."""
 OURS = frozenset(
     [
         "batch",
@@ -74,7 +74,7 @@ OURS = frozenset(
         "wrap",
     ]
 )
-"""What the job's own script depends on."""
+"""Options of sbatch on which the job's script depends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Given:
 
 
 def options(given: Given) -> tuple[str, ...]:
-    """The options as sbatch reads them.
+    """Checks the options and returns them in sbatch's form.
 
     Raises:
         UsageError: a value has not its form, or an option is one that grappe sets by itself.
@@ -131,7 +131,7 @@ def _other(text: str) -> str:
 
 
 def merged(ours: Iterable[str], given: Sequence[str]) -> list[str]:
-    """All options: the user's take the place of ours, and constraints must both hold."""
+    """Merges the options: the user's replace ours, and constraints are joined."""
     names = {_name(one) for one in given}
     replaced = names | ({"--mem"} if "--mem-per-cpu" in names else set())
     kept = list(ours)

@@ -25,56 +25,56 @@ LEAST_NOTICE, MOST_NOTICE = 20, 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Script:
-    """All that a job's script depends on."""
+    """The input of a job's script."""
 
     site: Site
     layout: Layout
     plan: Plan
     name: str
     arguments: tuple[str, ...]
-    """What grappe is called with: train, a task, its fields and options, without --run and --data; a script's own."""
+    """Arguments of grappe: train, a task, its fields and options, without --run and --data; or those of a script."""
     task: tuple[str, ...]
-    """The task's name and its fields, for the doctor; empty: there is none."""
+    """The task's name and its fields, for the doctor; empty without a task."""
     run: Path
-    """The run's folder; of a command that is no training, the folder of its job."""
+    """The run's folder, or the folder of a job that is no training."""
     folder: Path
-    """Where it was submitted from, and runs."""
+    """The folder of submission, in which the job runs."""
     data: str
-    """Where data are; "": as the command says itself."""
+    """The folder of data; "" if the command's arguments name it."""
     python: str
     """The interpreter of the submitting command."""
     training: bool = True
     own_script: bool = False
-    """The arguments are those of a Python script, and not of grappe."""
+    """Whether the arguments are those of a Python script, and not of grappe."""
     torchrun: bool = False
     """Whether each process of a script finds the variables that torchrun sets."""
     saves: bool = True
     """Whether the processes save when they get USR2."""
     account: str | None = None
     environment: str = ""
-    """here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's own."""
+    """Environment: here, virtualenv, module, conda:NAME, a virtual environment's folder, an image; "": the site's."""
     sbatch: tuple[str, ...] = ()
-    """Checked options of the user's, which take the place of ours."""
+    """Checked options of the user, which replace those of the site."""
     packages: Packages | None = None
-    """What an environment that is made on the nodes is made of."""
+    """Packages of an environment that is made on the nodes."""
     modules: tuple[str, ...] = ()
-    """In place of the site's."""
+    """Modules that replace those of the site."""
     wheels: Path | None = None
     stage: Path | None = None
-    """A tar archive that is unpacked to local scratch on every node, and is the data there."""
+    """A tar archive of the data, unpacked to local scratch on every node."""
     chain: int = 0
-    """Submit so many jobs, one after the other, instead of requeueing."""
+    """Number of jobs to submit, one after the other, instead of requeueing."""
     restarts: int = 50
     doctor: bool = True
     command: str = ""
-    """The command that made the script, for the reader."""
+    """The command that made the script, as a comment for the reader."""
 
 
 def render(script: Script) -> str:
-    """The script's text.
+    """Renders the script's text.
 
     Raises:
-        UsageError: a name or a path that sbatch or a shell could take for something else.
+        UsageError: sbatch or a shell could read a name or a path as something else.
     """
     _check(script)
     sections = [
@@ -93,7 +93,7 @@ def render(script: Script) -> str:
 
 
 def _over(script: Script) -> str:
-    """The end: what goes back into the queue. Only a training goes on where it was when something was killed."""
+    """Renders the requeueing at the end; only a training is requeued after a kill, since only a training resumes."""
     if script.chain:
         part = parts.CHAIN_END if script.training else parts.CHAIN_END_SAVED
         return part.format(chain=script.chain)
@@ -102,19 +102,19 @@ def _over(script: Script) -> str:
 
 
 def notice(seconds: int) -> int:
-    """How many seconds before its end a job is told, for a job of `seconds`."""
+    """Returns the seconds before its end at which a job of `seconds` gets a signal."""
     return max(LEAST_NOTICE, min(MOST_NOTICE, seconds // 20))
 
 
 def clock(seconds: int) -> str:
-    """`5400` to `01:30:00`, as sbatch reads it."""
+    """Formats seconds for sbatch: `5400` as `01:30:00`."""
     days, rest = divmod(seconds, 86400)
     text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text
 
 
 def cost(layout: Layout) -> str:
-    """What a job costs at most, in words."""
+    """Describes a job's maximal cost in words."""
     if layout.gpus:
         count = layout.nodes * layout.gpus
         what = f"{count} GPU{'s' if count > 1 else ''}"
@@ -187,7 +187,7 @@ def _options(script: Script) -> list[str]:
 
 
 def _environment(script: Script) -> str:
-    """Modules, variables, and which python."""
+    """Renders the environment: modules, variables, and the Python interpreter."""
     site, kind = script.site, script.environment or script.site.job.environment
     lines = []
     if kind in environment.MADE_ON_NODES:
@@ -226,7 +226,7 @@ def _python(script: Script, kind: str) -> str:
 
 
 def _steps(script: Script) -> str:
-    """The steps of the job: each node made ready, examined, then the command; the first that fails ends it."""
+    """Renders the steps: prepare and examine each node, then the command; the first that fails ends the job."""
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
     program = 'bash -c "$start" start "${python[@]}"' if script.own_script else '"${command[@]}"'
     steps = [f"run_step --label --kill-on-bad-exit=1 --wait=60{gpus} {program}"]
@@ -253,7 +253,7 @@ def _steps(script: Script) -> str:
 
 
 def _once(script: Script) -> list[str]:
-    """What happens once on every node, before anything starts: the environment made, the data staged."""
+    """Renders the preparation of every node: makes the environment, stages the data."""
     local, kind = script.site.job.local, script.environment or script.site.job.environment
     commands = []
     if kind in environment.MADE_ON_NODES and script.packages is not None:
@@ -285,7 +285,11 @@ def _command(script: Script) -> str:
         return "\n".join(lines)
     words = list(command_words(script.arguments))
     if script.training:
-        data = f'"{script.site.job.local}/data"' if script.stage is not None else next(command_words([script.data]))
+        data = (
+            f'"{script.site.job.local}/data"'
+            if script.stage is not None
+            else next(command_words([script.data]))
+        )
         words += ['--run "$run"', "--data", data]
     lines.append(f'command=("${{grappe[@]}}" {" ".join(words)})')
     return "\n".join(lines)

@@ -18,7 +18,7 @@ KIND = "Wheel-Version: 1.0\nGenerator: grappe\nRoot-Is-Purelib: true\nTag: py3-n
 
 
 def own_wheel() -> tuple[str, bytes]:
-    """The file name and the content of a wheel of this installation, an editable one too.
+    """Packs this installation, editable or not; returns the wheel's file name and content.
 
     Raises:
         UsageError: the package was never installed, so that nobody knows what it needs.
@@ -41,7 +41,7 @@ def own_wheel() -> tuple[str, bytes]:
 def packed(
     name: str, version: str, metadata: Mapping[str, str], files: Mapping[str, bytes]
 ) -> tuple[str, bytes]:
-    """The file name and the content of a wheel of pure Python: the format of PEP 427.
+    """Packs a wheel of pure Python in the format of PEP 427; returns its file name and content.
 
     Args:
         metadata: the files of its folder `.dist-info`, without WHEEL and RECORD.

@@ -1,4 +1,4 @@
-"""GradientsHook: calls the watchers that want them when a step's gradients are about to be used."""
+"""GradientsHook: calls watchers (callbacks) when a step's gradients are about to be used."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grappe.training.watchers.watcher_list import WatcherList
 
 
 class GradientsHook:
-    """A context: inside, the engine's optimizer calls `gradients_ready` when it is about to step.
+    """Context in which the engine's optimizer calls `gradients_ready` before each step.
 
-    Without a watcher that overrides it nothing is hooked, and no step pays for it.
+    Without a watcher that overrides `gradients_ready` nothing is hooked, and steps have no cost.
 
     Args:
-        steps_done: how many steps the training has taken.
-        chronometer: knows the engine's optimizer, and this process's parameters.
+        steps_done: returns the number of steps taken.
+        chronometer: has the engine's optimizer, and this process's parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Works out the script of a job from what the user asks for: checks it, lays it out on the site, finds its packages."""
+"""Makes a job's script from a submission: checks the request, lays it out on the site, resolves the packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when 
 
 
 def requests(submission: Submission) -> Iterator[ResourceRequest]:
-    """The resources of each job: one for each number of GPUs."""
+    """Yields the resources of each job: one job for each number of GPUs."""
     job = submission.job
     limit = seconds(job.time, "--time") if job.time else None
     if submission.command == TRAIN and submission.run is not None and len(job.gpus) > 1:
@@ -51,7 +51,7 @@ def requests(submission: Submission) -> Iterator[ResourceRequest]:
 def job_script(
     submission: Submission, resources: ResourceRequest, *, show: bool = False
 ) -> tuple[Script, str]:
-    """The script of one job, and what could not be checked.
+    """Returns the script of one job, and the reason why packages were not checked.
 
     Raises:
         GrappeError: the submission is wrong, the site forbids it, or packages are missing.
@@ -122,7 +122,7 @@ def _sbatch(job: JobOptions) -> tuple[str, ...]:
 
 
 def _plan(submission: Submission, resources: ResourceRequest) -> Plan:
-    """The plan that the job's nodes must hold: of a script, its processes; of several plans, the largest."""
+    """Returns the plan that determines the resources: of a script, its processes; of several plans, the largest."""
     job = submission.job
     if submission.command == SCRIPT:
         return _plan_of_script(submission, resources)
@@ -149,7 +149,7 @@ def _plan_of_script(submission: Submission, resources: ResourceRequest) -> Plan:
 
 
 def _on_one_node(submission: Submission, site: Site, found: Layout) -> Layout:
-    """The command starts its processes by itself: one task with all of the cores."""
+    """Returns the layout of a command that starts its processes by itself: one task with all of the cores."""
     if found.nodes > 1:
         raise UsageError(
             f"grappe {submission.command} starts its processes on one node, and this plan takes {found.nodes} of "
@@ -159,7 +159,7 @@ def _on_one_node(submission: Submission, site: Site, found: Layout) -> Layout:
 
 
 def _folder(submission: Submission) -> Path:
-    """The run's folder, or of another command the folder of its job.
+    """Returns the run's folder, or the folder of another command's job.
 
     Raises:
         RunError: the run is finished, or the run that the command reads is none.
@@ -178,14 +178,14 @@ def _folder(submission: Submission) -> Path:
 
 
 def _saves(submission: Submission) -> bool:
-    """Whether the processes save when they get USR2; others would only end sooner."""
+    """Returns whether the processes save when they get USR2; other processes would only end sooner."""
     if submission.script is None:
         return submission.command == TRAIN
     return any(name.partition(".")[0] in SAVE_ON_SIGNALS for name in imported(submission.script))
 
 
 def _packages(submission: Submission, site: Site, plan: Plan, *, show: bool) -> tuple[Packages | None, str]:
-    """What an environment that is made on the nodes is made of, resolved unless only shown; and why it is not."""
+    """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked."""
     job, kind = submission.job, submission.job.env or site.job.environment
     if kind not in MADE_ON_NODES:
         for name, value in (("with", job.with_), ("requirements", job.requirements)):
@@ -214,7 +214,7 @@ def _packages(submission: Submission, site: Site, plan: Plan, *, show: bool) -> 
 
 
 def _task_of_run(run: Path | None) -> str | None:
-    """The task that a run was trained on, if it is a file or a module still."""
+    """Returns the name of the task that a run was trained on, unless it was made in a notebook."""
     name = Run(run).read_description().get("task") if run is not None else None
     return str(name) if name is not None and not str(name).startswith("__main__") else None
 
@@ -231,10 +231,10 @@ def _site(submission: Submission, plan: Plan) -> Site:
 
 
 def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
-    """A mistyped field is found here, not after hours in a queue, and so is a plan that its engine refuses.
+    """Checks the task's fields and the plan now, so that an error does not appear only after hours in a queue.
 
     Args:
-        existing: whether the job has this command's Python. Another may have packages that this one lacks.
+        existing: whether the job has this command's Python; another Python may have other packages.
     """
     if submission.task is None:
         return
@@ -266,7 +266,7 @@ def _check_folder(site: Site, folder: Path) -> None:
 
 
 def _environment(text: str) -> str:
-    """The environment's text, paths made absolute."""
+    """Returns the environment's text with absolute paths."""
     if text in ("", "here", "virtualenv", "module") or text.startswith("conda:"):
         return text
     path = Path(text).absolute()
@@ -281,7 +281,7 @@ def _environment(text: str) -> str:
 
 
 def _arguments(submission: Submission, plan: Plan) -> tuple[str, ...]:
-    """The command's words; those of train without what the script gives anew."""
+    """Returns the command's words, without the options that the script gives anew."""
     if submission.command == SCRIPT:
         return submission.arguments
     if submission.command == TRAIN:

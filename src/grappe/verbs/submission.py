@@ -1,4 +1,4 @@
-"""Submission: a command and the Slurm job that it becomes, as the user asks for it; needs no torch."""
+"""Submission: a command and the requested Slurm job; needs no torch."""
 
 from __future__ import annotations
 
@@ -13,72 +13,73 @@ from grappe.fields import CountsFromZero, Names, at_least
 TRAIN = "train"
 SCRIPT = "script"
 SPREAD = (TRAIN, "evaluate", SCRIPT)
-"""What Slurm starts once for each process. All else starts its processes by itself, on one node."""
+"""Commands that Slurm starts once for each process; other commands start their processes by themselves, on one node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """How a command is submitted as a Slurm job.
+    """Options of a command's Slurm job.
 
     `grappe submit` has an option for each field, with the docstring under the field as its help.
     """
 
     site: str | None = None
-    """A cluster (see: grappe sites). Default: this one."""
+    """Cluster (see: grappe sites). Default: this one."""
     account: str | None = None
-    """What is billed."""
+    """Account to be billed."""
     time: str | None = None
     """Time limit: 90m, 3h, 1-00:00:00. Default: 1 h."""
     nodes: int | None = None
-    """Default: as few as hold the plan."""
+    """Number of nodes. Default: as few as the plan needs."""
     gpus: CountsFromZero = ()
-    """GPUs in all; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan says."""
+    """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan needs."""
     processes: int | None = None
-    """Of a script of your own. Default: one for each GPU."""
+    """Number of processes of a script of your own. Default: one for each GPU."""
     cores: int | None = None
-    """Of each process. Default: its GPU's share; of a process without one, its threads and workers."""
+    """Cores of each process. Default: its GPU's share; without GPUs, its threads and workers."""
     mem: str | None = None
     """Memory of each node: 32G. Default: in proportion to GPUs or cores."""
     mem_per_cpu: str | None = None
     """Memory of each core: 4G."""
     queue: str | None = None
-    """One of the site's queues (see: grappe sites NAME)."""
+    """Queue of the site: a partition or quality of service (see: grappe sites NAME)."""
     partition: str | None = None
-    """Slurm's partition, if it is none of the site's queues."""
+    """Partition of Slurm that is no queue of the site."""
     qos: str | None = None
-    """Slurm's quality of service, likewise."""
+    """Quality of service of Slurm that is no queue of the site."""
     constraint: str | None = None
-    """Features that the nodes must have, beside the site's."""
+    """Features of the nodes, besides the site's."""
     reservation: str | None = None
-    """A reservation of nodes."""
+    """Reservation of nodes."""
     dependency: str | None = None
     """Jobs to wait for: afterok:12345."""
     mail_user: str | None = None
-    """Who gets a mail when the job ends, fails or goes back into the queue."""
+    """Address for a mail when the job ends, fails or is requeued."""
     sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
-    """Another option of sbatch, as '--exclude=n1'. Repeatable."""
+    """Any other option of sbatch: '--exclude=n1'. Repeatable."""
     name: str | None = None
     """The job's name. Default: the run's."""
     env: str = ""
-    """here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default: the site's."""
+    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default:
+    the site's."""
     modules: Names = ()
-    """Modules to load, in place of the site's: python/3.12,gcc,cuda/12.6."""
+    """Modules to load instead of the site's: python/3.12,gcc,cuda/12.6."""
     with_: tuple[str, ...] = ()
-    """A package to install, NAME or NAME==VERSION, beside what the imports and the engine need. Repeatable."""
+    """Package to install, NAME or NAME==VERSION, besides those of the imports and the engine. Repeatable."""
     requirements: Path | None = None
-    """A file of packages to install, as pip reads it."""
+    """File of packages to install, in pip's form."""
     wheels: Path | None = None
-    """A folder of wheels, beside the site's."""
+    """Folder of wheels, besides the site's."""
     stage: Path | None = None
-    """A tar archive of data, unpacked to local scratch on each node."""
+    """Tar archive of data, unpacked to local scratch on each node."""
     chain: int = 0
-    """So many jobs in a row, where jobs may not requeue."""
+    """Number of jobs in a row, for sites where jobs may not requeue."""
     restarts: int = 50
-    """How often the job may go back into the queue."""
+    """Maximal number of requeues of the job."""
     doctor: bool = True
-    """Examine the nodes first."""
+    """Examine the nodes with grappe doctor first."""
     base: Path = Path("runs")
-    """The folder of runs."""
+    """Folder of runs."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "chain", "restarts")
@@ -87,20 +88,20 @@ class JobOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A command to submit, and how."""
+    """A command to submit, and its job's options."""
 
     command: str = TRAIN
-    """One of grappe's, or SCRIPT."""
+    """Name of a command of grappe, or SCRIPT."""
     task: str | None = None
     script: Path | None = None
     """A Python script of the user's own."""
     arguments: tuple[str, ...]
-    """What the command is called with: the task first, or the script."""
+    """Arguments of the command, the task or the script first."""
     plans: tuple[str, ...] = ("",)
-    """One, but of a command that runs several, one after the other."""
+    """Texts of the plans; several for a command like measure."""
     fields: tuple[str, ...] = ()
     run: Path | None = None
-    """The folder of a training's run, or of the run that the command reads."""
+    """Folder of a training's run, or of the run that the command reads."""
     data: str | None = None
     loggers: tuple[str, ...] = ()
     job: JobOptions = dataclasses.field(default_factory=JobOptions)

@@ -21,29 +21,29 @@ BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A job that waits in the queue; or, only shown, would."""
+    """A submitted job; or with `show`, one that is only rendered."""
 
     run: Path
     job: str
-    """Its id; nothing when it was only shown."""
+    """The job's id; "" if it was only rendered."""
     text: str
-    """The script."""
+    """The script's text."""
     cost: str
     note: str = ""
-    """What could not be checked."""
+    """The reason why packages were not checked; "" if they were."""
 
 
 def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]:
-    """Submits a job, or one for each number of GPUs; with `show`, renders the scripts only.
+    """Submits a job, or one for each number of GPUs; with `show`, only renders the scripts.
 
     Raises:
-        GrappeError: the submission is wrong, or sbatch refuses; nothing waits in the queue then.
+        GrappeError: the submission is wrong, or sbatch rejects a job; the queue then has none of these jobs.
     """
     yield from submit_all([submission], show=show)
 
 
 def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iterator[Submitted]:
-    """Submits several; all are checked before the first is submitted."""
+    """Submits several jobs; all are checked before the first is submitted."""
     made = [job_script(one, request, show=show) for one in submissions for request in requests(one)]
     texts = [render(script) for script, _ in made]
     for number, ((script, note), text) in enumerate(zip(made, texts, strict=True)):
@@ -54,10 +54,10 @@ def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iter
 
 
 def judged(submission: Submission) -> Iterator[str]:
-    """What sbatch says that it would do with each script; nothing is submitted, and nothing is left.
+    """Returns sbatch's estimate for each script (--test-only); nothing is submitted, and no files remain.
 
     Raises:
-        GrappeError: the submission is wrong, or sbatch would refuse.
+        GrappeError: the submission is wrong, or sbatch would reject a job.
     """
     for one, _ in [job_script(submission, request) for request in requests(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:

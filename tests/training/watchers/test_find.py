@@ -9,8 +9,7 @@ import pytest
 
 import grappe
 from grappe.errors import TaskError, UsageError
-from grappe.training.options import Options
-from grappe.training.request import make_request
+from grappe.training.request import checked_watchers
 from grappe.training.run import Run
 from grappe.training.watchers.find import find, make
 from tests.commands import GRAPPE, Command
@@ -114,5 +113,5 @@ def test_what_is_no_watcher_is_refused(tmp_path: Path) -> None:
 
 def test_a_files_path_holds_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FILE.parent)
-    request = make_request(Images(), HERE, watchers=["of_a_user.py:Diary", Gradients()], options=Options())
-    assert request.watchers[0] == f"{FILE}:Diary"
+    watchers = checked_watchers(["of_a_user.py:Diary", Gradients()])
+    assert watchers[0] == f"{FILE}:Diary"

@@ -24,7 +24,7 @@ OPTIONAL = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 
 def packages_of_task(reference: str) -> list[str]:
-    """The packages that a task's file imports, and those that its neighbours import; sorted."""
+    """Returns the packages that a task's file and its neighbours import, sorted."""
     place, colon, _ = reference.partition(":")
     if place.endswith(".py"):
         return packages_of_file(Path(place))
@@ -34,7 +34,7 @@ def packages_of_task(reference: str) -> list[str]:
 
 
 def packages_of_file(file: Path) -> list[str]:
-    """The packages that a file imports, and the files beside it or here that it imports; sorted."""
+    """Returns the packages that a file imports, and those of imported neighbours; sorted."""
     places = [file.resolve().parent, Path.cwd()]
     seen: set[Path] = set()
     found: set[str] = set()
@@ -54,13 +54,13 @@ def packages_of_file(file: Path) -> list[str]:
 
 
 def package_of(module: str) -> str:
-    """The package that a top-level module comes from: as installed here, or by its usual name."""
+    """Returns the package of a top-level module: as installed here, or by its usual name."""
     known = importlib.metadata.packages_distributions().get(module)
     return known[0] if known else RENAMED.get(module, module)
 
 
 def imported(file: Path) -> list[str]:
-    """The modules that a file imports from outside its own package, without those that it can do without.
+    """Returns the modules that a file imports and cannot do without; relative imports are left out.
 
     A file that is no Python is left to whoever runs it.
     """
@@ -89,7 +89,7 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _forgives(handler: ast.ExceptHandler) -> bool:
-    """Whether the file goes on without the module."""
+    """Returns whether the file goes on without the module."""
     if any(isinstance(one, ast.Raise) for one in handler.body):
         return False
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -97,7 +97,7 @@ def _forgives(handler: ast.ExceptHandler) -> bool:
 
 
 def _beside(name: str, places: list[Path]) -> list[Path]:
-    """The files of a module that lies beside the task's own."""
+    """Returns the files of a module that lies beside the task's file."""
     parts = name.split(".")
     for place in places:
         for depth in range(len(parts), 0, -1):

@@ -23,7 +23,7 @@ SEPARATORS = re.compile(r"[-_.]+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a job runs, as far as packages go."""
+    """The parts of a job that need packages."""
 
     task: str | None = None
     """A task's reference."""
@@ -36,7 +36,7 @@ class Needs:
 
 
 def prepare(needs: Needs, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages, str]:
-    """The packages of a job's environment, and why they are not resolved; "" when they are.
+    """Returns the packages of a job's environment, and the reason why they are not resolved; "" if they are.
 
     Args:
         ask_pip: resolve them against the wheelhouse.
@@ -62,7 +62,7 @@ def prepare(needs: Needs, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages
 
 
 def requirements(needs: Needs) -> list[str]:
-    """What is needed beside grappe and its extras, a line each; the user's own requests win over what was read.
+    """Lists the requirements besides grappe and its extras; a request of the user replaces an import's package.
 
     Raises:
         UsageError: a request is malformed, or its file is missing.
@@ -88,7 +88,7 @@ def _extras() -> Sequence[str]:
 
 
 def _own(extras: Iterable[str]) -> list[str]:
-    """What grappe's metadata names, for all and for these extras."""
+    """Returns the requirements in grappe's metadata, with those of these extras."""
     lines = importlib.metadata.requires("grappe") or []
     wanted = [f"extra == {quote}{one}{quote}" for one in extras for quote in "'\""]
     return [
@@ -99,6 +99,6 @@ def _own(extras: Iterable[str]) -> list[str]:
 
 
 def _plain(requirement: str) -> str:
-    """A package's name as pip compares it."""
+    """Returns a package's name in the form that pip compares."""
     found = REQUIREMENT.match(requirement.replace(" ", ""))
     return SEPARATORS.sub("-", found["name"]).lower() if found else requirement

@@ -38,7 +38,7 @@ TOO_OLD = ("no such option: --dry-run", "no such option: --report", "No module n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wheelhouse:
-    """Where packages come from, and what is there already."""
+    """Source of packages on a cluster."""
 
     modules: tuple[str, ...]
     wheels: Path | None
@@ -74,7 +74,7 @@ class Unresolvable(Exception):
 def resolve(
     wheel: tuple[str, bytes], extras: Sequence[str], requirements: Sequence[str], house: Wheelhouse
 ) -> Resolved:
-    """The versions that pip would install on a node.
+    """Resolves the versions that pip would install on a node.
 
     Args:
         wheel: grappe's own; what it needs is needed.
@@ -110,7 +110,7 @@ def resolve(
 
 
 def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None:
-    """What pip complains of; None: it would install them."""
+    """Returns pip's error message; None if pip would install the packages."""
     python = "python" if house.modules else sys.executable
     words = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--no-index", "--no-cache-dir"]
     words += ["--disable-pip-version-check", "--no-input", "--report", str(folder / "report.json")]
@@ -145,7 +145,7 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None
 
 
 def _stand_in(folder: Path, what: str) -> bool:
-    """Puts an empty package in a missing one's place, so that pip goes on and names the next; whether it could."""
+    """Replaces a missing package by an empty one, so that pip names the next one; returns whether it could."""
     name, *_ = NAME.findall(what)
     needs: list[str] = []
     version = found[1] if (found := VERSION.search(what)) else "0"
