@@ -20,10 +20,11 @@ PARTITION = re.compile(r"[\w.-]+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:
-    """Description of one of the site's GPU nodes."""
+    """Description of one of the site's nodes."""
 
-    gpus: int
-    gpu: str
+    gpus: int = 0
+    """Number of GPUs; 0 (the default) for CPU nodes."""
+    gpu: str = ""
     """The GPU's model, for users: "A100, 40 GB"."""
     cores: int
     memory_gb: int | None = None
@@ -39,8 +40,8 @@ class Node:
 class Ask:
     """The form in which a job requests nodes and GPUs."""
 
-    gpus: str
-    """The option for GPUs on each node, with {gpus} for the number."""
+    gpus: str = ""
+    """The option for GPUs on each node, with {gpus} for the number; "" for CPU nodes."""
     options: tuple[str, ...] = ()
     """Options that every job has."""
     account: Literal["required", "optional", "none"] = "optional"
@@ -111,6 +112,8 @@ class Site:
     probe: Literal["", "sinfo"] = ""
     retired: str = ""
     """The reason why the site no longer accepts jobs; "" if it does."""
+    cpu: str = ""
+    """The site of jobs without GPUs, if those have nodes of their own."""
     detect: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, and their values, on the site's login nodes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -197,7 +200,8 @@ def _check(made: Site, wrong: Wrong) -> None:
             for text in texts:
                 if text and not form.fullmatch(text):
                     raise wrong(key, f": {text!r} {why}")
-    if "{gpus}" not in made.ask.gpus:
+    has_gpus = bool(made.node.gpus if made.node else made.probe or made.retired)
+    if has_gpus and "{gpus}" not in made.ask.gpus:
         raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {{gpus}}, for the number on each node")
     if made.node is None and not made.probe and not made.retired:
         raise wrong("node", " is missing: what one of its GPU nodes has")
