@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grappe.errors import GrappeError, RunError
 from grappe.launch import files as safe
-from grappe.launch.files import IN_PART
+from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.sites import slurm
 from grappe.sites.script import Script, cost, render
 from grappe.training.run import DESCRIPTION
@@ -92,9 +92,9 @@ def _send(script: Script, text: str) -> str:
         safe.replace(file, text.encode(), IN_PART)
         if script.packages is not None:
             folder = logs / script.packages.folder_name
-            safe.make_folder(folder)
+            safe.make_folder(folder, IN_PART)
             for name, content in script.packages.files.items():
-                safe.replace(folder / name, content, IN_PART)
+                safe.replace(folder / name, content, IN_CHECKPOINT)
     except OSError as error:
         raise RunError(
             f"{script.run} cannot be written: {error.strerror}: give another with --run"
