@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from grappe.cli.arguments import (
 from grappe.cli.exit import plain_table, show
 from grappe.cli.training import train
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.terminal import say
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
@@ -68,13 +70,12 @@ def drill(
 
     texts = split(fields)
     preflight([plan], task)
-    from rich.console import Console
-
+    from grappe.launch.safe_console import SafeConsole
     from grappe.training.request import make_request
     from grappe.verbs.drill import drill as verb
 
     training = make_request(task, plan, data=data, fields=texts)
-    with Console(stderr=True).status("") as status:  # seen on a terminal only
+    with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
     return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
@@ -142,7 +143,7 @@ def predict(
             line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}
         else:
             line["output"] = output.tolist()
-        print(json.dumps(line))
+        say(json.dumps(line))
     return EXIT_OK
 
 

@@ -22,6 +22,7 @@ import cloudpickle
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
 from grappe.launch.rank import ProcessRank
+from grappe.launch.terminal import complain
 from grappe.private_api import torch_dynamo
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
@@ -109,7 +110,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
     if process.launcher == "grappe":
         _last_words(early_log(rendezvous_folder, process)).write_text(message)
     else:
-        print(f"grappe: {message}", file=sys.stderr, flush=True)
+        complain(f"grappe: {message}")
     os._exit(EXIT_FAILURE)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.training.run import Run
 
 FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
@@ -24,17 +25,11 @@ def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
         for record in run.records():
             names += [name for name in record if name not in names]
     writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({name: spreadsheet_cell(name) for name in names})
     lines = 0
     for run in runs:
         for record in run.records():
-            writer.writerow(
-                {"run": run.folder.name, **{name: _cell(value) for name, value in record.items()}}
-            )
+            cells = {"run": run.folder.name, **record}
+            writer.writerow({name: spreadsheet_cell(value) for name, value in cells.items()})
             lines += 1
     return lines
-
-
-def _cell(value: Any) -> Any:
-    """A cell; a list, of accuracies by class say, becomes one with spaces between."""
-    return " ".join(str(one) for one in value) if isinstance(value, list) else value

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grappe.launch.output import UserStream
+from grappe.launch.terminal import say
 from grappe.profiling.phases import WARMUP
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
@@ -63,8 +64,7 @@ class Profile(Watcher):
         if self._stream is None or outcome is None:
             return
         needed = WARMUP + self._steps
-        self._stream.write(self._text or f"too few steps to profile: {self._seen} of {needed}\n")
-        self._stream.flush()
+        say(self._text or f"too few steps to profile: {self._seen} of {needed}\n", self._stream, end="")
 
     def _begin(self) -> None:
         import torch
