@@ -15,7 +15,8 @@ from grappe.errors import RunError
 
 MANIFEST = "manifest.json"
 READ_SIZE = 1 << 22
-LARGEST_JSON = 1 << 28  # bytes; a state of more is a lie
+LARGEST_JSON = 1 << 25  # bytes; a state of more is a lie
+LARGEST_LIST = 1 << 22  # bytes, of a manifest or run.json; what is made of them takes 20 times as much memory
 
 Fingerprint = dict[str, Any]
 
@@ -46,7 +47,7 @@ def write_new(file: Path, content: bytes) -> Fingerprint:
 def verify(folder: Path) -> str | None:
     """Checks a committed folder against its manifest: returns what is wrong, or None."""
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_json(folder / MANIFEST, LARGEST_LIST)
         files = manifest["files"]
         for name, expected in files.items():
             file = folder / name
@@ -87,8 +88,8 @@ def write_json(file: Path, content: object) -> None:
     flush(file.parent)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file.
+def read_json(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """Reads the object in a JSON file of at most `largest` bytes.
 
     Raises:
         RunError: it cannot be read, or is no JSON object.
@@ -96,7 +97,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if file.exists() and not file.is_file():
             raise RunError(f"{file} is no file")  # reading from a pipe would wait forever
-        if file.stat().st_size > LARGEST_JSON:
+        if file.stat().st_size > largest:
             raise RunError(f"{file} is larger than any that grappe writes")
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

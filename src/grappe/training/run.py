@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.commit import flush, json_hash, read_json, write_json
+from grappe.checkpoint.commit import LARGEST_LIST, flush, json_hash, read_json, write_json
 from grappe.errors import RunError
 from grappe.launch.folders import RUNS
 
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
+LONGEST_LINE = 1 << 20  # characters; a longer one is damage, and is read in parts
 DONE = "done"
 
 
@@ -39,7 +40,7 @@ class Run:
         Raises:
             RunError: it is damaged.
         """
-        found = read_json(self.folder / DESCRIPTION)
+        found = read_json(self.folder / DESCRIPTION, LARGEST_LIST)
         if found.pop(HASH, None) not in {None, json_hash(found)}:
             raise RunError(
                 f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
@@ -73,7 +74,7 @@ class Run:
         except OSError:
             return
         with stream:
-            for line in stream:
+            for line in iter(lambda: stream.readline(LONGEST_LINE), ""):
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError):

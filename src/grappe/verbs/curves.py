@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from grappe.errors import RunError
 from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.training.run import Run
 
+MOST_COLUMNS = 10_000
 FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
 
 
@@ -20,10 +22,14 @@ def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
         RunError: one of the places is no run.
     """
     runs = [Run(place) for place in places]
-    names = list(FIRST)
+    names = dict.fromkeys(FIRST)
     for run in runs:
         for record in run.records():
-            names += [name for name in record if name not in names]
+            names |= dict.fromkeys(record)
+            if len(names) > MOST_COLUMNS:
+                raise RunError(
+                    f"{run.folder}: its curves have more than {MOST_COLUMNS:,} names, and are damaged"
+                )
     writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
     writer.writerow({name: spreadsheet_cell(name) for name in names})
     lines = 0

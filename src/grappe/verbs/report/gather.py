@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grappe.checkpoint.commit import LARGEST_JSON
 from grappe.errors import RunError
 from grappe.errors.foreign_text import html_text, number, printable
 from grappe.training.run import Run
@@ -142,6 +143,8 @@ def _value(point: tuple[float, float | None]) -> float:
 
 def _measurement(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > LARGEST_JSON:
+            raise RunError(f"{file} is larger than any that grappe measure writes")
         known = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
