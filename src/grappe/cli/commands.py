@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
@@ -127,23 +127,15 @@ def predict(
     ] = None,
 ) -> int:
     """Print what a run's model says of inputs: one JSON line a sample."""
+    from grappe.verbs.predict import answer, write
     from grappe.verbs.predict import predict as verb
 
     outputs = verb(run, inputs, data=data)
     if out is not None:
-        import numpy as np
-        import torch
-
-        np.save(out, torch.stack(list(outputs)).numpy())
+        write(outputs, out)
         return EXIT_OK
     for index, output in enumerate(outputs):
-        line: dict[str, Any] = {"sample": index}
-        if output.dim() == 1 and output.numel() > 1:
-            probability = output.softmax(0)
-            line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}
-        else:
-            line["output"] = output.tolist()
-        say(json.dumps(line))
+        say(json.dumps({"sample": index, **answer(output)}))
     return EXIT_OK
 
 

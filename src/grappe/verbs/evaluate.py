@@ -14,7 +14,7 @@ from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.load import newest, task_of
+from grappe.verbs.load import data_of, newest, task_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def evaluate(
         task=TaskReference.of(task) if task is not None else None,
         plan=as_plan(plan),
         split=split,
-        data=Path(data or run.read_description().get("data", "data")),
+        data=data_of(run, data),
     )
     return start("grappe.verbs.evaluate:worker", request, request.plan)
 

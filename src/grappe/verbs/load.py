@@ -51,6 +51,12 @@ def newest(run: Run) -> Checkpoint:
     return found
 
 
+def data_of(run: Run, given: Path | str | None) -> Path:
+    """Where a run's data are: in the folder that is given, else in the one that its description names."""
+    named = run.read_description().get("data")
+    return Path(given or (named if isinstance(named, str) and named else "data"))
+
+
 def task_of(run: Run) -> Task:
     """The task that a run's description names, with the run's fields.
 
