@@ -20,10 +20,31 @@ EXAMPLES = int(os.environ.get("GRAPPE_FUZZ", "0"))
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e[red]"
 TEXTS = st.one_of(
-    st.sampled_from(["", "a", ESCAPES, "../../outside", "/dev/zero", "nan", "-1", "none", "x\ny", "\udcff", "{0}", "=1+1",
-                     "9" * 5000, "step", "évaluation", "$(touch ran)", "`touch ran`", "os:system", "%s%s%n"]),
+    st.sampled_from(
+        [
+            "",
+            "a",
+            ESCAPES,
+            "../../outside",
+            "/dev/zero",
+            "nan",
+            "-1",
+            "none",
+            "x\ny",
+            "\udcff",
+            "{0}",
+            "=1+1",
+            "9" * 5000,
+            "step",
+            "évaluation",
+            "$(touch ran)",
+            "`touch ran`",
+            "os:system",
+            "%s%s%n",
+        ]
+    ),
     st.text(max_size=30),
-)  # fmt: skip
+)
 NUMBERS = st.one_of(
     st.integers(-(10**20), 10**20),
     st.sampled_from([0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]),
@@ -90,6 +111,8 @@ def told(verb: Callable[[], object]) -> str:
     except GrappeError as error:
         assert str(error)
         return str(error)
+    except OSError as error:  # the command line makes one message of it
+        assert error.filename or error.strerror
     return ""
 
 

@@ -4,6 +4,8 @@ message of its own or goes on; nothing runs, nothing outside is touched. GRAPPE_
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import io
 import os
 import shutil
@@ -141,7 +143,7 @@ READERS = {
     "load": lambda run: load(run, Images()),
     "predict": lambda run: list(predict.predict(run, "validation", task=Images(), data=run.parent)),
     "evaluate": evaluated,
-    "from": lambda run: train_from(run),
+    "from": lambda run: train_from(run),  # noqa: PLW0108 - it is defined below
     "train": lambda run: train(run, Images(), steps=1),
 }
 
@@ -153,13 +155,13 @@ def train_from(run: Path) -> None:
 
 
 @given(todo=DAMAGE, sealed=st.booleans())
-@fuzzed(40)
+@fuzzed(12)
 def test_damaged_runs(made: Path, todo: list, sealed: bool) -> None:
     with workplace() as here:
         shutil.copytree(made, here / "runs/run", symlinks=True)
         damage(here / "runs/run", here.parent / "outside", todo, sealed=sealed)
         for name, verb in READERS.items():
-            said = told(lambda verb=verb: verb(here / "runs/run"))
+            said = told(functools.partial(verb, here / "runs/run"))
             assert "mistake" not in said, name
 
 
@@ -168,14 +170,72 @@ def test_damaged_runs(made: Path, todo: list, sealed: bool) -> None:
 WORDS = st.one_of(
     TEXTS,
     st.sampled_from(
-        ["digits", "runs", "runs/none", "epochs=2", "lr=nan", "--plan", "replicate=2", "--run", "--data", "--json", "--out",
-         "--base", "--keep", "--split", "test", "--from", "--show", "--site", "narval", "--time", "1h", "--gpus", "4",
-         "--nodes", "--account", "def-me", "--queue", "--", "train", "-x", "--debug", "--help", "--rank", "--dry-run",
-         "--chain", "--name", "--env", "--wheels", "--stage", "--watch", "--log", "validation", "0", "-1", "1e400"]
+        [
+            "digits",
+            "runs",
+            "runs/none",
+            "epochs=2",
+            "lr=nan",
+            "--plan",
+            "replicate=2",
+            "--run",
+            "--data",
+            "--json",
+            "--out",
+            "--base",
+            "--keep",
+            "--split",
+            "test",
+            "--from",
+            "--show",
+            "--site",
+            "narval",
+            "--time",
+            "1h",
+            "--gpus",
+            "4",
+            "--nodes",
+            "--account",
+            "def-me",
+            "--queue",
+            "--",
+            "train",
+            "-x",
+            "--debug",
+            "--help",
+            "--rank",
+            "--dry-run",
+            "--chain",
+            "--name",
+            "--env",
+            "--wheels",
+            "--stage",
+            "--watch",
+            "--log",
+            "validation",
+            "0",
+            "-1",
+            "1e400",
+        ]
     ),
-)  # fmt: skip
-READING = ("runs", "evaluate", "predict", "prune", "tasks", "engines", "report", "curves", "logs", "sites", "follow",
-           "cancel", "wait", "trian", "")  # fmt: skip
+)
+READING = (
+    "runs",
+    "evaluate",
+    "predict",
+    "prune",
+    "tasks",
+    "engines",
+    "report",
+    "curves",
+    "logs",
+    "sites",
+    "follow",
+    "cancel",
+    "wait",
+    "trian",
+    "",
+)
 
 
 @given(command=st.sampled_from(READING), words=st.lists(WORDS, max_size=5))
@@ -216,10 +276,53 @@ def _ended(arguments: list[str]) -> None:
 
 # --- plans and fields
 
-KEYS = ["engine", "device", "backend", "replicate", "shard", "zero", "pipeline", "schedule", "stages", "tensor", "microbatches",
-        "precision", "batchnorm", "recompute", "offload", "config", "per_device", "exact", "threads", "workers"]  # fmt: skip
-VALUES = st.one_of(TEXTS, NUMBERS.map(str), st.sampled_from(["1", "2", "4", "8", "cpu", "native", "deepspeed", "lightning",
-                   "textbook", "horovod", "bf16", "fp16", "1f1b", "zero_bubble", "sync", "nvme:/tmp", "true"]))  # fmt: skip
+KEYS = [
+    "engine",
+    "device",
+    "backend",
+    "replicate",
+    "shard",
+    "zero",
+    "pipeline",
+    "schedule",
+    "stages",
+    "tensor",
+    "microbatches",
+    "precision",
+    "batchnorm",
+    "recompute",
+    "offload",
+    "config",
+    "per_device",
+    "exact",
+    "threads",
+    "workers",
+]
+VALUES = st.one_of(
+    TEXTS,
+    NUMBERS.map(str),
+    st.sampled_from(
+        [
+            "1",
+            "2",
+            "4",
+            "8",
+            "cpu",
+            "native",
+            "deepspeed",
+            "lightning",
+            "textbook",
+            "horovod",
+            "bf16",
+            "fp16",
+            "1f1b",
+            "zero_bubble",
+            "sync",
+            "nvme:/tmp",
+            "true",
+        ]
+    ),
+)
 PLANS = st.one_of(
     TEXTS, st.lists(st.builds("{}={}".format, st.sampled_from(KEYS), VALUES), max_size=5).map(",".join)
 )
@@ -233,12 +336,9 @@ def test_plans(text: str, nodes: int | None, gpus: int | None) -> None:
         assert Plan.parse(str(plan)) == plan
         told(lambda: engines.check(plan))
         told(lambda: plan.check_fits(nodes or 1))
+        request = ResourceRequest(nodes=nodes, gpus=gpus, account="def-a")
         for name in ("narval", "jean-zay-h100", "trillium"):
-            told(
-                lambda name=name: layout(
-                    plan, sites.find(name), ResourceRequest(nodes=nodes, gpus=gpus, account="def-a")
-                )
-            )
+            told(functools.partial(layout, plan, sites.find(name), request))
 
 
 @given(
@@ -254,12 +354,36 @@ def test_fields(texts: list[str]) -> None:
 # --- sites
 
 GOOD = {
-    "title": '"Mine"', "source": '"https://example.org"', "date": "2026-11-20",
-    "node": '{gpus = 4, gpu = "A100", cores = 64}', "ask": '{gpus = "--gres=gpu:{gpus}"}',
-}  # fmt: skip
-SITE_KEYS = [*GOOD, "detect", "sources", "unconfirmed", "job", "queue", "probe", "retired", "node.gpus", "node.memory_gb",
-             "ask.options", "ask.max_hours", "ask.accounts", "ask.part_nodes", "job.modules", "job.variables", "job.local",
-             "job.environment", "job.mps", "detect.X", "unconfirmed.node", "sources.ask"]  # fmt: skip
+    "title": '"Mine"',
+    "source": '"https://example.org"',
+    "date": "2026-11-20",
+    "node": '{gpus = 4, gpu = "A100", cores = 64}',
+    "ask": '{gpus = "--gres=gpu:{gpus}"}',
+}
+SITE_KEYS = [
+    *GOOD,
+    "detect",
+    "sources",
+    "unconfirmed",
+    "job",
+    "queue",
+    "probe",
+    "retired",
+    "node.gpus",
+    "node.memory_gb",
+    "ask.options",
+    "ask.max_hours",
+    "ask.accounts",
+    "ask.part_nodes",
+    "job.modules",
+    "job.variables",
+    "job.local",
+    "job.environment",
+    "job.mps",
+    "detect.X",
+    "unconfirmed.node",
+    "sources.ask",
+]
 
 
 def toml(value: Any) -> str:
@@ -277,8 +401,7 @@ def toml(value: Any) -> str:
     return str(value)[:6000]
 
 
-@given(changes=st.dictionaries(st.sampled_from(SITE_KEYS), JSON, max_size=3),
-       extra=st.binary(max_size=20))  # fmt: skip
+@given(changes=st.dictionaries(st.sampled_from(SITE_KEYS), JSON, max_size=3), extra=st.binary(max_size=20))
 @fuzzed(30)
 def test_sites(changes: dict[str, Any], extra: bytes) -> None:
     with workplace() as here:
@@ -301,8 +424,6 @@ def test_sites(changes: dict[str, Any], extra: bytes) -> None:
 
 
 def _with(site: sites.Site) -> Any:
-    import dataclasses
-
     return dataclasses.replace(script(sites.find("narval"), "1-node"), site=site)
 
 
@@ -370,7 +491,7 @@ PARTS = ("output", "model", "data", "loss", "optimizer", "metrics")
 
 
 @given(now=st.dictionaries(st.sampled_from(PARTS), OUTPUTS, min_size=1, max_size=2))
-@fuzzed(40)
+@fuzzed(12)
 def test_what_a_task_gives(now: dict[str, Any]) -> None:
     with workplace() as here:
         NOW.clear()

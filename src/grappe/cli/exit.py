@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from cyclopts import App, CycloptsError
 from rich.table import Table
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, show_any_text
@@ -78,7 +78,7 @@ def _code(app: App, arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+        raise of_file(error) from error
     return code if isinstance(code, int) else EXIT_OK
 
 

@@ -66,6 +66,11 @@ class ProcessDied(GrappeError):
     exit_code = EXIT_FAILURE
 
 
+def of_file(error: OSError) -> UsageError:
+    """The message of an error about a file: which file, and what is wrong with it."""
+    return UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
 def nearest(wrong: str, right: Iterable[str]) -> str:
     """The hint that follows a mistyped name: the nearest right ones, or all of them."""
     names = sorted(right)

@@ -21,8 +21,13 @@ LARGEST = 1 << 16  # bytes
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
-    base = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "grappe" / "sites"
+    base = Path(environment.get("XDG_CONFIG_HOME") or "")
+    if not base.is_absolute():  # as its specification says
+        try:
+            base = Path.home() / ".config"
+        except RuntimeError:  # a user without a home, in a container say
+            base = Path(os.devnull)
+    return base / "grappe" / "sites"
 
 
 def files() -> dict[str, Path]:

@@ -29,8 +29,11 @@ def record_job(run: Path, job: str, site: str, cost: str) -> None:
 
 def submitted(run: Path) -> list[dict[str, Any]]:
     """The submissions of a run, oldest first; a damaged line is skipped."""
+    file = run / "logs" / JOBS
     try:
-        lines = (run / "logs" / JOBS).read_text(errors="replace").splitlines()
+        lines = (
+            file.read_text(errors="replace").splitlines() if file.is_file() else []
+        )  # a pipe would be waited for
     except OSError:
         return []
     found = []
@@ -114,7 +117,7 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
     while True:
         if (run / DONE).exists():
             return EXIT_OK
-        if exit_file.exists() and (text := exit_file.read_text().strip()).isdigit():
+        if exit_file.is_file() and (text := exit_file.read_text().strip()).isdigit():
             return int(text)
         now = time.monotonic()
         if not queried or now - queried >= query_every:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from grappe import tasks
 from grappe.errors import RunError
+from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
 
@@ -29,10 +30,12 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     import torch
 
     from grappe.parallel.materialise import fill
+    from grappe.step.given import model_of
 
     run = run if isinstance(run, Run) else Run(run)
     task = task or task_of(run)
-    model = task.model()
+    with naming_user_line(task):
+        model = model_of(task)
     fill(model, newest(run).read_model(), torch.device("cpu"))
     return model.eval()
 

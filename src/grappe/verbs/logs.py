@@ -25,6 +25,7 @@ def files(run: Path) -> list[Path]:
         file
         for pattern in ("job-*.out", "rank-*.log")
         for file in sorted(logs.glob(pattern), key=lambda file: (len(file.name), file.name))
+        if file.is_file() and not file.is_symlink()  # a pipe would be waited for
     ]
     if not found:
         waits = "; its job has not begun: grappe queue" if submitted(run) else ""

@@ -83,13 +83,16 @@ def _finite(value: Any) -> Any:
 
 
 def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[Any]:
-    from grappe.data.loader import check
+    from grappe.data.loader import check, inputs_of
+    from grappe.data.seeded import SeededDataset
 
     if isinstance(inputs, str | Path):
         dataset = user_call(task, "data", str(inputs), data_of(run, data))
-        for first in range(0, check(dataset, str(inputs), task), BATCH):
-            samples = [dataset[index] for index in range(first, min(first + BATCH, len(dataset)))]
-            yield task.collate(samples)[0]
+        length = check(dataset, str(inputs), task)
+        seeded = SeededDataset(dataset, seed=task.seed)  # as evaluation has them
+        for first in range(0, length, BATCH):
+            samples = seeded.__getitems__([(-1, index) for index in range(first, min(first + BATCH, length))])
+            yield inputs_of(task, task.collate(samples))
         return
     for first in range(0, len(inputs), BATCH):
         yield _tensor(inputs[first : first + BATCH])
