@@ -40,10 +40,13 @@ docs: .venv/test  ## regenerate the README's tables and docs/api.md
 	@$(BIN)/python docs/api.py
 
 KILLS ?= 5000
+FUZZ ?= 1000
 soak: .venv/test  ## thousands of kills, and every pair of plans to resume under (hours; KILLS=1000 for less)
 	@GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_kill_training.py \
 		tests/faults/test_resume.py --durations 5
 	@$(BIN)/python -m pytest -v -s -m soak tests/slurm
+	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
+	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
 
 bench: .venv/test  ## compare with the rivals, in an environment of their own (40 minutes; ONLY=pages for one)
 	@benchmarks/run
@@ -56,6 +59,13 @@ slurm-up: .venv/bin/pip  ## start a real two-node Slurm on this machine, to try 
 
 slurm-down:  ## end it
 	@$(BIN)/python -m tests.slurm.cluster down
+
+sbom: .venv/bin/pip  ## list all that is installed, with versions, licences and hashes, in CycloneDX's form
+	@$(BIN)/python scripts/sbom.py
+
+locked.txt: .venv/bin/pip constraints.txt pyproject.toml  ## requirements with hashes, for this kind of machine
+	@$(PIP) --dry-run --ignore-installed --report .venv/report.json torch '.[demo]'
+	@$(BIN)/python scripts/lock.py .venv/report.json >$@
 
 clean:  ## forget the environment
 	rm -rf .venv .bench
@@ -78,4 +88,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train quick test lint types horovod operators docs soak bench gpu slurm-up slurm-down clean
+.PHONY: help train quick test lint types horovod operators docs soak sbom bench gpu slurm-up slurm-down clean

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import time
 import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from grappe.checkpoint.foreign import foreign_weights
+from grappe.checkpoint.initial import LEAST_SECONDS, take_over
+from grappe.checkpoint.tensor_file import Piece, write
 from grappe.errors import RunError
 
 TENSORS = {"0.weight": torch.randn(2, 3), "0.bias": torch.randn(2)}
@@ -131,3 +138,128 @@ def test_no_such_file_and_no_such_format(tmp_path) -> None:
     (tmp_path / "a.onnx").touch()
     with pytest.raises(RunError, match=r"ends in \.safetensors"):
         foreign_weights(tmp_path / "a.onnx")
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2))
+
+
+def raw(*opcodes: bytes) -> Callable[[Path], None]:
+    return lambda file: file.write_bytes(b"\x80\x02" + b"".join(opcodes) + b".")  # type: ignore[return-value]
+
+
+def saved(content: object) -> Callable[[Path], None]:
+    return lambda file: torch.save(content, file)
+
+
+def swapped(value: torch.Tensor) -> Callable[[Path], None]:
+    return saved({**TENSORS, "0.bias": value})
+
+
+def hash_bomb() -> Callable[[Path], None]:
+    """A key of tuples in tuples, whose hash takes 2 ** 60 steps."""
+    nested = [b")q\x00"] + [b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(60)]
+    return raw(*nested, b"}h\x3cNs")
+
+
+def bytes_of(count: int) -> Callable[[Path], None]:
+    """bytearray(count), which torch lets a file call."""
+    return raw(b"c__builtin__\nbytearray\n", b"\x8a\x08" + count.to_bytes(8, "little"), b"\x85R")
+
+
+def piece(file: Path) -> None:
+    write(
+        file,
+        [
+            Piece("0.weight", TENSORS["0.weight"][:1], (2, 3), (0, 0)),
+            Piece("0.bias", torch.ones(2), (2,), (0,)),
+        ],
+    )
+
+
+def long_header(file: Path) -> None:
+    header = json.dumps({"__metadata__": {"a": "x" * (1 << 26)}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+HOSTILE = {
+    "4.5 GB of bytes.pt": bytes_of(4_500_000_000),
+    "too many bytes.pt": bytes_of(1 << 62),
+    "a key that takes for ever to hash.pt": hash_bomb(),
+    "nested.pt": swapped(torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])),
+    "sparse.pt": swapped(torch.ones(2).to_sparse()),
+    "csr.pt": swapped(torch.ones(2, 2).to_sparse_csr()),
+    "quantized.pt": swapped(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+    "meta.pt": swapped(torch.ones(2, device="meta")),
+    "complex.pt": swapped(torch.ones(2, dtype=torch.complex64)),
+    "whole numbers.pt": swapped(torch.ones(2, dtype=torch.int8)),
+    "truth.pt": swapped(torch.ones(2, dtype=torch.bool)),
+    "endless.pt": swapped(torch.ones(1).expand(1 << 40)),
+    "another shape.pt": swapped(torch.ones(2, 1)),
+    "a scalar.pt": swapped(torch.tensor(1.0)),
+    "left over.pt": saved({**TENSORS, "\x1b]0;owned\x07" * 99: torch.ones(1)}),
+    "missing.pt": saved({"0.bias": torch.ones(2)}),
+    "ordered.pt": saved(OrderedDict({1: torch.ones(2)})),
+    "a piece.safetensors": piece,
+    "a long header.safetensors": long_header,
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_weights_are_refused_soon(tmp_path, case: str) -> None:
+    file = tmp_path / case
+    HOSTILE[case](file)
+    mine = model()
+    used = time.process_time()
+    with pytest.raises(RunError) as refusal:
+        take_over(mine, file)
+    assert time.process_time() - used < LEAST_SECONDS
+    words = str(refusal.value)
+    assert words.startswith(f"--from {file}: ") or str(file) in words
+    assert len(words) < 1000 + 2 * len(str(file))
+    assert "\n" not in words
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_memory_is_refused_where_it_is_not_the_files_either(tmp_path, new: bool) -> None:
+    """In a large file the limit of the address space is large, too: what is really taken is looked at."""
+    content = {**TENSORS, "x": torch.zeros(1 << 25)}  # 128 MB
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(RunError, match="Left over: x" if new else "more than 67 MB of memory|more memory"):
+        take_over(model(), tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_good_weights_are_taken_over(tmp_path, suffix: str) -> None:
+    (torch.save if suffix == ".pt" else safetensors.torch.save_file)(TENSORS, tmp_path / f"a{suffix}")
+    mine = model()
+    take_over(mine, tmp_path / f"a{suffix}")
+    assert all(torch.equal(TENSORS[name], tensor) for name, tensor in mine.named_parameters())
+
+
+def test_other_precisions_and_odd_models_are_taken_over(tmp_path) -> None:
+    """Half precision, tied weights, an empty tensor, a buffer of whole numbers, a tensor that is a view."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(4, 3).t())
+            self.b = self.a
+            self.register_buffer("empty", torch.zeros(0, 3))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.images = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+
+    there, mine = Odd(), Odd()
+    with torch.no_grad():
+        for tensor in there.parameters():
+            tensor.normal_()
+    there.count.fill_(7)  # type: ignore[operator]
+    state = {
+        name: one.bfloat16() if one.is_floating_point() else one for name, one in there.state_dict().items()
+    }
+    del state["b"]
+    torch.save(state, tmp_path / "a.pt")
+    take_over(mine, tmp_path / "a.pt")
+    for name, tensor in state.items():
+        assert torch.equal(mine.state_dict()[name].to(tensor.dtype), tensor)
+    assert mine.a is mine.b

@@ -126,6 +126,24 @@ def test_a_gzip_of_much_more_than_its_header_says_is_not_unpacked(tmp_path):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("shape", "inner", "words"),
+    [
+        ((60_001, 28, 28), (28, 28), "60001 x 28 x 28, asks for more than 60,000 samples"),
+        ((60_000, 28, 29), (28, 28), "expected images, N x 28 x 28, found 60000 x 28 x 29"),
+        ((60_001,), None, "60001, asks for more than 60,000 samples"),
+        ((2_000, 1_000, 1_000), None, "asks for more than 60,000 samples"),
+    ],
+)
+def test_a_gzip_that_admits_to_be_too_large_is_not_unpacked(tmp_path, shape, inner, words):
+    """Its header is true: 2 MB of it can be 2 GB."""
+    header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+    path = write(tmp_path, gzip.compress(header + bytes(1000), 1))
+    with pytest.raises(DataError) as error:
+        idx(path, inner, 60_000)
+    assert words in str(error.value)
+
+
 def test_mnist_pairs(tmp_path):
     images = write(tmp_path, idx_bytes(np.full((4, 28, 28), 7, np.uint8)), "images")
     labels = write(tmp_path, idx_bytes(np.array([3, 0, 9, 1], np.uint8)), "labels")

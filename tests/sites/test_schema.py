@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import os
 from pathlib import Path
 
 import pytest
 
 from grappe import sites
 from grappe.errors import UsageError
+from grappe.launch.safe_console import SafeConsole
+from grappe.sites.script import render
+from grappe.verbs.sites import listing
+from tests.sites.golden import script
 
 GOOD = """title = "Mine"
 source = "https://example.org"
@@ -58,6 +65,44 @@ def test_a_users_own_site_wins(own: Path) -> None:
         ("[ask]", '[ask]\naccount = "always"', "ask.account='always' is not one of"),
         ("[ask]", "[ask", "Expected"),
         ("date = 2026-11-20", 'date = "today"', "date='today' is not a date"),
+        ('"Mine"', '"Mine\\ntouch hacked"', r"title='Mine\ntouch hacked' is not one line"),
+        ('"Mine"', '"Mine\\r#SBATCH --wrap=x"', "title="),
+        ('"Mine"', '"Mine\\u2028x"', "title="),
+        ('"Mine"', '"\\u001b]0;owned\\u0007"', "title="),
+        ('"Mine"', '"' + "x" * 501 + '"', "title="),
+        ("[ask]", '[unconfirmed]\nnode = "why\\ntouch hacked"\n[ask]', "unconfirmed.node="),
+        ("[ask]", '[unconfirmed]\n"no\\nde" = "why"\n[ask]', "unconfirmed="),
+        ("[ask]", '[sources]\nnode = "why\\ntouch hacked"\n[ask]', "sources.node="),
+        ("[ask]", '[job.variables]\nA = "1\\n#SBATCH --wrap=x"\n[ask]', "job.variables.A="),
+        (
+            "[ask]",
+            '[job.variables]\nLD_PRELOAD = "/tmp/a.so"\n[ask]',
+            "LD_PRELOAD says what programs load or run",
+        ),
+        ("[ask]", '[job.variables]\nBASH_ENV = "/tmp/a"\n[ask]', "BASH_ENV says"),
+        ("[ask]", '[job]\nmodules = ["/tmp/evil"]\n[ask]', "is no name of a module"),
+        ("[ask]", '[job]\nmodules = ["--force"]\n[ask]', "is no name of a module"),
+        ("[ask]", '[job]\nmodules = [""]\n[ask]', "is no name of a module"),
+        ("[ask]", '[job]\nlocal = "/a/../b"\n[ask]', "is no folder"),
+        ("--gres=gpu:{gpus}", "--gres=gpu:{gpus:2000000000}", "is no option of sbatch"),
+        ("--gres=gpu:{gpus}", "--gres=gpu:{gpus}{0}", "is no option of sbatch"),
+        ("--gres=gpu:{gpus}", "--gres=gpu:{gpus!r}", "is no option of sbatch"),
+        ("--gres=gpu:{gpus}", "--gres=gpu:{gpus.__class__}", "is no option of sbatch"),
+        ("[ask]", '[ask]\noptions = ["--wrap=x"]', "--wrap is no option that a site sets"),
+        ("[ask]", '[ask]\noptions = ["--output=/home/me/.bashrc"]', "--output is no option that a site sets"),
+        ("[ask]", '[ask]\noptions = ["--gré=1"]', "is no option of sbatch"),
+        ("[ask]", "[ask]\nmax_hours = nan", "ask.max_hours=nan: it must be more than 0"),
+        ("[ask]", "[ask]\nmax_hours = inf", "ask.max_hours=inf: it must be"),
+        ("[ask]", "[ask]\nmax_hours = " + "9" * 400, "ask.max_hours=9"),
+        ("cores = 64", "cores = " + "9" * 5000, "mine.toml"),
+        ("cores = 64", "cores = 0x" + "f" * 5000, "node.cores="),
+        ("cores = 64", "cores = -" + "9" * 4000, "node.cores=-9"),
+        ("[ask]", "[job]\nvariables = " + "[" * 5000 + "]" * 5000 + "\n[ask]", "mine.toml"),
+        ("[ask]", "[job]\nvariables = " + "{a=" * 900 + "1" + "}" * 900 + "\n[ask]", "mine.toml"),
+        ("[ask]", '[ask]\naccounts = ["a"' + ', "a"' * 100 + "]", "ask.accounts has 101 entries"),
+        ("[ask]", "# " + "x" * 70000 + "\n[ask]", "has more than 65,536 bytes"),
+        ("[ask]", '[ask]\naccount = ["optional"]', "ask.account="),
+        ("[ask]", "[ask]\naccount = {}", "ask.account="),
     ],
 )
 def test_a_mistake_is_named(own: Path, old: str, new: str, words: str) -> None:
@@ -66,6 +111,52 @@ def test_a_mistake_is_named(own: Path, old: str, new: str, words: str) -> None:
         sites.find("mine")
     assert words in str(refusal.value)
     assert str(own / "mine.toml") in str(refusal.value)
+
+
+def test_a_file_that_is_not_text(own: Path) -> None:
+    (own / "mine.toml").write_bytes(b"\xff\xfe" + GOOD.encode())
+    with pytest.raises(UsageError, match=r"mine\.toml"):
+        sites.find("mine")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "endless", "nowhere"])
+def test_what_is_no_file_is_not_waited_for(own: Path, kind: str) -> None:
+    file = own / "mine.toml"
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "folder":
+            file.mkdir()
+        case "endless":
+            file.symlink_to("/dev/zero")
+        case "nowhere":
+            file.symlink_to("nowhere")
+    with pytest.raises(UsageError, match=r"mine\.toml (is no regular file|cannot be read)"):
+        sites.find("mine")
+    stream = io.StringIO()
+    SafeConsole(stream, width=300).print(listing())
+    assert "narval" in stream.getvalue()
+    assert "cannot be used: " in stream.getvalue()
+    assert sites.current({"CC_CLUSTER": "narval"}) == "narval"
+
+
+def test_a_link_to_a_file_of_ones_own_is_read(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "dotfiles.toml").write_text(GOOD)
+    (own / "mine.toml").symlink_to(tmp_path / "dotfiles.toml")
+    assert sites.find("mine").title == "Mine"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b]0;owned\x07", "-x", ".hidden", "a b", "é"])
+def test_a_name_that_no_script_can_hold_is_no_site(own: Path, name: str) -> None:
+    (own / f"{name}.toml").write_text(GOOD)
+    assert name not in sites.files()
+
+
+def test_nothing_of_a_site_is_a_format(own: Path) -> None:
+    (own / "mine.toml").write_text(GOOD.replace('"Mine"', '"{gpus} {0} {title!r}"'))
+    mine = sites.find("mine")
+    text = render(dataclasses.replace(script(sites.find("narval"), "1-node"), site=mine))
+    assert "# {gpus} {0} {title!r}. " in text
 
 
 def test_an_unknown_site_is_answered_with_the_nearest() -> None:

@@ -19,7 +19,8 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN, flush
 
 MANIFEST = "manifest.json"
 READ_SIZE = 1 << 22
-LARGEST_JSON = 1 << 28  # bytes; a state of more is a lie
+LARGEST_JSON = 1 << 25  # bytes; a state of more is a lie
+LARGEST_LIST = 1 << 22  # bytes, of a manifest or run.json; what is made of them takes 20 times as much memory
 OURS = re.compile(r"\.?(rank-\d+\.safetensors(\.done)?|state\.json|manifest\.json)(\.[0-9a-f]{8})?", re.ASCII)
 """The files that a save makes."""
 
@@ -99,7 +100,7 @@ def verify(folder: Path, run: str = "") -> str | None:
         run: the id of the run that it should be of; "": any.
     """
     try:
-        manifest = read_json(folder / MANIFEST, IN_CHECKPOINT)
+        manifest = read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST)
         expected_hash = manifest.pop("xxh3_128", None)
         files = manifest["files"]
         if files and not manifest.keys() & {"step", "run"}:
@@ -148,15 +149,15 @@ def write_json(file: Path, content: object, levels: int = IN_RUN) -> None:
     safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True)
 
 
-def read_json(file: Path, levels: int = IN_RUN) -> dict[str, Any]:
-    """Reads the object in a JSON file.
+def read_json(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """Reads the object in a JSON file of at most `largest` bytes.
 
     Raises:
         RunError: the file cannot be read, or is no JSON object.
     """
     try:
         with safe.reader(file, levels) as stream:
-            if os.fstat(stream.fileno()).st_size > LARGEST_JSON:
+            if os.fstat(stream.fileno()).st_size > largest:
                 raise RunError(f"{file} is larger than any that grappe writes")
             content = json.loads(stream.read())
     except (OSError, ValueError, RecursionError) as error:

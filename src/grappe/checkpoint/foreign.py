@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.checkpoint.weights import InMemory, Under, Weights
 from grappe.errors import RunError
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
+ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
 
 
@@ -31,6 +32,11 @@ def foreign_weights(file: Path) -> Weights:
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
         found = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
+        if found.has_pieces:
+            raise RunError(
+                f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "
+                "run's folder"
+            )
         return Under(found, _wrapping(found))
     if file.suffix not in PICKLED:
         raise RunError(
@@ -42,13 +48,19 @@ def foreign_weights(file: Path) -> Weights:
 
 def _state_dict(file: Path) -> dict[str, Tensor]:
     try:
-        if zipfile.is_zipfile(file):
+        zipped = zipfile.is_zipfile(file)
+        if zipped:
             with zipfile.ZipFile(file) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise RunError("it is compressed, which torch's own files never are")
-        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+        # Mapped, what is not asked for costs no memory: the optimizer's state, say.
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except MemoryError as error:
+        raise RunError(
+            f"--from {file}: it needs more memory than the model's weights may: {ALONE}"
+        ) from error
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
-        reason = str(error).partition("\n")[0]
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:300]
         raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error
     if isinstance(content, dict):
         content = content.get("state_dict", content.get("model", content))
@@ -56,7 +68,23 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
         raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
+    for name, value in content.items():
+        if (why := _not_plain(value)) is not None:
+            raise RunError(f"--from {file}: {name!r} is {why}: weights are plain tensors: {ALONE}")
     return content
+
+
+def _not_plain(tensor: Tensor) -> str | None:
+    """What kind of tensor it is, where it is not one of numbers in memory."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"of the class {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return f"of the layout {str(tensor.layout).removeprefix('torch.')}"
+    return f"on the device {tensor.device.type}" if tensor.device.type != "cpu" else None
 
 
 def _wrapping(names: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 INTEGERS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32)}
 INTEGERS |= {8: (np.int64, torch.int64)}
 ALIGNMENT = 8
+LARGEST_HEADER = 1 << 25  # bytes, of some 200,000 tensors
 WRITE_SIZE = 1 << 20  # bytes: what was just written is still in a cache when it is hashed
 
 
@@ -113,6 +114,8 @@ class _Mapped:
 
     def __init__(self, file: Path, levels: int) -> None:
         with safe.reader(file, levels) as stream:
+            if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
+                raise RunError(f"{file} is no readable safetensors file: its header is too long")
             # The library opens by name: this one means the file that is open here, whatever has its name by now.
             with safe_open(
                 f"/dev/fd/{stream.fileno()}", framework="np"
@@ -156,6 +159,8 @@ class TensorFiles:
     """
 
     def __init__(self, files: Sequence[Path], levels: int = IN_CHECKPOINT) -> None:
+        self.has_pieces = False
+        """Whether a file is one of grappe's own, which may hold pieces of tensors."""
         self._places: dict[str, list[tuple[_Mapped, tuple[int, ...]]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
@@ -170,6 +175,7 @@ class TensorFiles:
 
     def _add(self, file: Path, levels: int) -> None:
         mapped = _Mapped(file, levels)
+        self.has_pieces |= "pieces" in mapped.metadata
         parts = json.loads(mapped.metadata.get("pieces", "{}"))
         for name in mapped.names:
             local = mapped.shape(name)

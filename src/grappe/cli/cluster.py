@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanTex
 from grappe.cli.exit import show
 from grappe.cli.submission import read_submission
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.terminal import complain, say
 from grappe.verbs.submission import JobOptions
 
 DEFAULTS = JobOptions()
@@ -58,13 +58,11 @@ def submit(
         return EXIT_OK
     for one in verb.submit(submission, show=show_):
         if show_:
-            sys.stdout.write(one.text)
+            say(one.text, end="")
         else:
             show(f"job {one.job}: {one.cost}; run {one.run}")
             if one.note:
-                print(
-                    f"grappe: the packages of its environment were not checked: {one.note}", file=sys.stderr
-                )
+                complain(f"grappe: the packages of its environment were not checked: {one.note}")
     return EXIT_OK
 
 
@@ -91,8 +89,7 @@ def logs(
     from grappe.verbs.logs import lines
 
     for text in lines(run, rank, follow=follow):
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        say(text, end="")
     return EXIT_OK
 
 
@@ -148,5 +145,5 @@ def doctor(
     if is_main_process():
         said = [one for one in found if one.level != "note"] if job else found
         if said or not job:
-            print(verb.text(said), flush=True)
+            say(verb.text(said))
     return EXIT_FAILURE if verb.failed(found) else EXIT_OK

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
@@ -26,6 +27,7 @@ from grappe.cli.arguments import (
 from grappe.cli.exit import plain_table, show
 from grappe.cli.training import train
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.terminal import say
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
@@ -70,15 +72,14 @@ def drill(
 
     texts = split(fields)
     preflight([plan], task)
-    from rich.console import Console
-
+    from grappe.launch.safe_console import SafeConsole
     from grappe.plan import as_plan
     from grappe.training.request import Request, data_folder
     from grappe.training.task_reference import TaskReference
     from grappe.verbs.drill import drill as verb
 
     training = Request(task=TaskReference.of(task, texts), plan=as_plan(plan), data=data_folder(data))
-    with Console(stderr=True).status("") as status:  # seen on a terminal only
+    with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
     return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
@@ -135,24 +136,16 @@ def predict(
     ] = None,
 ) -> int:
     """Print the outputs of a run's model for inputs: one JSON line per sample."""
+    from grappe.verbs.predict import answer, write
     from grappe.verbs.predict import predict as verb
 
     taken: list[str] = []
     outputs = verb(run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append)
     if out is not None:
-        import numpy as np
-        import torch
-
-        np.save(out, torch.stack(list(outputs)).numpy())
+        write(outputs, out)
         return EXIT_OK
     for index, output in enumerate(outputs):
-        line: dict[str, Any] = {"sample": index, "checkpoint": taken[0]}
-        if output.dim() == 1 and output.numel() > 1:
-            probability = output.softmax(0)
-            line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}
-        else:
-            line["output"] = output.tolist()
-        print(json.dumps(line))
+        say(json.dumps({"sample": index, "checkpoint": taken[0], **answer(output)}))
     return EXIT_OK
 
 

@@ -9,20 +9,20 @@ import traceback
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
-from rich.console import Console
 from rich.table import Table
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
+from grappe.launch.terminal import complain, show_any_text
 
 EXIT_SIGINT = 130
-WIDTH = 200  # of tables that go into a file or a pipe
 
 
 def run(app: App) -> NoReturn:
     """Runs the command that sys.argv names, and ends this process with its exit code."""
     let_threads_sleep()
+    show_any_text()
     debug = "--debug" in sys.argv
     try:
         code = _code(app, [text for text in sys.argv[1:] if text != "--debug"])
@@ -31,7 +31,7 @@ def run(app: App) -> NoReturn:
     except SystemExit as end:
         code = end.code
     except KeyboardInterrupt:
-        print("grappe: ended at once; what was saved before is kept", file=sys.stderr)
+        complain("grappe: ended at once; what was saved before is kept")
         code = EXIT_SIGINT
     except BrokenPipeError:  # the reader of the pipe, `head` say, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,7 +76,7 @@ def _code(app: App, arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+        raise of_file(error) from error
     return code if isinstance(code, int) else EXIT_OK
 
 
@@ -91,8 +91,8 @@ def _complain(error: GrappeError, debug: bool) -> int:
 
     if error.by or is_main_process():
         if debug:
-            print(error.details or "".join(traceback.format_exception(error)), file=sys.stderr)
-        print(f"grappe: {error}", file=sys.stderr)
+            complain(error.details or "".join(traceback.format_exception(error)))
+        complain(f"grappe: {error}")
     return error.exit_code
 
 
@@ -104,7 +104,7 @@ def plain_table(*columns: str) -> Table:
 def show(content: Any) -> None:
     """Prints a result, on the main process only."""
     from grappe.launch.rank import is_main_process
+    from grappe.launch.safe_console import wide_console
 
     if is_main_process():
-        width = None if sys.stdout.isatty() else WIDTH
-        Console(highlight=False, markup=False, soft_wrap=isinstance(content, str), width=width).print(content)
+        wide_console(sys.stdout, soft_wrap=isinstance(content, str)).print(content)

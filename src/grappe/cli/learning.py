@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from grappe.cli.arguments import DataFolder, FieldText, PlanText, TaskName
 from grappe.cli.exit import plain_table, show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.terminal import say
 
 if TYPE_CHECKING:
     from grappe.verbs.lr_find.lr_find import Found
@@ -69,7 +70,7 @@ def _show(found: Found) -> None:
     from grappe.verbs.lr_find.plot import plot
 
     for line in plot(found):
-        print(line)
+        say(line)
     band = found.advice.band
     table = plain_table("", "")
     if band is None:

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from grappe.cli.arguments import OPTIONS, SWITCH, DataFolder, FieldText, RunFolder, TaskName
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.terminal import complain, say
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.submission import JobOptions
 
@@ -109,7 +110,7 @@ def measure(
             advise=not no_advice,
             data=data,
             fields=texts,
-            note=lambda line: print(line, file=sys.stderr, flush=True),
+            note=complain,
         )
     )
     for part in (
@@ -136,7 +137,7 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
     runs = []
     for one in send(request, show=only_show):
         if only_show:
-            sys.stdout.write(one.text)
+            say(one.text, end="")
         else:
             show(f"job {one.job}: {one.cost}; run {one.run}")
         runs.append(str(one.run))

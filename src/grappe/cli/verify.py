@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from grappe.cli.arguments import DataFolder, FieldText, TaskName
 from grappe.cli.exit import plain_table, show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.terminal import progress
 
 
 def register(app: App) -> None:
@@ -40,7 +41,7 @@ def verify(
     from grappe.verbs.verify import report
     from grappe.verbs.verify import verify as verb
 
-    note = verb.progress
+    note = progress
     findings = list(verb.verify(task, plan, fields=texts, data=data, steps=steps, note=note))
     note("")
     sys.stderr.flush()

@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ Labels = NDArray[np.int64]
 _GZIP = b"\x1f\x8b"
 _UNSIGNED_BYTES = 0x08  # the only one of IDX's types that MNIST and its successors use
 _MOST_DIMENSIONS = 4
+MOST_SAMPLES = 1_000_000  # more than any of MNIST's successors has: EMNIST, 814,255
 _CLASSES = 10
 _SIDE = 32
 _PIXELS = 3 * _SIDE * _SIDE
@@ -63,18 +65,24 @@ def missing(files: Sequence[str], folder: Path, source: str) -> DataError:
     )
 
 
-def idx(path: Path) -> NDArray[np.uint8]:
+def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPLES) -> NDArray[np.uint8]:
     """Reads an IDX file of unsigned bytes, gzipped or not, in the shape that its header gives.
 
     The format is at the foot of LeCun's MNIST page, https://yann.lecun.com/exdb/mnist/.
+
+    Args:
+        inner: the shape of a sample, where it is known: () for labels.
+        most: the number of samples that a gzip file may hold. One of 2 MB can hold 2 GB: so the header is looked
+            at before more is unpacked.
 
     Raises:
         DataError: the file cannot be read, is not IDX, or holds less or more than its header says.
     """
     raw = _bytes_of(path)
+    expected = _Expected(inner, most)
     if raw[:2].tobytes() == _GZIP:
-        raw = _gunzipped(raw, path)
-    shape, start = _idx_header(raw, path)
+        raw = _gunzipped(raw, path, expected)
+    shape, start = _idx_header(raw, path, expected)
     size = start + math.prod(shape)
     if raw.size != size:
         more = "trailing bytes" if raw.size > size else "truncated"
@@ -84,15 +92,14 @@ def idx(path: Path) -> NDArray[np.uint8]:
     return raw[start:].reshape(shape)
 
 
-def mnist(images: Path, labels: Path) -> tuple[Images, Labels]:
+def mnist(images: Path, labels: Path, most: int = MOST_SAMPLES) -> tuple[Images, Labels]:
     """Reads a pair of IDX files of MNIST or Fashion-MNIST: images uint8 [N, 1, 28, 28] and labels int64 [N].
 
     Raises:
         DataError: for the reasons of `idx`, or the files are not N images of 28 x 28 and N labels of 0 to 9.
     """
-    pixels, classes = idx(images), idx(labels)
-    if pixels.shape[1:] != (28, 28):
-        raise _damaged(images, f"expected images, N x 28 x 28, found {_dims(pixels.shape)}")
+    pixels = idx(images, (28, 28), most)
+    classes = idx(labels, None, len(pixels))
     if classes.shape != pixels.shape[:1]:
         found = _dims(classes.shape)
         raise _damaged(labels, f"expected a label for each of {len(pixels)} images, found {found}")
@@ -175,7 +182,14 @@ def _labels(found: NDArray[np.uint8], path: Path) -> Labels:
     return found.astype(np.int64)
 
 
-def _idx_header(raw: NDArray[np.uint8], path: Path) -> tuple[tuple[int, ...], int]:
+class _Expected(NamedTuple):
+    """The shape of a sample, where it is known, and the number of samples that there may be."""
+
+    inner: tuple[int, ...] | None
+    most: int
+
+
+def _idx_header(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> tuple[tuple[int, ...], int]:
     """Reads the header: the shape, and the offset of the data."""
     zeros, kind, dimensions = (raw[:2].tolist(), *raw[2:4].tolist()) if raw.size >= 4 else ([], 0, 0)
     start = 4 + 4 * dimensions
@@ -189,15 +203,19 @@ def _idx_header(raw: NDArray[np.uint8], path: Path) -> tuple[tuple[int, ...], in
     shape = tuple(raw[4:start].view(">u4").tolist())
     if 0 in shape:
         raise _damaged(path, f"its header, {_dims(shape)}, has a dimension of 0")
+    if expected.inner is not None and shape[1:] != expected.inner:
+        raise _damaged(path, f"expected images, N x {_dims(expected.inner)}, found {_dims(shape)}")
     return shape, start
 
 
-def _gunzipped(raw: NDArray[np.uint8], path: Path) -> NDArray[np.uint8]:
+def _gunzipped(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> NDArray[np.uint8]:
     """Unpacks a gzip file of IDX, at most one byte more than its inner header announces."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         out = stream.decompress(raw.data, 4 + 4 * _MOST_DIMENSIONS)
-        shape, start = _idx_header(np.frombuffer(out, np.uint8), path)
+        shape, start = _idx_header(np.frombuffer(out, np.uint8), path, expected)
+        if math.prod(shape) > expected.most * math.prod(expected.inner or (1,)):
+            raise _damaged(path, f"its header, {_dims(shape)}, asks for more than {expected.most:,} samples")
         left = start + math.prod(shape) - len(out)
         if left >= 0:
             out += stream.decompress(stream.unconsumed_tail, min(left + 1, sys.maxsize))

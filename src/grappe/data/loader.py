@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +83,9 @@ class BatchLoader:
         """Yields the batches of steps `start` to `stop`. Collective where the task counts its targets."""
         fetch = self._fetch(start, stop)
         for part in self.slices(start, stop):
-            micros = tuple([self._microbatch(part, ids, *fetch(ids)) for ids in part.pieces])
+            micros = tuple(
+                [self._microbatch(part, ids, *pair_of(self._task, fetch(ids))) for ids in part.pieces]
+            )
             yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
     def example(self) -> Any:
@@ -93,7 +95,7 @@ class BatchLoader:
             inputs = self._arrays.gather(ids, self._world.device)[0]
         else:
             seeded = SeededDataset(self.dataset, seed=self.order.seed)
-            inputs = self._task.collate([seeded[-1, int(index)] for index in ids])[0]
+            inputs = inputs_of(self._task, self._task.collate([seeded[-1, int(index)] for index in ids]))
         return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, inputs)
 
     def _fetch(self, start: int, stop: int) -> Callable[[np.ndarray], tuple[Any, Any]]:
@@ -188,6 +190,33 @@ class BatchLoader:
         return total
 
 
+def inputs_of(task: Task, batch: Any) -> Any:
+    """Returns the inputs of a collated batch.
+
+    Raises:
+        TaskError: the batch is no pair of inputs and targets, or has a tensor without values.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten(batch)[0]):
+        raise TaskError(
+            f"{type(task).__name__}.data() gives tensors on the device meta, which have no values"
+        )
+    return pair_of(task, batch)[0]
+
+
+def pair_of(task: Task, batch: Any) -> Sequence[Any]:
+    """Returns a collated batch, if it is a pair.
+
+    Raises:
+        TaskError: it is not.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch
+    raise TaskError(
+        f"{type(task).__name__}.data() gives samples that collate() makes {type(batch).__name__} of: a sample is a "
+        "pair, (input, target), and a batch is (inputs, targets)"
+    )
+
+
 class _Requests:
     """A batch sampler that reads an iterator of requests once."""
 
@@ -219,9 +248,13 @@ def check(dataset: object, split: str, task: Task) -> int:
         raise TaskError(
             f"{name}.data({split!r}) gave {type(dataset).__name__}: it needs __len__ and __getitem__"
         )
-    if len(dataset) == 0:  # type: ignore[arg-type]
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TaskError(f"{name}.data({split!r}) has no length: {error}") from error
+    if length == 0:
         raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split")
-    return len(dataset)  # type: ignore[arg-type]
+    return length
 
 
 def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:

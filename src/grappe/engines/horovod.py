@@ -33,6 +33,7 @@ from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, FORWARD, UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.fast_paths import seed_dropout
+from grappe.step.given import optimizer_of
 from grappe.step.losses import Losses
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
@@ -67,7 +68,7 @@ class Horovod(Stepper):
         self._losses = Losses(self._task, setup.on_phase)
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
-            self._task.optimizer(named),
+            optimizer_of(self._task, named),
             named_parameters=named,
             op=self._hvd.Sum,
             backward_passes_per_step=setup.plan.microbatches,

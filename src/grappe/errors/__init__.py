@@ -66,6 +66,11 @@ class ProcessDied(GrappeError):
     exit_code = EXIT_FAILURE
 
 
+def of_file(error: OSError) -> UsageError:
+    """The message of an error about a file: which file, and what is wrong with it."""
+    return UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
 def nearest(wrong: str, right: Iterable[str]) -> str:
     """Returns the hint for a mistyped name: the most similar names, or all names."""
     names = sorted(right)

@@ -19,6 +19,17 @@ PACKAGE = Path(__file__).parent.parent
 SHIPPED = PACKAGE / "tasks"  # written as a user would write them
 TYPED = ("<stdin", "<console", "<ipython")
 LAYERS = os.path.join("torch", "nn", "modules")  # noqa: PTH118 - a part of frames' file names
+# Functions that do nothing but call what a task gave.
+PARTS = {
+    ("data/seeded.py", "__getitems__"): "a sample of data()",
+    ("task.py", "collate"): "collate(): samples of several shapes need one of your own",
+    ("data/fingerprint.py", "_bytes"): "a sample of data()",
+    ("data/arrays.py", "gather"): "a sample of data()",
+    ("step/given.py", "loss_of"): "loss()",
+    ("step/scores.py", "add"): "a metric, or the loss",
+    ("step/scores.py", "_merge"): "a metric",
+    ("step/scores.py", "_number"): "a metric",
+}
 WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
@@ -56,9 +67,24 @@ def layer_of(error: BaseException) -> str | None:
     return f"{type(frames[-1].f_locals.get('self')).__name__}.{frames[-1].f_code.co_name}()"
 
 
+def part_of(error: BaseException) -> str | None:
+    """The part of a task that an exception came out of, without a line of the user's: a list for a dataset, say."""
+    places = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    if WORKER.match(str(error)):
+        places += [(file, name) for file, _, name in FRAME.findall(str(error))]
+    found = [PARTS.get((_room(file), name)) for file, name in places]
+    return next((part for part in reversed(found) if part), None)
+
+
+def _room(file: str) -> str:
+    """A file of grappe's own, from its package: data/seeded.py."""
+    path = Path(file)
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
+
+
 def is_users(error: BaseException) -> bool:
-    """Returns whether `error` comes from the user's own code, or from the layers that it uses."""
-    return line_of(error) is not None or layer_of(error) is not None
+    """Returns whether `error` came through the user's own code, or out of what it gives: layers, samples, metrics."""
+    return line_of(error) is not None or layer_of(error) is not None or part_of(error) is not None
 
 
 def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
@@ -76,7 +102,7 @@ def sentence(error: BaseException) -> str:
         text = error.msg
     elif WORKER.match(text):
         name, _, text = text.rstrip().splitlines()[-1].partition(": ")
-    line = line_of(error) or layer_of(error)
+    line = line_of(error) or layer_of(error) or part_of(error)
     return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "")
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError, of_file
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
+from grappe.launch.terminal import complain
 from grappe.private_api import torch_dynamo
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
@@ -80,16 +81,15 @@ def run(
         # By value: pipe.send would leave tensors in this process's shared memory, to be fetched when it has ended.
         pipe.send_bytes(cloudpickle.dumps(report))
         code = EXIT_OK
-    except GrappeError as error:
-        pipe.send(
-            Report(
-                kind="error", error=type(error).__name__, message=str(error), details=traceback.format_exc()
-            )
-        )
-        code = error.exit_code
     except BaseException as error:
-        traceback.print_exc()  # the last lines of the log tell the user
-        pipe.send(Report(kind="crashed", error=type(error).__name__))
+        known = of_file(error) if isinstance(error, OSError) and error.filename is not None else error
+        if isinstance(known, GrappeError):
+            name, details = type(known).__name__, traceback.format_exc()
+            pipe.send(Report(kind="error", error=name, message=str(known), details=details))
+            code = known.exit_code
+        else:
+            traceback.print_exc()  # the last lines of the log tell the user
+            pipe.send(Report(kind="crashed", error=type(error).__name__))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -108,7 +108,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
     if process.launcher == "grappe":
         safe.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
-        print(f"grappe: {message}", file=sys.stderr, flush=True)
+        complain(f"grappe: {message}")
     os._exit(EXIT_FAILURE)
 
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -22,6 +22,8 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     """Returns `error` for the user in one process; SystemExit in the others."""
     from grappe.launch.rendezvous import claims_error_report
 
+    if isinstance(error, OSError) and error.filename is not None:
+        error = of_file(error)
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     if ours or not _lost_another(error):

@@ -10,16 +10,18 @@ from collections.abc import Callable
 
 from grappe import errors
 from grappe.errors import GrappeError, TaskError, user_code
+from grappe.launch.limits import Limits
 from grappe.launch.orphan import end_with_forking_parent
 
 DONE = "done"  # written by the child, as an exit code alone may be the task's own
 
 
-def run_in_fork(work: Callable[[], None]) -> None:
-    """Calls `work` in a forked process, and waits for the process.
+def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
+    """Calls `work` in a forked process, under `limits`, and waits for the process.
 
     Raises:
         GrappeError: `work` raised an error, or the process died.
+        LimitReached: the process took more than it may.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -34,15 +36,18 @@ def run_in_fork(work: Callable[[], None]) -> None:
     else:
         end_with_forking_parent(parent)
         os.close(reader)
-        message = _message_of(work)
+        message = _message_of(work if limits is None else lambda: _limited(work, limits))
         os.write(writer, (message or DONE).encode()[:60_000])
         os._exit(1 if message else 0)
     os.close(writer)
     with os.fdopen(reader) as stream:
+        killed = limits is not None and limits.watch(pid, reader)
         message = stream.read()
-    os.waitpid(pid, 0)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if message == DONE:
         return
+    if not message and limits is not None and (reached := limits.reached(exit_code, killed)) is not None:
+        raise reached
     name, _, text = message.partition("\n")
     if not text:
         text = (
@@ -50,6 +55,11 @@ def run_in_fork(work: Callable[[], None]) -> None:
             "is the model larger than this machine's memory?"
         )
     raise getattr(errors, name, TaskError)(text)
+
+
+def _limited(work: Callable[[], None], limits: Limits) -> None:
+    limits.apply()
+    work()
 
 
 def exit_code_in_fork(work: Callable[[], None]) -> int:

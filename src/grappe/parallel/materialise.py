@@ -10,6 +10,7 @@ from torch import nn
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
 from grappe.private_api.torch import module_buffers, module_parameters
+from grappe.step.given import model_of
 from grappe.task import Task
 
 
@@ -17,18 +18,12 @@ def on_meta(task: Task) -> nn.Module:
     """Makes the task's model without memory or values; on the CPU if the meta device is not possible."""
     try:
         with torch.device("meta"):
-            model = task.model()
+            model = model_of(task)
         if not _has_loose_tensors(model):
-            return _checked(task, model)
+            return model
     except (RuntimeError, NotImplementedError):
         pass  # it computes with values while it is made; then it has to have them
-    return _checked(task, task.model())
-
-
-def _checked(task: Task, model: object) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"{type(task).__name__}.model() returned {type(model).__name__}: return an nn.Module")
-    return model
+    return model_of(task)
 
 
 def _has_loose_tensors(model: nn.Module) -> bool:

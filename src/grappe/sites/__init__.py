@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +15,19 @@ from grappe.sites.schema import Site
 
 SHIPPED = Path(__file__).parent
 GENERIC = "generic"
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+LARGEST = 1 << 16  # bytes
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
-    base = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "grappe" / "sites"
+    base = Path(environment.get("XDG_CONFIG_HOME") or "")
+    if not base.is_absolute():  # as its specification says
+        try:
+            base = Path.home() / ".config"
+        except RuntimeError:  # a user without a home, in a container say
+            base = Path(os.devnull)
+    return base / "grappe" / "sites"
 
 
 def files() -> dict[str, Path]:
@@ -26,7 +35,7 @@ def files() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in (SHIPPED, own_folder()):
         if folder.is_dir():
-            found |= {file.stem: file for file in sorted(folder.glob("*.toml"))}
+            found |= {file.stem: file for file in sorted(folder.glob("*.toml")) if NAME.fullmatch(file.stem)}
     return found
 
 
@@ -44,10 +53,32 @@ def find(name: str) -> Site:
         )
     file = known[name]
     try:
-        content = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(_text(file))
+    except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits
         raise UsageError(f"{file}: {error}") from error
     return schema.site(name, content, str(file))
+
+
+def _text(file: Path) -> str:
+    """The text of a site's file.
+
+    Raises:
+        UsageError: it is no regular file, too large, or cannot be read.
+        UnicodeDecodeError: it is no text in UTF-8.
+    """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise UsageError(f"{file} is no regular file: a site is a TOML file")
+            content = os.read(handle, LARGEST + 1)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    if len(content) > LARGEST:
+        raise UsageError(f"{file} has more than {LARGEST:,} bytes, and a site's file a few thousand at most")
+    return content.decode("utf-8")
 
 
 def current(environment: Mapping[str, str] = os.environ) -> str:

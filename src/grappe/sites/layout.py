@@ -145,6 +145,8 @@ def _nodes(plan: Plan, site: Site, node: Node, requested: int | None, gpus: int)
         raise UsageError(f"the nodes of {site.name} have no GPU: add device=cpu to the plan")
     if requested is not None and requested < 1:
         raise UsageError(f"--nodes={requested}: it must be at least 1")
+    if requested is not None and requested > units:
+        raise UsageError(f"--nodes={requested}: the plan needs {units} {what}: use --nodes {units}, or fewer")
     nodes = requested or -(-units // holds)
     if node.count is not None and nodes > node.count:
         raise UsageError(

@@ -10,12 +10,27 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grappe.errors import UsageError, nearest
+from grappe.errors.foreign_text import printable
 
-OPTION = re.compile(r"--[a-z][a-z-]*(=[\w.,:@%/+*|&\[\]{}-]+)?")
-MODULE = re.compile(r"[\w./+-]+")
-PLACE = re.compile(r"(\$[A-Za-z_]\w*|/[\w.-]+)(/[\w.-]+)*")
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
-PARTITION = re.compile(r"[\w.-]+")
+OPTION = re.compile(r"--([a-z][a-z-]*)(=[\w.,:@%/+*|&\[\]-]+)?", re.ASCII)
+MODULE = re.compile(r"\w[\w.+-]*(/[\w.+-]+)*", re.ASCII)
+PLACE = re.compile(r"(\$[A-Za-z_]\w*|/\w[\w.-]*)(/\w[\w.-]*)*", re.ASCII)
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+PARTITION = re.compile(r"\w[\w.-]*", re.ASCII)
+# Of sbatch's options those that describe resources: none that writes, mails, runs, or changes the environment.
+RESOURCES = frozenset(re.findall(r"\S+", """
+    cluster-constraint clusters comment constraint contiguous core-spec cores-per-socket cpus-per-gpu distribution
+    exclude exclusive extra-node-info gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags
+    hint licenses mem mem-per-cpu mem-per-gpu mincpus network nice nodelist ntasks-per-core ntasks-per-gpu
+    ntasks-per-socket oversubscribe partition prefer qos reservation sockets-per-node spread-job switches
+    thread-spec threads-per-core tmp tres-per-task
+"""))  # fmt: skip
+# Variables by which a program loads or runs what they name.
+LOADERS = re.compile(
+    r"LD_\w*|DYLD_\w*|PYTHON\w*|BASH_\w*|GRAPPE_\w*|PATH|ENV|IFS|SHELLOPTS|PS4|PROMPT_COMMAND|HOME", re.ASCII
+)
+GPUS = "{gpus}"
+LONGEST, MOST_ENTRIES, LARGEST = 500, 100, 1e6  # of a text, of a list or table, of a number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +159,7 @@ def _table(cls: type, content: Mapping[str, Any], path: str, wrong: Wrong) -> An
     kinds = get_type_hints(cls)
     for key in content:
         if key not in kinds:
-            raise wrong(f"{path}{key}", f" is no key: {nearest(key, kinds)}")
+            raise wrong(f"{path}{printable(key, 80)}", f" is no key: {nearest(key[:80], kinds)}")
     for field in dataclasses.fields(cls):
         plain = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if plain and field.name not in content:
@@ -154,6 +169,8 @@ def _table(cls: type, content: Mapping[str, Any], path: str, wrong: Wrong) -> An
 
 def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
     origin, choices = get_origin(kind), get_args(kind)
+    if isinstance(value, list | dict) and len(value) > MOST_ENTRIES:
+        raise wrong(path, f" has {len(value)} entries, more than {MOST_ENTRIES}")
     if origin in (Union, types.UnionType):
         kind = next(one for one in choices if one is not type(None))
         return _value(kind, value, path, wrong)
@@ -163,19 +180,35 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
         return tuple(_value(choices[0], one, f"{path}[{index}]", wrong) for index, one in enumerate(value))
     if origin in (Mapping, dict) or kind is Mapping:
         if isinstance(value, dict) and all(isinstance(one, str) for one in value.values()):
-            return dict(value)
+            return {_line(key, path, wrong): _line(one, f"{path}.{key}", wrong) for key, one in value.items()}
         raise wrong(path, " is not a table of texts")
     if origin is Literal:
-        if value in choices:
+        if isinstance(value, str) and value in choices:
             return value
-        raise wrong(path, f"={value!r} is not one of {', '.join(repr(one) for one in choices)}")
+        raise wrong(path, f"={_shown(value)} is not one of {', '.join(repr(one) for one in choices)}")
+    if (
+        type(value) in (int, float) and kind in (int, float) and not 0 < value <= LARGEST
+    ):  # nan is not, either
+        raise wrong(path, f"={_shown(value)}: it must be more than 0, and at most {LARGEST:,.0f}")
     if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(kind, type) or type(value) is not kind:
-        raise wrong(path, f"={value!r} is not {_word(kind)}")
-    if kind in (int, float) and value <= 0:
-        raise wrong(path, f"={value}: it must be more than 0")
-    return value
+        raise wrong(path, f"={_shown(value)} is not {_word(kind)}")
+    return _line(value, path, wrong) if kind is str else value
+
+
+def _line(text: str, path: str, wrong: Wrong) -> str:
+    """A text that is one printable line: what a script quotes it in, a comment too, ends with the line."""
+    if printable(text, LONGEST) != text:
+        raise wrong(
+            path, f"={_shown(text)} is not one line of at most {LONGEST} printable characters: write it so"
+        )
+    return text
+
+
+def _shown(value: object) -> str:
+    """A value as TOML nearly has it, for a message."""
+    return printable(repr(value) if isinstance(value, str) else value, 80)
 
 
 def _word(kind: Any) -> str:
@@ -185,7 +218,11 @@ def _word(kind: Any) -> str:
 
 def _check(made: Site, wrong: Wrong) -> None:
     """Checks that no value that reaches the script can be more than a word for a shell."""
-    options = {"ask.gpus": (made.ask.gpus,), "ask.options": made.ask.options, "job.mps": made.job.mps}
+    options = {
+        "ask.gpus": (made.ask.gpus.replace(GPUS, "1"),) if made.ask.gpus else (),  # a site of CPU nodes
+        "ask.options": made.ask.options,
+        "job.mps": made.job.mps,
+    }
     options |= {f"queue {one.name}": one.options for one in made.queue}
     folders = {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
     forms = (
@@ -198,10 +235,20 @@ def _check(made: Site, wrong: Wrong) -> None:
     for values, form, why in forms:
         for key, texts in values.items():
             for text in texts:
-                if text and not form.fullmatch(text):
+                if not form.fullmatch(text) and (text or form is not PLACE):  # no folder: there is none
                     raise wrong(key, f": {text!r} {why}")
     has_gpus = bool(made.node.gpus if made.node else made.probe or made.retired)
-    if has_gpus and "{gpus}" not in made.ask.gpus:
-        raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {{gpus}}, for the number on each node")
+    if has_gpus and GPUS not in made.ask.gpus:
+        raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {GPUS}, for the number on each node")
+    for key, texts in options.items():
+        for text in texts:
+            found = OPTION.fullmatch(text)
+            if found is not None and found[1] not in RESOURCES:
+                raise wrong(
+                    key, f": --{found[1]} is no option that a site sets: {nearest(found[1], RESOURCES)}"
+                )
+    for name in made.job.variables:
+        if LOADERS.fullmatch(name):
+            raise wrong("job.variables", f": {name} says what programs load or run, which no site may")
     if made.node is None and not made.probe and not made.retired:
         raise wrong("node", " is missing: what one of its GPU nodes has")

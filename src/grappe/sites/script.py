@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.errors.foreign_text import printable
 from grappe.plan import Plan
 from grappe.sites import environment
 from grappe.sites import script_parts as parts
@@ -15,7 +16,7 @@ from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
 from grappe.sites.quoting import command_words, expanded, literal
 from grappe.sites.sbatch import merged
-from grappe.sites.schema import MODULE, Site
+from grappe.sites.schema import GPUS, MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
@@ -137,25 +138,23 @@ def _check(script: Script) -> None:
     for module in script.modules:
         if not MODULE.fullmatch(module):
             raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")
-    paths = (script.folder, script.stage or "", script.wheels or "")
-    for word in (*script.arguments, *map(str, paths), script.data, script.environment):
-        if "\n" in word or "\0" in word:
-            raise UsageError(f"{word!r} has a line break in it: leave it out")
+    paths = (script.folder, script.stage or "", script.wheels or "", script.python)
+    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.environment):
+        if printable(word, len(word)) != word:
+            raise UsageError(
+                f"{word!r} has a line break or another unprintable character in it: leave it out"
+            )
 
 
 def _head(script: Script) -> str:
     site, layout = script.site, script.layout
     processes = layout.nodes * layout.processes
     text = f"{processes} process{'es' if processes > 1 else ''} on {layout.nodes} node{'s' if layout.nodes > 1 else ''}"
-    notes = [f"Made by: {_one_line(script.command)}"] if script.command else []
+    notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.chain} times' if script.chain else ''}"]
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items()]
-    return "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), *_options(script)])
-
-
-def _one_line(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return "\n".join(["#!/bin/bash", *(f"# {printable(note, 10_000)}" for note in notes), *_options(script)])
 
 
 def _options(script: Script) -> list[str]:
@@ -170,7 +169,7 @@ def _options(script: Script) -> list[str]:
         f"--cpus-per-task={layout.cores}",
     ]
     if layout.gpus:
-        options.append(site.ask.gpus.format(gpus=layout.gpus))
+        options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
     if layout.memory_gb:
         options.append(f"--mem={layout.memory_gb}G")
     options += [

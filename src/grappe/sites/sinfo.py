@@ -6,10 +6,11 @@ import dataclasses
 import re
 
 from grappe.errors import UsageError, nearest
-from grappe.sites.schema import Node, Queue, Site
+from grappe.sites.schema import PARTITION, Node, Queue, Site
 
 FORMAT = "%P|%c|%m|%G|%l|%D"
 DAY_SECONDS = 86400
+MODEL = re.compile(r"[\w.-]*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,10 @@ def rows(text: str) -> list[Row]:
         if len(parts) != len(FORMAT.split("|")):
             continue
         name, cores, megabytes, gres, limit, nodes = parts
-        numbers = [re.match(r"\d+", one) for one in (cores, megabytes, nodes)]
-        if not all(numbers):
-            continue
+        numbers = [re.match(r"\d{1,9}", one, re.ASCII) for one in (cores, megabytes, nodes)]
         gpus, model = _gpus(gres)
+        if not all(numbers) or not PARTITION.fullmatch(name.rstrip("*")) or not MODEL.fullmatch(model):
+            continue
         values = [int(one[0]) for one in numbers if one]
         found.append(
             Row(
@@ -94,14 +95,14 @@ def _gpus(gres: str) -> tuple[int, str]:
     """Parses `gpu:a100:4(S:0-1),tmp:1` to 4 and "a100"."""
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         kind, *rest = part.split(":")
-        if kind == "gpu" and rest and rest[-1].isdigit():
+        if kind == "gpu" and rest and re.fullmatch(r"\d{1,4}", rest[-1], re.ASCII):
             return int(rest[-1]), rest[0] if len(rest) > 1 else ""
     return 0, ""
 
 
 def _hours(limit: str) -> float | None:
     """Parses `7-00:00:00` to 168 hours; None for no limit."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(\d{1,6}):(\d{1,6})", limit, re.ASCII)
     if not found:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())

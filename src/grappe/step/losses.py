@@ -15,6 +15,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.loader import rows_of
 from grappe.errors import TaskError
 from grappe.profiling.phases import BACKWARD
+from grappe.step.given import loss_of
 from grappe.task import Task
 
 
@@ -70,7 +71,7 @@ class Losses:
         Raises:
             TaskError: the loss is a mean, or not one value per example or token.
         """
-        values = self._task.loss(output, micro.targets)
+        values = loss_of(self._task, output, micro.targets)
         if values.dim() == 0:
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned one number, so what it averaged over cannot be known. "

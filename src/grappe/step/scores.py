@@ -16,6 +16,7 @@ from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
+from grappe.step.given import metrics_of
 from grappe.step.losses import Losses
 from grappe.task import Task
 
@@ -40,7 +41,7 @@ class Scorer:
     def __init__(self, task: Task, world: World) -> None:
         self._world = world
         self._losses = Losses(task)
-        self._metrics = {name: metric.to(world.device) for name, metric in task.metrics().items()}
+        self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
         for metric in self._metrics.values():
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
         self._samples = 0

@@ -13,6 +13,7 @@ from grappe import engines
 from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import GrappeError, OutOfMemory
 from grappe.plan import Plan
+from grappe.step.given import optimizer_of
 from grappe.task import Task
 
 WORDS = (
@@ -132,7 +133,7 @@ def needs_of(task: Task) -> Needs:
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     gradients = sum(_nbytes(one) for _, one in named)
     try:
-        optimizer = task.optimizer(named)
+        optimizer = optimizer_of(task, named)
         for _, one in named:
             one.grad = torch.empty_like(one)
         optimizer.step()

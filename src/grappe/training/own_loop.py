@@ -31,6 +31,7 @@ from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import StopSignal
+from grappe.launch.terminal import say
 from grappe.launch.world import join
 from grappe.parallel.replicate import wrap
 from grappe.parallel.shard import shard, uses_shard
@@ -185,7 +186,7 @@ class Loop:
         with self.chronometer.during(CHECKPOINT):
             problem = self._saver.save(self.step, tensors, own, {"engine": values, "seed": self._seed})
         if problem is not None and self.world.rank == 0:
-            print(f"{problem}; the checkpoint before it is whole, training goes on", flush=True)
+            say(f"{problem}; the checkpoint before it is whole, training goes on")
 
     def _open(self) -> tuple[Lease | None, Saver | None, Checkpoint | None]:
         if self._folder is None:

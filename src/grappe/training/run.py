@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.choice import Choice, select
-from grappe.checkpoint.commit import json_hash, read_json, strangers, write_json
+from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
 from grappe.launch import files as safe
@@ -25,6 +25,7 @@ T = TypeVar("T")
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
+LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
 DONE = "done"
 SAVED = ("finished", "stopped", "paused", "interrupted")
 """Endings behind a save: run.json has its step then."""
@@ -52,7 +53,7 @@ class Run:
         Raises:
             RunError: run.json is damaged.
         """
-        found = read_json(self.folder / DESCRIPTION)
+        found = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
         if found.pop(HASH, None) not in {None, json_hash(found)}:
             raise RunError(
                 f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
@@ -106,7 +107,7 @@ class Run:
         except OSError:
             return
         with stream:
-            for line in stream:
+            for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
                 try:
                     record = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):

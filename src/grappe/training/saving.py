@@ -16,6 +16,7 @@ from grappe.profiling import phases
 from grappe.profiling.chronometer import Chronometer
 from grappe.training.evaluation import Evaluation
 from grappe.training.options import Options
+from grappe.training.run import Run
 from grappe.training.watchers.base import RunInfo
 from grappe.training.watchers.watcher_list import WatcherList
 
@@ -89,6 +90,11 @@ class Saving:
         """Reports a failed save, and raises RunError with `stop_on_failed_save`."""
         if problem is None:
             return
+        if not Run.is_run(self._info.folder):
+            raise RunError(
+                f"{problem}. The run's folder {self._info.folder} is gone or was moved, so nothing can be "
+                "saved any more: if it was moved, move it back, and start again"
+            )
         if self._stop_on_failure:
             raise RunError(f"{problem}. The checkpoint before it is whole")
         self._watchers.failed_to_save(problem)

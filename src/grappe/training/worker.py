@@ -20,6 +20,7 @@ from grappe.launch.child import early_log, end_now, redirect
 from grappe.launch.output import UserStream, user_stream
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
+from grappe.launch.terminal import say
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
@@ -222,13 +223,14 @@ def _announce(
     sizes = f"batch {task.batch_size} over all processes"
     if slices > 1 or micro > 1:
         sizes += f" = {slices} x {each}" + (f", each in {micro} microbatches" if micro > 1 else "")
-    terminal.write(
+    say(
         f"{type(task).__name__} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
         f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
         f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
-        + "".join(f"{note}\n" for note in opened.notes)
+        + "".join(f"{note}\n" for note in opened.notes),
+        terminal,
+        end="",
     )
-    terminal.flush()
 
 
 def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> None:

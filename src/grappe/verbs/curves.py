@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from grappe.errors import RunError
+from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.training.run import Run
 
+MOST_COLUMNS = 10_000
 FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
 
 
@@ -19,22 +22,20 @@ def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
         RunError: one of the folders is no run.
     """
     runs = [Run(place) for place in places]
-    names = list(FIRST)
+    names = dict.fromkeys(FIRST)
     for run in runs:
         for record in run.records():
-            names += [name for name in record if name not in names]
+            names |= dict.fromkeys(record)
+            if len(names) > MOST_COLUMNS:
+                raise RunError(
+                    f"{run.folder}: its curves have more than {MOST_COLUMNS:,} names, and are damaged"
+                )
     writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({name: spreadsheet_cell(name) for name in names})
     lines = 0
     for run in runs:
         for record in run.records():
-            writer.writerow(
-                {"run": run.folder.name, **{name: _cell(value) for name, value in record.items()}}
-            )
+            cells = {"run": run.folder.name, **record}
+            writer.writerow({name: spreadsheet_cell(value) for name, value in cells.items()})
             lines += 1
     return lines
-
-
-def _cell(value: Any) -> Any:
-    """Formats a cell; a list, such as accuracies by class, is joined by spaces."""
-    return " ".join(str(one) for one in value) if isinstance(value, list) else value

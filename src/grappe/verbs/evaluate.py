@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 from grappe.checkpoint.format import Checkpoint, step_folder
@@ -11,13 +10,14 @@ from grappe.errors import UsageError, nearest
 from grappe.errors.user_code import naming_user_line, user_call
 from grappe.launch.rank import ProcessRank, is_main_process
 from grappe.launch.start import start
+from grappe.launch.terminal import complain
 from grappe.plan import Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.training.run import Run
 from grappe.training.task_record import given
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.load import choose
+from grappe.verbs.load import choose, data_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ def evaluate(
     reference = given(run, task)
     found, chosen = choose(run, checkpoint)
     if found.passed_over and is_main_process():
-        print(f"grappe: {run.folder}: {found}", file=sys.stderr, flush=True)
+        complain(f"grappe: {run.folder}: {found}")
     request = EvaluateRequest(
         run=run.folder,
         task=reference,
         plan=as_plan(plan),
         split=split,
-        data=Path(data or run.read_description().get("data", "data")),
+        data=data_of(run, data),
         step=chosen.step,
     )
     scores = start("grappe.verbs.evaluate:worker", request, request.plan)

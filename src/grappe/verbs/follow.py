@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import codecs
 import json
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from grappe.errors import RunError
+from grappe.errors.foreign_text import number
 from grappe.launch import files as safe
+from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
 from grappe.training.watchers.meter import USAGE
@@ -41,6 +43,10 @@ class Tail:
         try:
             found = self._file.lstat()
         except OSError:
+            return
+        if not (
+            stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
+        ):  # a link is refused by name, below
             return
         if found.st_ino != self._identity or found.st_size < self._offset:
             self._identity, self._offset, self._rest = found.st_ino, 0, ""
@@ -78,8 +84,9 @@ class View:
             self.last_change = time.monotonic()
             if record.get("kind") == "step":
                 self._step = record
-                if isinstance(record.get("loss"), int | float):
-                    self._losses.append(float(record["loss"]))
+                loss = record.get("loss")
+                if isinstance(loss, int | float):
+                    self._losses.append(loss if isinstance(loss, float) else number(loss))
             elif record.get("kind") == "evaluation":
                 fresh.append(record)
         for record in self._usage.new():
@@ -102,23 +109,24 @@ class View:
         rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         rows.add_row("run", str(self.run.folder))
         rows.add_row("status", self.status())
-        rows.add_row(
-            "step", f"{step.get('step', 0)}, epoch {step.get('epoch', 0) + 1}, lr {step.get('lr', 0):.3g}"
-        )
+        epoch = number(step.get("epoch")) + 1
+        rows.add_row("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}")
         if self._losses:
             rows.add_row("loss", f"{self._losses[-1]:.4f}  {spark(self._losses)}")
         for record in self.evaluations[-1:]:
             rows.add_row("validation", scores(record))
-        if used.get("steps"):
-            rows.add_row("speed", f"{used['steps'] / max(1e-9, used.get('seconds', 0)):,.1f} steps/s")
-        parts = (
-            [("memory", f"{sum((used.get('memory') or {}).values()) / 1e6:,.0f} MB at most")] if used else []
-        )
-        if used.get("watts"):
-            parts.append(("power", f"{sum(used['watts'].values()):,.0f} W"))
-        for name, text in parts:
-            rows.add_row(name, text)
-        return Group(rows, time_bar(used.get("phases") or {}))
+        if steps := number(used.get("steps")):
+            rows.add_row("speed", f"{steps / max(1e-9, number(used.get('seconds'))):,.1f} steps/s")
+        if used:
+            rows.add_row("memory", f"{_sum(used.get('memory')) / 1e6:,.0f} MB at most")
+        if watts := _sum(used.get("watts")):
+            rows.add_row("power", f"{watts:,.0f} W")
+        phases = used.get("phases")
+        return Group(rows, time_bar(phases if isinstance(phases, dict) else {}))
+
+
+def _sum(found: object) -> float:
+    return sum(map(number, found.values())) if isinstance(found, dict) else 0.0
 
 
 def spark(values: list[float], width: int = WIDTH) -> str:
@@ -134,15 +142,12 @@ def spark(values: list[float], width: int = WIDTH) -> str:
     return "".join(BLOCKS[round((mean - low) / (high - low or 1) * (len(BLOCKS) - 1))] for mean in means)
 
 
-def time_bar(phases: dict[str, float]) -> Text:
+def time_bar(phases: Mapping[str, Any]) -> str:
     """Draws the time by phase of the last second."""
-    total = sum(phases.values())
-    parts = [
-        f"{name} {phases[name] / total:.0%}"
-        for name in PHASES
-        if total and phases.get(name, 0) / total > 0.005
-    ]
-    return Text("time        " + ", ".join(parts) if parts else "")
+    seconds = {name: number(phases.get(name)) for name in PHASES}
+    total = sum(number(one) for one in phases.values())
+    parts = [f"{name} {one / total:.0%}" for name, one in seconds.items() if total and one / total > 0.005]
+    return "time        " + ", ".join(parts) if parts else ""
 
 
 def scores(record: dict[str, Any]) -> str:
@@ -159,7 +164,7 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
         RunError: there is no such run.
     """
     view = View(Run(place))
-    console = Console(file=stream, highlight=False)
+    console = SafeConsole(stream)
     if not console.is_terminal:
         return _lines(view, console, sleep)
     with Live(view.table(), console=console, auto_refresh=False) as live:
@@ -172,7 +177,7 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
             sleep(POLL_SECONDS)
 
 
-def _lines(view: View, console: Console, sleep: Callable[[float], None]) -> str:
+def _lines(view: View, console: SafeConsole, sleep: Callable[[float], None]) -> str:
     while True:
         over = _over(view)
         for record in view.update():

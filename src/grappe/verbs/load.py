@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.checkpoint.choice import Choice
 from grappe.errors import RunError
+from grappe.errors.user_code import naming_user_line
+from grappe.launch.terminal import complain
 from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_record import given
@@ -41,11 +42,13 @@ def load(
     import torch
 
     from grappe.parallel.materialise import fill
+    from grappe.step.given import model_of
 
     run = run if isinstance(run, Run) else Run(run)
     made = given(run, task).resolve()
     found = taken(run, checkpoint)
-    model = made.model()
+    with naming_user_line(made):
+        model = model_of(made)
     fill(model, found.read_model(), torch.device("cpu"))
     model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()
@@ -59,7 +62,7 @@ def taken(run: Run, which: int | str | None = None) -> Checkpoint:
     """
     found, checkpoint = choose(run, which)
     if found.passed_over:
-        print(f"grappe: {run.folder}: {found}", file=sys.stderr, flush=True)
+        complain(f"grappe: {run.folder}: {found}")
     return checkpoint
 
 
@@ -76,3 +79,9 @@ def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint
             f"{run.folder} has no checkpoint that verifies{why}: train it first, or look with: grappe runs RUN"
         )
     return found, found.checkpoint
+
+
+def data_of(run: Run, given: Path | str | None) -> Path:
+    """Returns the folder of a run's data: the one that is given, else the one that its description names."""
+    named = run.read_description().get("data")
+    return Path(given or (named if isinstance(named, str) and named else "data"))

@@ -10,6 +10,7 @@ from rich.table import Table
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import RunError
+from grappe.errors.foreign_text import number
 from grappe.training.run import Run, all_runs
 from grappe.verbs.jobs import submitted
 
@@ -83,14 +84,14 @@ def describe(folder: Path) -> Table:
 def _used(used: dict[str, Any]) -> str:
     """Formats the hours and energy of all starts."""
     parts = [
-        f"{used[name]:.3g} {word}"
+        f"{number(used.get(name)):.3g} {word}"
         for name, word in (("core_hours", "core-hours"), ("gpu_hours", "GPU-hours"))
-        if isinstance(used.get(name), int | float) and used[name]
+        if number(used.get(name))
     ]
     joules = used.get("joules")
     for name, value in joules.items() if isinstance(joules, dict) else ():
         parts.append(
-            f"{value:,.0f} J ({name})"
+            f"{number(value):,.0f} J ({name})"
             if isinstance(value, int | float)
             else f"energy of {name} not measurable here"
         )

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from grappe import sites
+from grappe.errors import UsageError
 from grappe.sites.schema import Node
 
 
@@ -16,7 +17,11 @@ def listing() -> Table:
     """Makes the table of all sites."""
     table = Table("site", "where", "node", "at most", box=None, padding=(0, 2, 0, 0))
     for name in sites.files():
-        site = sites.find(name)
+        try:
+            site = sites.find(name)
+        except UsageError as error:  # one wrong file hides no other
+            table.add_row(name, f"cannot be used: {error}", "", "")
+            continue
         hours = site.ask.max_hours or max((one.max_hours or 0 for one in site.queue), default=0)
         longest = f"{hours:g} h" if hours else ""
         table.add_row(

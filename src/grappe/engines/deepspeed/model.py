@@ -21,6 +21,7 @@ from grappe.engines.shared.state import ModelState, TrainState, trained_paramete
 from grappe.parallel.activation_checkpointing import checkpoint_activations
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
+from grappe.step.given import optimizer_of
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
 
@@ -71,7 +72,7 @@ class DeepSpeedModel:
         task, plan, world = self._setup.task, self._setup.plan, self._setup.world
         self.named = trained_parameters(self.module)
         self.reached = Reached(self.module, self.stage, world)
-        given = task.optimizer(self.named)
+        given = optimizer_of(task, self.named)
         optimizer.check_elementwise(given, self.stage)
         self.optimizer, words = optimizer.chosen(given, plan, world)
         self._setup.on_optimizer(self.optimizer, self.named)

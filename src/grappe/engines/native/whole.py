@@ -24,6 +24,7 @@ from grappe.parallel.shard import reduction_switch
 from grappe.profiling.phases import FORWARD
 from grappe.step.clip import gradient_norm
 from grappe.step.fast_paths import backward, seed_dropout
+from grappe.step.given import optimizer_of
 from grappe.step.losses import Losses
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import NO_ROOTS, Roots, Sums, loss_reduction
@@ -42,7 +43,7 @@ class WholeModel:
 
     def make_optimizer(self) -> Optimizer:
         """Makes the task's optimizer over this process's parameters."""
-        return self._setup.task.optimizer(self.named)
+        return optimizer_of(self._setup.task, self.named)
 
     def train_state(
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import IO, Any, cast
+from typing import Any
 
-from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grappe.launch.output import UserStream
+from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.memory import size
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
@@ -28,9 +28,7 @@ class Console(Watcher):
 
     def __init__(self, stream: UserStream, sample: str = "samples") -> None:
         # Given, since a notebook's environment variables would make rich draw as on a terminal.
-        self._console = RichConsole(
-            file=cast(IO[str], stream), highlight=False, force_terminal=stream.isatty()
-        )
+        self._console = SafeConsole(stream, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._console.soft_wrap = not self._live
         # Other output goes above the bar, unless it is redirected to a log.
@@ -48,10 +46,10 @@ class Console(Watcher):
         self._info = info
         if self._live:
             self._progress = Progress(
-                TextColumn("epoch {task.fields[epoch]}"),
+                TextColumn("epoch {task.fields[epoch]}", markup=False),
                 BarColumn(bar_width=24 if self._console.width >= WIDE else 10),
                 MofNCompleteColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 TimeRemainingColumn(compact=True),
                 console=self._console,
                 auto_refresh=False,  # a thread of its own would take time from the steps
@@ -89,7 +87,7 @@ class Console(Watcher):
         if self._progress is not None:
             self._progress.stop()
         if outcome is not None:
-            self._console.print(self._closing(outcome), markup=False)
+            self._console.lines(self._closing(outcome))
 
     def _refresh(self) -> None:
         assert self._info is not None
@@ -107,7 +105,7 @@ class Console(Watcher):
             refresh=True,
         )
 
-    def _closing(self, outcome: Outcome) -> str:
+    def _closing(self, outcome: Outcome) -> list[str]:
         assert self._info is not None
         words = {
             "finished": "finished",
@@ -130,7 +128,7 @@ class Console(Watcher):
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.output import UserStream
+from grappe.launch.terminal import say
 from grappe.profiling.phases import WARMUP
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
@@ -66,8 +67,7 @@ class Profile(Watcher):
         if self._stream is None or outcome is None:
             return
         needed = WARMUP + self._steps
-        self._stream.write(self._text or f"too few steps to profile: {self._seen} of {needed}\n")
-        self._stream.flush()
+        say(self._text or f"too few steps to profile: {self._seen} of {needed}\n", self._stream, end="")
 
     def _begin(self) -> None:
         import torch

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grappe.checkpoint.commit import LARGEST_JSON
 from grappe.errors import RunError
+from grappe.errors.foreign_text import html_text, number, printable
 from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
@@ -99,20 +101,20 @@ def _thinned_usage(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    seconds = _number(a.get("seconds")) + _number(b.get("seconds"))
+    seconds = number(a.get("seconds")) + number(b.get("seconds"))
     phases = dict(a["phases"])
     for name, value in b["phases"].items():
-        phases[name] = _number(phases.get(name)) + _number(value)
+        phases[name] = number(phases.get(name)) + number(value)
     merged = {
         **b,
         "seconds": seconds,
-        "steps": _number(a.get("steps")) + _number(b.get("steps")),
+        "steps": number(a.get("steps")) + number(b.get("steps")),
         "phases": phases,
     }
     for name in ("watts", "memory"):
         if isinstance(a.get(name), dict) and isinstance(b.get(name), dict):
             merged[name] = {
-                key: max(_number(a[name].get(key)), _number(value)) for key, value in b[name].items()
+                key: max(number(a[name].get(key)), number(value)) for key, value in b[name].items()
             }
     return merged
 
@@ -148,6 +150,8 @@ WRITTEN = {"measurement": "points", "lr-find": "curves"}
 
 def _written(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > LARGEST_JSON:
+            raise RunError(f"{file} is larger than any that grappe measure writes")
         known = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
@@ -166,23 +170,21 @@ def html(gathered: dict[str, Any], title: str) -> str:
     page, style, plots, code = ((folder / name).read_text() for name in names)
     # "<" would end the element that the data is in; JSON may write it otherwise.
     data = json.dumps(_finite(gathered), separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"TITLE": _escaped(title), "STYLE": style, "DATA": data, "CODE": plots + code}
+    parts = {"TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
     return re.sub(
         "@@([A-Z]+)@@", lambda found: parts[found[1]], page
     )  # in one pass: data is not looked through
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def _finite(value: Any) -> Any:
-    """Replaces infinities and NaN, which JSON does not have, by null."""
+    """Replaces infinities and NaN, which JSON does not have, by null; text is made visible, as the page shows it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(name): _finite(one) for name, one in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
+        return {printable(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Iterable):
         return [_finite(one) for one in value]
     return value
 
@@ -191,10 +193,6 @@ def _is_number(value: object, *, or_null: bool = False) -> bool:
     if value is None:
         return or_null
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _rounded(value: float | None) -> float | None:

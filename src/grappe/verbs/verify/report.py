@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Sequence
 from typing import Any
 
+from grappe.errors.foreign_text import html_text
 from grappe.verbs.verify.judge import Finding
 
 COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights", "tolerated", "why")
@@ -32,14 +32,14 @@ def as_json(found: Finding) -> dict[str, Any]:
 
 def page(task: str, findings: Sequence[Finding]) -> str:
     """Renders one HTML page that needs no other file."""
-    parts = [f"<h1>grappe verify {html.escape(task)}</h1>", _rows(COLUMNS, [cells(one) for one in findings])]
+    parts = [f"<h1>grappe verify {html_text(task)}</h1>", _rows(COLUMNS, [cells(one) for one in findings])]
     for one in findings:
         names = ("loss", "loss tolerated", "norm", "norm tolerated", "weights", "weights tolerated")
         rows = [
             [str(number), *(f"{step[name]:.1e}" for name in names)]
             for number, step in enumerate(one.difference.steps, start=1)
         ]
-        parts.append(f"<h2>{html.escape(one.plan or 'one process')}</h2>{_rows(('step', *names), rows)}")
+        parts.append(f"<h2>{html_text(one.plan or 'one process')}</h2>{_rows(('step', *names), rows)}")
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>grappe verify</title><style>{style}</style>'
     return f"{head}{''.join(parts)}</html>\n"
@@ -47,7 +47,7 @@ def page(task: str, findings: Sequence[Finding]) -> str:
 
 def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     return f"<table>{line(columns, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 

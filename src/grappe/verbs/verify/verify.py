@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,9 +61,3 @@ def verify(
 
 def _nothing(_: str) -> None:
     """Drops a note."""
-
-
-def progress(words: str) -> None:
-    """Writes a line on a terminal's standard error, over the previous line."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)

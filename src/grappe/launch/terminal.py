@@ -1,0 +1,45 @@
+"""Writes lines to the user: what comes this way can be shown by any terminal, and is never obeyed by one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Protocol
+
+from grappe.errors.foreign_text import printable, printable_lines
+
+
+class Stream(Protocol):
+    """A text stream."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+def say(text: object, stream: Stream | None = None, *, end: str = "\n") -> None:
+    """Writes lines of text to `stream`, the standard output by default."""
+    stream = sys.stdout if stream is None else stream
+    stream.write(f"{printable_lines(text)}{end}")
+    stream.flush()
+
+
+def complain(text: object) -> None:
+    """Writes lines of text to the standard error."""
+    say(text, sys.stderr)
+
+
+def progress(words: str) -> None:
+    """Writes a line on a terminal's standard error, over the one before."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{printable(words)}")
+        sys.stderr.flush()
+
+
+def show_any_text() -> None:
+    """Lets the standard streams take any text: a letter that the locale's encoding lacks is written as its escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):
+                stream.reconfigure(errors="backslashreplace")

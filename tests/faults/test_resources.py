@@ -1,0 +1,136 @@
+"""Scarce or odd resources: a training ends well, or with one message, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe import sites
+from grappe.checkpoint.lease import Lease
+from grappe.errors import RunError
+from grappe.training.run import Run
+from tests.commands import SLOW, Command, pids_in_training, until
+
+TRAIN = (sys.executable, "-m", "grappe", "train", "digits", "--steps", "2")
+ONE, TWO = ("--plan", "threads=1,device=cpu"), ("--plan", "replicate=2,threads=1,device=cpu")
+Ended = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Ended]]:
+    """Runs a program to its end in an empty folder; exit code, output, errors. Nothing is left of it."""
+    commands = []
+
+    def start(*words: str, **variables: str) -> Ended:
+        commands.append(Command(*words, cwd=tmp_path, **variables))
+        ended = commands[-1].end()
+        until(lambda: not commands[-1].members(), "all of its processes have ended")
+        assert commands[-1].left() == []
+        return ended
+
+    yield start
+    for one in commands:
+        one.close()
+
+
+def is_whole(folder: Path) -> bool:
+    newest = Run(folder).latest()
+    return newest is not None and newest.step == 2
+
+
+def test_few_open_files(run, tmp_path: Path) -> None:
+    code, _, err = run("bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *TRAIN, "--run", "run", *TWO)
+    assert code == 0, err
+    assert is_whole(tmp_path / "run")
+
+
+def test_little_shared_memory(run, tmp_path: Path) -> None:
+    """As in a container, where /dev/shm is small: here 64 kB."""
+    mounted = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    own = ("unshare", "--mount", "--map-root-user", "bash", "-c")
+    if run(*own, mounted)[0]:
+        pytest.skip("no mounts of one's own")
+    code, _, err = run(*own, mounted + ' && exec "$@"', "bash", *TRAIN, "--run", "run", *TWO)
+    assert code == 0, err
+    assert is_whole(tmp_path / "run")
+
+
+def test_little_address_space(run, tmp_path: Path) -> None:
+    """Less than torch needs: one message, and no folder that looks like a run."""
+    code, _, err = run("bash", "-c", 'ulimit -v 500000; exec "$@"', "bash", *TRAIN, "--run", "run", *ONE)
+    assert code in (1, 2), err
+    assert "a mistake of grappe's own" not in err
+    assert not (tmp_path / "run/checkpoints/step-000001").exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "TERM": ""}, id="none"),
+        pytest.param(
+            {"HOME": "", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="C"
+        ),
+    ],
+)
+def test_odd_environments_and_a_name_that_is_no_text(run, tmp_path: Path, variables: dict[str, str]) -> None:
+    name = os.fsdecode(b"run\xff\xe9\x1b[2J")
+    code, out, err = run(*TRAIN, "--run", name, *ONE, **variables)
+    assert code == 0, err
+    assert "\x1b" not in out + err
+    assert is_whole(tmp_path / name)
+    code, out, err = run(sys.executable, "-m", "grappe", "runs", name, **variables)
+    assert code == 0, err
+    assert r"run\udcff\udce9\x1b[2J" in out
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)  # what Python says where /etc/passwd lacks the user
+    assert not sites.own_folder({}).is_dir()
+    assert not sites.own_folder({"XDG_CONFIG_HOME": "relative"}).is_dir()
+
+
+@pytest.mark.parametrize("hours", [-24, 24])
+def test_a_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    """A lease that lives is kept by its process, and a lease from another time by nobody."""
+    (tmp_path / "run").mkdir()
+    holder = Lease(tmp_path / "run")
+    true = time.time
+    monkeypatch.setattr(time, "time", lambda: true() + hours * 3600)
+    holder.take()
+    with pytest.raises(RunError):
+        Lease(tmp_path / "run").take()
+    monkeypatch.setattr(time, "time", true)
+    other = Lease(tmp_path / "run")
+    other.take()  # a day away: no sign of life
+    with pytest.raises(RunError):
+        holder.check()
+    other.release()
+    holder.release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_that_is_removed_during_a_training(tmp_path: Path) -> None:
+    command = Command(sys.executable, "-m", "grappe", "train", SLOW, "epochs=1000", "--save-every", "2",
+                      "--run", "run", *ONE, cwd=tmp_path)  # fmt: skip
+    try:
+        pids_in_training(tmp_path / "run", 1)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        code, _, err = command.end()
+        assert code == 2, err
+        assert "The run's folder run is gone or was moved" in err
+        assert err.count("grappe: ") == 1
+        newest = Run(tmp_path / "moved").latest()
+        assert newest is not None
+        (tmp_path / "moved").rename(tmp_path / "run")
+    finally:
+        command.close()
+    shutil.rmtree(tmp_path / "run")

@@ -1,0 +1,126 @@
+"""All that is written to the user goes through launch/terminal.py and launch/safe_console.py; no other file may."""
+
+from __future__ import annotations
+
+import ast
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+import grappe
+from grappe.launch.safe_console import SafeConsole
+from grappe.launch.terminal import say
+
+ROOT = Path(grappe.__file__).parent
+HOSTILE = "\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
+SHOWN = r"\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
+WRITERS = ("launch/terminal.py", "launch/safe_console.py", "launch/output.py")
+TO_LOGS = ("launch/child.py", "launch/fork.py")  # a traceback, in what is a process's log
+FOREIGN_TEXT = "errors/foreign_text.py"
+RICH = ("rich.table", "rich.progress", "rich.live")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "content",
+    [
+        HOSTILE,
+        Text(HOSTILE),
+        Group(HOSTILE),
+        pytest.param(HOSTILE, id="table"),
+    ],
+)
+def test_a_console_shows_and_obeys_nothing(
+    content: object, terminal: bool, request: pytest.FixtureRequest
+) -> None:
+    if "table" in request.node.callspec.id:
+        content = Table(HOSTILE, title=HOSTILE, box=None)
+        content.add_row(HOSTILE)
+    stream = io.StringIO()
+    SafeConsole(stream, width=200, force_terminal=terminal, color_system=None).print(content)
+    assert SHOWN.replace(r"\x07", "") in stream.getvalue().replace(r"\x07", "")  # rich drops some by itself
+    assert "\x1b]" not in stream.getvalue()
+    assert "\u202e" not in stream.getvalue()
+
+
+def test_say() -> None:
+    stream = io.StringIO()
+    say(f"one\ntwo {HOSTILE}", stream)
+    assert stream.getvalue() == f"one\ntwo {SHOWN}\n"
+
+
+def bypasses(file: str, source: str) -> list[str]:
+    """The places of a source text that write to the user, or make foreign text fit for it, by another way."""
+    return [f"{file}:{line} {what}" for line, what in _bypasses(file, ast.parse(source))]
+
+
+def _bypasses(file: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    if file in WRITERS:
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="print" | "input")):
+                yield node.lineno, "print"
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="sys"), attr=stream), attr=way):
+                if stream.strip("_") in ("stdout", "stderr") and way in ("write", "writelines", "buffer"):
+                    yield node.lineno, "a stream's write"
+            case ast.Attribute(
+                value=ast.Name(id="traceback"), attr="print_exc" | "print_exception" | "print_stack"
+            ):
+                if file not in TO_LOGS:
+                    yield node.lineno, "traceback"
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="os"), attr="write"), args=[ast.Constant(), *_]
+            ):
+                yield node.lineno, "os.write"
+            case ast.Call(func=ast.Name(id="TextColumn"), keywords=given):
+                if not any(one.arg == "markup" and ast.unparse(one.value) == "False" for one in given):
+                    yield node.lineno, "markup"
+            case ast.Call(func=ast.Name(id="Live" | "Progress"), keywords=given):
+                if not any(one.arg == "console" for one in given):
+                    yield node.lineno, "a console of rich's own"
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] == "rich":
+                if module not in RICH and [one.name for one in names] != ["Group"]:
+                    yield node.lineno, module
+            case ast.Import(names=names) if any(one.name.partition(".")[0] == "rich" for one in names):
+                yield node.lineno, "rich"
+            case ast.Import(names=names) if any(one.name == "html" for one in names) and file != FOREIGN_TEXT:
+                yield node.lineno, "html.escape: use html_text"
+            case ast.Import(names=names) if any(one.name == "csv" for one in names):
+                if "spreadsheet_cell" not in {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}:
+                    yield node.lineno, "csv without spreadsheet_cell"
+
+
+def test_nothing_is_written_past_it() -> None:
+    found = [
+        line
+        for file in sorted(ROOT.rglob("*.py"))
+        for line in bypasses(str(file.relative_to(ROOT)), file.read_text())
+    ]
+    assert not found, "say it with launch/terminal.py:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print(name)",
+        "sys.stdout.write(name)",
+        "sys.stderr.buffer.write(name)",
+        "from rich.console import Console",
+        "from rich import print",
+        "import rich",
+        "Live(table)",
+        "TextColumn('{task.description}')",
+        "os.write(2, name)",
+        "traceback.print_exc()",
+        "import html",
+        "import csv\ncsv.writer(f)",
+    ],
+)
+def test_what_goes_past_it_is_found(source: str) -> None:
+    assert bypasses("a.py", source)

@@ -1,0 +1,172 @@
+"""grappe predict: what a model gives is shown, whatever kind of tensor it is; what is none is said."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from grappe.errors import DataError, TaskError
+from grappe.training.run import Run
+from grappe.verbs import predict as verb
+from tests.parity.tasks import Images
+from tests.training.test_training import train
+
+GIVES: dict[str, Callable[[torch.Tensor], Any]] = {}
+
+
+class Giving(nn.Module):
+    """A model with a weight, whose output is what `GIVES` makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3 * 8 * 8, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.layer(x.flatten(1).float())
+        return GIVES["now"](found) if "now" in GIVES else found
+
+
+class Outputs(Images):
+    """Whatever the model gives."""
+
+    def model(self) -> nn.Module:
+        return Giving()
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [model]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    GIVES.clear()
+    return Run(train(tmp_path_factory.mktemp("predict") / "run", Outputs(epochs=1), steps=1).run)
+
+
+@pytest.fixture
+def lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    def read(inputs: Any, gives: Callable[[torch.Tensor], Any] | None = None) -> list[dict[str, Any]]:
+        if gives is not None:
+            monkeypatch.setitem(GIVES, "now", gives)
+        found = [verb.answer(one) for one in verb.predict(run, inputs, task=Outputs(), data=run.folder)]
+        return [json.loads(json.dumps(one, allow_nan=False)) for one in found]
+
+    return read
+
+
+ARRAY = np.random.default_rng(0).normal(size=(3, 3, 8, 8))
+
+
+@pytest.mark.parametrize("kind", [">f4", "<f4", ">f8", "f2", "g", ">i4", "u1", "?", ">u2", "u4", "u8", "i8"])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_arrays_of_any_numbers(lines, tmp_path: Path, kind: str, in_file: bool) -> None:
+    array = (ARRAY * 9).astype(kind)
+    if in_file:
+        np.save(tmp_path / "a.npy", array)
+    expected = lines(torch.as_tensor(array.astype(np.float32)))
+    found = lines(tmp_path / "a.npy" if in_file else array)
+    assert [one["class"] for one in found] == [one["class"] for one in expected]
+
+
+def test_fortran_order_and_odd_strides(lines) -> None:
+    assert lines(np.asfortranarray(ARRAY)) == lines(ARRAY) == lines(ARRAY[::-1])[::-1]
+
+
+@pytest.mark.parametrize(
+    ("gives", "first"),
+    [
+        (lambda x: x.argmax(1), {"output": 1}),
+        (lambda x: x.long(), None),
+        (lambda x: x > 0, None),
+        (lambda x: x.bfloat16(), None),
+        (lambda x: x.half(), None),
+        (lambda x: x.to(torch.complex64), None),
+        (lambda x: x * float("nan"), {"class": 0, "probability": None}),
+        (lambda x: x[:, 0] * float("inf"), {"output": None}),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), None),
+        (lambda x: x[:, :0], {"output": []}),
+        (lambda x: x[:, None], None),
+    ],
+    ids=["classes", "long", "bool", "bf16", "fp16", "complex", "nan", "inf", "quantized", "empty", "nested"],
+)  # fmt: skip
+def test_tensors_of_any_kind_are_shown(lines, run: Run, tmp_path: Path, gives, first) -> None:
+    found = lines(ARRAY, gives)
+    assert len(found) == 3
+    if first is not None:
+        assert set(first) == set(found[0])
+        assert [one for one in first.values() if one is None] == [
+            one for one in found[0].values() if one is None
+        ]
+    verb.write(verb.predict(run, ARRAY, task=Outputs()), tmp_path / "out.npy")
+    assert len(np.load(tmp_path / "out.npy")) == 3
+
+
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        (lambda x: "some text", "gives str"),
+        (lambda x: None, "gives NoneType"),
+        (lambda x: (x, x), "gives tuple"),
+        (lambda x: {"a": x}, "gives dict"),
+        (lambda x: x.to_sparse(), "gives Tensor"),
+        (lambda x: x.sum(), r"shape \[\] for 3 samples"),
+        (lambda x: x[:2], r"shape \[2, 5\] for 3 samples"),
+    ],
+)
+def test_what_is_no_tensor_of_outputs_is_said(lines, gives, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        lines(ARRAY, gives)
+
+
+def test_nothing_to_predict(lines, run: Run, tmp_path: Path) -> None:
+    assert lines(ARRAY[:0]) == []
+    with pytest.raises(DataError, match="there is no sample"):
+        verb.write(verb.predict(run, ARRAY[:0], task=Outputs()), tmp_path / "out.npy")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff\xff", b"PK\x03\x04", b"\x80\x04."]
+)
+def test_files_that_are_no_arrays(lines, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.npy"):
+        lines(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776, 1099511627776)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1073741824, 3, 8, 8)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': ()}",
+        "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': '<M8[D]', 'fortran_order': False, 'shape': (1,)}",
+        "(" * 3000,
+        "__import__('os').mkdir('ran')",
+        "{'descr': '<f" + "9" * 5000 + "', 'fortran_order': False, 'shape': (1,)}",
+    ],
+)
+def test_headers_that_lie(lines, tmp_path: Path, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = header.encode() + b"\n"
+    (tmp_path / "a.npy").write_bytes(
+        b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
+    )
+    with pytest.raises(DataError, match=r"a\.npy"):
+        lines(tmp_path / "a.npy")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pipe_is_not_waited_for(lines, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.npy")
+    with pytest.raises(DataError, match="is no file"):
+        lines(tmp_path / "a.npy")
