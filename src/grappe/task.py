@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 SPLITS = ("train", "validation", "test")
+Call = Callable[[Any, Any], Any]
+"""A model and a batch of inputs to the model's output: `Task.forward`."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -88,10 +90,17 @@ class Task:
         return inputs, targets
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Samples as the dataset gave them, to a batch (inputs, targets)."""
+        """Samples as the dataset gave them, of whatever form, to a batch (inputs, targets)."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        """The model's output for a batch of inputs: a dict becomes keywords, `model(**inputs)`.
+
+        A pipeline calls it with the first unit in the model's place.
+        """
+        return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
     def units(self, model: Any) -> Sequence[nn.Module]:
         """The model's blocks in order: what is sharded, recomputed, compiled, cut into stages.

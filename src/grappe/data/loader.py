@@ -21,7 +21,7 @@ from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_flatten, tree_map
+from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
 from grappe.task import Task, overrides
 
@@ -155,7 +155,7 @@ class BatchLoader:
             weights = self._task.counts(targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
-        return Microbatch(inputs, targets, len(ids), weights)
+        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
 
     def _to_device(self, batch: Any) -> Any:
         device = self._world.device
@@ -240,11 +240,6 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
         shuffle=False,
     )
     return BatchLoader(task, dataset, order, plan, world, training=False)
-
-
-def rows_of(tree: Any) -> int:
-    """Returns the number of rows of a batch, read from its first tensor."""
-    return len(tree_flatten(tree)[0][0])
 
 
 def _channels_last(leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grappe.launch.world import World
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
+from grappe.task import Call
 from grappe.step.reduction import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
 
 # Renamed in torch 2.13.
@@ -38,13 +40,13 @@ def ddp_arguments(find_unused: bool) -> dict[str, bool]:
 class Carrier(nn.Module):
     """A model and, last so that it is in the first bucket, a parameter whose gradient carries the step's sums."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, call: Call) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._call = model, call
         self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, device=device))
 
     def forward(self, inputs: Any) -> Any:
-        return self.model(inputs)
+        return self._call(self.model, inputs)
 
 
 DryRun = Callable[[Callable[[Any], Any], Roots], None]
@@ -58,8 +60,8 @@ class Replicas:
     walk through the graph and a reduction of its own. See decision 50.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._carrier = Carrier(model, world.device)
+    def __init__(self, model: nn.Module, world: World, call: Call) -> None:
+        self._carrier, self._call = Carrier(model, world.device, call), call
         self._world = world
         self._wrapped: DistributedDataParallel | None = None
 
@@ -75,7 +77,7 @@ class Replicas:
         """
         model, carried = self._carrier.model, self._carrier.sums
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        dry_run(model, NO_ROOTS)
+        dry_run(functools.partial(self._call, model), NO_ROOTS)
         missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
         missing = missing.to(self._world.device)
         dist.all_reduce(missing, group=self._world.data_group)

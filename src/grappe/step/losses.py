@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.loader import rows_of
 from grappe.errors import TaskError
 from grappe.profiling.phases import BACKWARD
 from grappe.task import Task
@@ -44,19 +43,18 @@ class Losses:
         self._kept: tuple[object, Tensor] | None = None
 
     def __call__(
-        self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0, rows: int = 0
+        self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0
     ) -> Loss:
         """The loss of a microbatch of `batch`.
 
         Args:
             scale: what the output gradient is multiplied by: a loss scale, or what will be divided by.
-            rows: of the microbatch's tensors, where padding rows follow its samples.
 
         Raises:
             TaskError: as `values`.
         """
-        rows = rows or micro.rows or rows_of(micro.targets)
-        values = self.values(output, micro, rows)
+        rows = micro.size
+        values = self.values(output, micro)
         if self._on_phase is not None:
             self._on_phase(BACKWARD)
         # By position, as names take a microsecond.
@@ -64,23 +62,23 @@ class Losses:
             values, self._output_gradient(values, micro, batch, rows, scale), self.total(values, micro, rows)
         )
 
-    def values(self, output: object, micro: Microbatch, rows: int) -> Tensor:
-        """The loss's values for a microbatch whose tensors have `rows` rows.
+    def values(self, output: object, micro: Microbatch) -> Tensor:
+        """The loss's values for a microbatch.
 
         Raises:
             TaskError: the loss is a mean, or not one value per example or token.
         """
-        values = self._task.loss(output, micro.targets)
+        values, rows = self._task.loss(output, micro.targets), micro.size
         if values.dim() == 0:
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
                 'Return one value per example: reduction="none", as in '
                 'F.cross_entropy(output, target, reduction="none")'
             )
-        if values.numel() % rows or values.numel() == 0:
+        if micro.weights is None and (values.numel() % rows or values.numel() == 0):
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
-                'value per example or per token (reduction="none")'
+                'value per example or per token (reduction="none"), or say with counts() what each value counts'
             )
         if micro.weights is not None and micro.weights.shape != values.shape:
             raise TaskError(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Microbatch
-from grappe.data.loader import rows_of
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
@@ -48,8 +47,8 @@ class Scorer:
         """Counts a microbatch; a padding row counts nowhere."""
         if not micro.rows:
             return
-        rows = rows_of(micro.targets)
-        values = self._losses.values(output, micro, rows)
+        rows = micro.size
+        values = self._losses.values(output, micro)
         total = self._losses.total(values, micro, rows)
         count = float(rows) if micro.weights is None else micro.weights.sum()
         self._totals.append(

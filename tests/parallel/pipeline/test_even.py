@@ -41,7 +41,7 @@ def test_padding_rows_have_neither_loss_nor_gradient() -> None:
     losses, (found,) = Losses(Given()), even([micro(2)], 3)
     batch = Batch(0, 0, (found,), 2, 2.0, torch.zeros(2).numpy())
     for values in (torch.tensor([1.0, 2.0, 100.0]), torch.tensor([[1.0, 3.0], [2.0, 4.0], [9.0, 9.0]])):
-        loss = losses(values, found, batch, rows=3)
+        loss = losses(values, found, batch)
         gradient = loss.output_gradient
         assert gradient.sum().item() == pytest.approx(1.0) and not gradient[2:].any()
         assert loss.total.item() == values[:2].sum().item() / (values.numel() // 3)

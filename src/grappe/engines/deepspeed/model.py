@@ -23,6 +23,7 @@ from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
+from grappe.task import Call
 
 
 class DeepSpeedModel:
@@ -41,7 +42,9 @@ class DeepSpeedModel:
         with library.linear(zero3=False):
             self.module, config = self._make_model()
             # A context of its own: evaluation is inside another already, and neither may be entered twice.
-            self._carrier = _Carrier(self.module, autocast(setup.plan.precision, setup.world.device))
+            self._carrier = _Carrier(
+                self.module, autocast(setup.plan.precision, setup.world.device), setup.task.forward
+            )
             self._initialize(config, loss_scale)
         self._carrier.train()
 
@@ -98,7 +101,7 @@ class DeepSpeedModel:
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """The scores over all data slices."""
-        return evaluate(self._carrier, self._setup, batches, samples)
+        return evaluate(self._carrier, self._setup, batches, samples, self._carrier)
 
     def close(self) -> None:
         """Ends DeepSpeed's engine, and frees what it holds."""
@@ -113,10 +116,10 @@ class DeepSpeedModel:
 class _Carrier(nn.Module):
     """The model in its precision: DeepSpeed switches autocast off where it finds it around itself."""
 
-    def __init__(self, model: nn.Module, precision: AbstractContextManager[Any]) -> None:
+    def __init__(self, model: nn.Module, precision: AbstractContextManager[Any], call: Call) -> None:
         super().__init__()
-        self.model, self._precision = model, precision
+        self.model, self._precision, self._call = model, precision, call
 
     def forward(self, inputs: Any) -> Any:
         with self._precision:
-            return self.model(inputs)
+            return self._call(self.model, inputs)

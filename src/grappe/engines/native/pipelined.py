@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.loader import rows_of
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.staged_model import StagedModel
 from grappe.parallel.batchnorm import buffers_restored
@@ -90,6 +89,6 @@ class PipelinedGradients:
         assert self._batch is not None
         with self._autocast:
             # Gradients are summed, by replicas too.
-            loss = self._losses(output, micro, self._batch, self._loss_scale.value, rows_of(micro.targets))
+            loss = self._losses(output, micro, self._batch, self._loss_scale.value)
         self._total = loss.total if self._total is None else self._total + loss.total
         return loss.scalar()

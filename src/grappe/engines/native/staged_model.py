@@ -192,8 +192,9 @@ def _pruned(
     kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
     inside = {id(unit) for _, several in kept for unit in several}
     prune(model, [unit for unit in units if id(unit) not in inside])
+    device = setup.world.device
     return [
-        (Stage(several, number, len(parts), autocast(plan.precision, setup.world.device)), several)
+        (Stage(several, number, len(parts), autocast(plan.precision, device), setup.task.forward), several)
         for number, several in kept
     ]
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Microbatch
-from grappe.data.loader import rows_of
 from grappe.data.order import cut
 from grappe.errors import PlanError
 from grappe.parallel.pipeline.relay import key_of
@@ -68,7 +67,7 @@ def _words(keys: set[tuple]) -> str:
 
 
 def _padded(micro: Microbatch, rows: int) -> Microbatch:
-    missing = rows - rows_of(micro.targets)
+    missing = rows - micro.size
     if not missing:
         return micro
     weights = micro.weights
@@ -79,6 +78,7 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
         targets=tree_map(lambda leaf: _longer(leaf, missing), micro.targets),
         rows=micro.rows,
         weights=weights,
+        padding=rows - micro.rows,
     )
 
 

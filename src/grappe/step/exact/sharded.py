@@ -19,6 +19,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import local_tensor
 from grappe.step.exact.sums import Exact, tree_reduce_scatter, tree_sum
 from grappe.step.reduction import Sums
+from grappe.task import Call
 
 
 class TreeReduceScatter:
@@ -53,9 +54,9 @@ class ShardedExact(Exact):
     every_piece: ClassVar[bool] = True  # all processes reduce each unit's gradients together
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
     ) -> None:
-        super().__init__(model, parameters, plan, world)
+        super().__init__(model, parameters, plan, world, call)
         self._losses: list[Tensor] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -99,6 +100,8 @@ class ShardedExact(Exact):
         return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])
 
 
-def exact_sums(model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World) -> Exact:
+def exact_sums(
+    model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
+) -> Exact:
     """What sums the gradients of an exact plan."""
-    return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world)
+    return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world, call)

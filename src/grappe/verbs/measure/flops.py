@@ -54,7 +54,7 @@ def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
 
     model.train()
     with FlopCounterMode(display=False) as counter:
-        task.loss(model(inputs), targets).sum().backward()
+        task.loss(task.forward(model, inputs), targets).sum().backward()
     return counter.get_total_flops()
 
 

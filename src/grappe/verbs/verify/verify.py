@@ -65,6 +65,8 @@ def _nothing(_: str) -> None:
 
 
 def progress(words: str) -> None:
-    """Writes a line on a terminal's standard error, over the one before."""
+    """Writes a line on standard error; on a terminal over the one before."""
     if sys.stderr.isatty():
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+    elif words:  # a log: half a minute of silence looks like a hang
+        print(words, file=sys.stderr, flush=True)
