@@ -1,4 +1,4 @@
-"""Tasks whose batches are no stacks of rows: graphs with all their nodes in one tensor, lists of boxes, padded texts."""
+"""Tasks whose batches are no stacks of rows: graphs with all nodes in one tensor, lists of boxes, padded texts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,11 @@ class Boxed(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(index)
         boxes = torch.rand(1 + index % 3, 4, generator=draw)
-        return {"image": torch.randn(3, 6, 6, generator=draw) + boxes.mean(), "boxes": boxes, "name": str(index)}
+        return {
+            "image": torch.randn(3, 6, 6, generator=draw) + boxes.mean(),
+            "boxes": boxes,
+            "name": str(index),
+        }
 
 
 class Boxes(Task):

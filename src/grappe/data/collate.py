@@ -15,9 +15,7 @@ from grappe.task import Task, overrides
 if TYPE_CHECKING:
     from torch import Tensor
 
-COLLATE = (
-    "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
-)
+COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
 
 
 def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
@@ -77,7 +75,9 @@ def on_device(leaf: Any, device: torch.device) -> Any:
 def form(value: Any, depth: int = 2) -> str:
     """What a sample or batch looks like, in a few words: `(Tensor [3, 8, 8], int)`."""
     if isinstance(value, dict):
-        inside = [f"{key!r}: {form(one, depth - 1)}" for key, one in list(value.items())[:4]] if depth else ["…"]
+        inside = (
+            [f"{key!r}: {form(one, depth - 1)}" for key, one in list(value.items())[:4]] if depth else ["…"]
+        )
         return "{" + ", ".join(inside) + (", …" if depth and len(value) > 4 else "") + "}"
     if isinstance(value, tuple | list):
         inside = [form(one, depth - 1) for one in value[:4]] if depth else ["…"]

@@ -175,7 +175,11 @@ class Textbook(Stepper):
         self._all_reduce = ring_all_reduce  # naive_all_reduce gives the same sums, up to rounding
         self._wire = _wire(setup)
         plan = setup.plan
-        self._exact = Exact(self._model, self._parameters, plan, self._world, self._task.forward) if plan.exact else None
+        self._exact = (
+            Exact(self._model, self._parameters, plan, self._world, self._task.forward)
+            if plan.exact
+            else None
+        )
         call = functools.partial(self._task.forward, self._model)
         self._forward = call if self._exact is None else self._exact.forward
         self._model.train()

@@ -17,7 +17,7 @@ from grappe.parallel.activation_checkpointing import checkpoint_activations
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, on_meta
-from grappe.parallel.shard import shard, uses_shard
+from grappe.parallel.shard import shard, sum_scalars, uses_shard
 from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from grappe.task import Task
@@ -49,6 +49,8 @@ def parallelize(
         if uses_shard(plan):
             shard(part, inside, plan, world)
     fill(model, weights, world.device)
+    if uses_shard(plan):
+        sum_scalars(model, world)
     if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
     if plan.batchnorm == "sync" and world.data_group is not None:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from grappe.launch.world import World
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
-from grappe.task import Call
 from grappe.step.reduction import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
+from grappe.task import Call
 
 # Renamed in torch 2.13.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -42,9 +42,7 @@ class Losses:
         self._task, self._on_phase = task, on_phase
         self._kept: tuple[object, Tensor] | None = None
 
-    def __call__(
-        self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0
-    ) -> Loss:
+    def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """The loss of a microbatch of `batch`.
 
         Args:

@@ -18,6 +18,7 @@ from grappe.engines.deepspeed.state import Partitioned
 from grappe.engines.deepspeed.train_state import PartitionedState, WholeState
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
+from grappe.errors import TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
@@ -57,6 +58,7 @@ class DeepSpeedModel:
             self._setup.weights,
         )
         model = on_meta(task)
+        _refuse_scalars(model)
         sizes = [parameter.numel() for parameter in model.parameters()]
         cuda = world.device.type == "cuda"
         config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)
@@ -111,6 +113,16 @@ class DeepSpeedModel:
         gc.collect()
         self._communication.leave()
         self._scratch.close()
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    """DeepSpeed 0.19 sends each parameter's bytes to all processes, and a scalar cannot be seen as bytes."""
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if scalars:
+        raise TaskError(
+            f"DeepSpeed takes no scalar parameter, and the model has {', '.join(scalars[:3])}: make it one of shape "
+            "[1], or use engine=native, which keeps scalars whole"
+        )
 
 
 class _Carrier(nn.Module):

@@ -201,4 +201,4 @@ def _pruned(
 
 def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Of the same shape, on the device that optimizers look for, and without memory."""
-    return nn.Parameter(torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape))
+    return nn.Parameter(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape))

@@ -66,7 +66,9 @@ def _candidates(
         return lambda: dataclasses.replace(instrumentation, **off)
 
     fewer = dataclasses.replace(plan, microbatches=1)
-    if plan.microbatches > 1 and engines.supported(fewer):  # a pipeline's schedule needs as many as it has stages
+    if plan.microbatches > 1 and engines.supported(
+        fewer
+    ):  # a pipeline's schedule needs as many as it has stages
         word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference goes"
         yield Ablation(word=word, plan=fewer, instrumentation=changed())
     yield Ablation(

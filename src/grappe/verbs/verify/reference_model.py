@@ -58,7 +58,9 @@ class ReferenceModel:
                 if self._exact:
                     self._seed(number, rows.piece)
                 with self._autocast:
-                    output = self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
+                    output = (
+                        self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
+                    )
                     values = self._task.loss(output, rows.targets)
                     counts = self._task.counts(rows.targets)
                 weighted = (
