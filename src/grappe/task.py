@@ -40,6 +40,8 @@ class Task:
     seed: int = 0
     clip: float | None = None
     """Bound on the gradient's global norm."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, 0.999 say, which is then evaluated, loaded and exported."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -57,12 +59,21 @@ class Task:
                 f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)"
             )
 
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise TaskError(f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)")
+
+    def prepare(self, folder: Path) -> None:
+        """Downloads and unpacks what `data` needs: before it, by one process of each node at a time, under a lock."""
+
     def model(self) -> nn.Module:
         """The network, on the current default device, its weights drawn from torch's generator."""
         raise NotImplementedError
 
     def data(self, split: str, folder: Path) -> Dataset:
-        """The samples of `split` ("train", "validation" or "test"): a map-style dataset of (input, target)."""
+        """The samples of `split` ("train", "validation" or "test"): a map-style dataset.
+
+        Samples are pairs (input, target), or of any form that `collate` makes batches of.
+        """
         raise NotImplementedError
 
     def loss(self, output: Any, target: Any) -> Tensor:
@@ -86,7 +97,11 @@ class Task:
         return {}
 
     def augment(self, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
-        """Random changes to a batch for training, on the device; `keys` [B] int64 feed `grappe.draw`."""
+        """Random changes to a batch for training, on the device; `keys` [B] int64 feed `grappe.draw`.
+
+        Written with a further argument `training`, it is called for evaluation and prediction too: a diffusion
+        model's noise and times, say.
+        """
         return inputs, targets
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -101,6 +116,13 @@ class Task:
         A pipeline calls it with the first unit in the model's place.
         """
         return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+    def prediction(self, output: Any) -> Any:
+        """What `grappe predict` gives, of the model's output for a batch; each tensor in it has a row a sample.
+
+        A softmax, decoded text, a dict by name. It is cut by row, however it nests; a list of dicts is one a sample.
+        """
+        return output
 
     def units(self, model: Any) -> Sequence[nn.Module]:
         """The model's blocks in order: what is sharded, recomputed, compiled, cut into stages.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
@@ -38,6 +38,10 @@ spread over processes. Changing the plan does not change what is learned.
 
 --debug shows the whole traceback of an error.
 """
+
+Trained = Annotated[
+    bool, SWITCH, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
+]
 
 app = App(
     name="grappe",
@@ -93,6 +97,7 @@ def evaluate(
     json_: Annotated[
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
+    trained: Trained = False,
 ) -> int:
     """Score a run's newest checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
@@ -101,7 +106,7 @@ def evaluate(
         preflight([plan], once=True)
     from grappe.verbs.evaluate import evaluate as verb
 
-    scores = verb(run, split, plan, data=data)
+    scores = verb(run, split, plan, data=data, trained=trained)
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
@@ -122,27 +127,20 @@ def predict(
     *,
     data: DataFolder = None,
     out: Annotated[
-        Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
+        Path | None,
+        Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names."),
     ] = None,
+    trained: Trained = False,
 ) -> int:
     """Print what a run's model says of inputs: one JSON line a sample."""
-    from grappe.verbs.predict import predict as verb
+    from grappe.verbs import predict as verb
 
-    outputs = verb(run, inputs, data=data)
+    predictions = verb.predict(run, inputs, data=data, trained=trained)
     if out is not None:
-        import numpy as np
-        import torch
-
-        np.save(out, torch.stack(list(outputs)).numpy())
+        verb.save(out, predictions)
         return EXIT_OK
-    for index, output in enumerate(outputs):
-        line: dict[str, Any] = {"sample": index}
-        if output.dim() == 1 and output.numel() > 1:
-            probability = output.softmax(0)
-            line |= {"class": int(output.argmax()), "probability": round(float(probability.max()), 6)}
-        else:
-            line["output"] = output.tolist()
-        print(json.dumps(line))
+    for index, one in enumerate(predictions):
+        print(json.dumps({"sample": index, **verb.as_json(one)}))
     return EXIT_OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.collate import augment, augments, collated, on_device
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
@@ -24,6 +26,10 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
 from grappe.task import Task, overrides
+
+
+Fetch = Callable[[np.ndarray], tuple[Any, Any]]
+"""Sample ids to a batch (inputs, targets)."""
 
 
 class Slice(NamedTuple):
@@ -51,7 +57,7 @@ class BatchLoader:
         self.dataset = dataset
         self._task, self._plan, self._world = task, plan, world
         self._training = training
-        self._augments = training and overrides(task, "augment")
+        self._augments = augments(task, training=training)
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
         self._exact = ExactPieces.of(plan)
@@ -79,8 +85,14 @@ class BatchLoader:
             yield Slice(step, epoch, len(everyone), ids, pieces)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Yields the batches of steps `start` to `stop`. Collective where the task counts its targets."""
-        fetch = self._fetch(start, stop)
+        """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets."""
+        return self._made(start, stop, self._fetch(start, stop, self._workers()))
+
+    def rehearsed(self) -> Iterator[Batch]:
+        """The first batch, loaded by this process: no workers are started for one. Collective likewise."""
+        return self._made(0, 1, self._fetch(0, 1, 0))
+
+    def _made(self, start: int, stop: int, fetch: Fetch) -> Iterator[Batch]:
         for part in self.slices(start, stop):
             micros = tuple([self._microbatch(part, ids, *fetch(ids)) for ids in part.pieces])
             yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
@@ -89,19 +101,24 @@ class BatchLoader:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
         ids = np.arange(min(2, self.order.length))
         if self._arrays is not None:
-            inputs = self._arrays.gather(ids, self._world.device)[0]
+            inputs, targets = self._arrays.gather(ids, self._world.device)
         else:
             seeded = SeededDataset(self.dataset, seed=self.order.seed)
-            inputs = self._task.collate([seeded[-1, int(index)] for index in ids])[0]
-        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, inputs)
+            inputs, targets = collated(self._task, [seeded[-1, int(index)] for index in ids])
+        cpu = torch.device("cpu")
+        inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
+        # A model may take what augment makes of the samples, and nothing else.
+        return self._augmented(inputs, targets, -1, ids, cpu)[0]
 
-    def _fetch(self, start: int, stop: int) -> Callable[[np.ndarray], tuple[Any, Any]]:
+    def _fetch(self, start: int, stop: int, workers: int) -> Fetch:
         """Returns a function that loads a piece; call it for the pieces of steps `start` to `stop`, in order."""
         arrays, device = self._arrays, self._world.device
         if arrays is not None:
             return lambda ids: arrays.gather(padded(ids), device)
         # Workers read ahead, so they have the order for themselves.
-        loader = self._loader((part, padded(ids)) for part in self.slices(start, stop) for ids in part.pieces)
+        loader = self._loader(
+            ((part, padded(ids)) for part in self.slices(start, stop) for ids in part.pieces), workers
+        )
         # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
         # whose end waits for threads that are not there.
         gc.freeze()
@@ -109,18 +126,17 @@ class BatchLoader:
             loaded = iter(loader)
         finally:
             gc.unfreeze()
-        return lambda ids: next(loaded)
+        return lambda ids: _next(loaded)
 
-    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]]) -> DataLoader:
+    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]], workers: int) -> DataLoader:
         # Validation draws the same in every evaluation, so that losses can be compared.
         sampler = _Requests(
             ((part.epoch if self._training else -1, int(index)) for index in ids) for part, ids in requests
         )
-        workers = self._workers()
         return DataLoader(
             SeededDataset(self.dataset, seed=self.order.seed),
             batch_sampler=sampler,
-            collate_fn=self._task.collate,
+            collate_fn=functools.partial(collated, self._task),
             num_workers=workers,
             worker_init_fn=_ignore_signals if workers else None,
             # Our processes come from a server, and would have one started for their workers: it would neither
@@ -146,8 +162,9 @@ class BatchLoader:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
         if self._augments:
-            keys = torch.from_numpy(sample_keys(self.order.seed, part.epoch, padded(ids)))
-            inputs, targets = self._task.augment(inputs, targets, keys.to(self._world.device))
+            # Evaluations draw the same, so that losses can be compared.
+            epoch = part.epoch if self._training else -1
+            inputs, targets = self._augmented(inputs, targets, epoch, padded(ids), self._world.device)
         if self._plan.channels_last:
             inputs = tree_map(_channels_last, inputs)
         weights = None
@@ -157,15 +174,21 @@ class BatchLoader:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
         return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
 
+    def _augmented(
+        self, inputs: Any, targets: Any, epoch: int, ids: np.ndarray, device: torch.device
+    ) -> tuple[Any, Any]:
+        if not self._augments:
+            return inputs, targets
+        keys = torch.from_numpy(sample_keys(self.order.seed, epoch, ids)).to(device)
+        return augment(self._task, inputs, targets, keys, training=self._training)
+
     def _to_device(self, batch: Any) -> Any:
         device = self._world.device
         if device.type == "cpu":
             return batch
         if self.phase is not None:
             self.phase(TRANSFER)
-        moved = tree_map(
-            lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
-        )
+        moved = tree_map(lambda leaf: on_device(leaf, device), batch)
         if self.phase is not None:
             self.phase(DATA)
         return moved
@@ -195,6 +218,15 @@ class _Requests:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return (list(batch) for batch in self._batches)
+
+
+def _next(loaded: Iterator[Any]) -> Any:
+    """The next batch; a message of the task's from a data worker, without the worker's traceback."""
+    try:
+        return next(loaded)
+    except TaskError as error:
+        text = str(error).rstrip()
+        raise TaskError(text.rpartition("TaskError: ")[2]) from error
 
 
 def padded(ids: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from grappe.errors import UsageError, nearest
-from grappe.errors.user_code import naming_user_line, user_call
+from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
@@ -26,6 +26,7 @@ class EvaluateRequest:
     plan: Plan
     split: str
     data: Path
+    trained: bool
 
 
 def evaluate(
@@ -35,8 +36,12 @@ def evaluate(
     *,
     task: Task | None = None,
     data: Path | str | None = None,
+    trained: bool = False,
 ) -> Scores:
     """Evaluates a run's newest checkpoint on `split`, under any plan.
+
+    Args:
+        trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         GrappeError: the run, its task or the split cannot be found.
@@ -52,6 +57,7 @@ def evaluate(
         plan=as_plan(plan),
         split=split,
         data=Path(data or run.read_description().get("data", "data")),
+        trained=trained,
     )
     return start("grappe.verbs.evaluate:worker", request, request.plan)
 
@@ -60,6 +66,7 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     """Runs one process of an evaluation. Collective."""
     from grappe import engines
     from grappe.data import loader
+    from grappe.data.prepare import dataset_of, prepare
     from grappe.engines.base import EngineSetup
     from grappe.launch.world import join
 
@@ -67,9 +74,9 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     engine = engines.check(request.plan)
     run = Run(request.run)
     task = request.task.resolve() if request.task is not None else task_of(run)
-    dataset = user_call(task, "data", request.split, request.data)
-    loader.check(dataset, request.split, task)
-    weights = newest(run).read_model()
+    prepare(task, request.data, world)
+    dataset = dataset_of(task, request.split, request.data)
+    weights = newest(run).read_model(averaged=not request.trained)
     batches = loader.evaluation_loader(task, dataset, request.plan, world)
     with naming_user_line(task):
         setup = EngineSetup(

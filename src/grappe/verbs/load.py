@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from grappe.checkpoint.format import Checkpoint
 
 
-def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
+def load(run: Run | Path | str, task: Task | None = None, *, trained: bool = False) -> nn.Module:
     """Loads the model of a run's newest checkpoint, on the CPU, in evaluation mode.
 
     Args:
         task: needed where the run's task came from a notebook or a script, and has no name to find it by.
+        trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         RunError: the folder is no run, or it has no checkpoint that verifies.
@@ -33,7 +34,7 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     run = run if isinstance(run, Run) else Run(run)
     task = task or task_of(run)
     model = task.model()
-    fill(model, newest(run).read_model(), torch.device("cpu"))
+    fill(model, newest(run).read_model(averaged=not trained), torch.device("cpu"))
     return model.eval()
 
 

@@ -1,36 +1,43 @@
-"""grappe predict: the outputs of a run's model, one a sample."""
+"""grappe predict: what a run's model says of samples, one prediction each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.errors import DataError, UsageError
-from grappe.errors.user_code import naming_user_line, user_call
+from grappe.errors import DataError, TaskError, UsageError
+from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
 from grappe.verbs.load import load, task_of
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor, nn
+    from torch import nn
 
 SPLITS = ("train", "validation", "test")
 BATCH = 256
 
 
 def predict(
-    run: Run | Path | str, inputs: Any, *, task: Task | None = None, data: Path | str | None = None
-) -> Iterator[Tensor]:
-    """Yields the model's output for each sample, on the CPU, one tensor a sample.
+    run: Run | Path | str,
+    inputs: Any,
+    *,
+    task: Task | None = None,
+    data: Path | str | None = None,
+    trained: bool = False,
+) -> Iterator[Any]:
+    """Yields what the task's `prediction` gives for each sample, on the CPU: the model's output, if it has none.
 
     Args:
         inputs: a split's name, a .npy file of samples as the task's data gives them (first dimension N), or a
             tensor or array of that form.
+        trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         DataError: the file is not a plain array, or not of what the model takes.
+        TaskError: the output has not a row for each sample.
     """
     import torch
 
@@ -38,34 +45,57 @@ def predict(
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
         inputs = _read(Path(inputs))
     task = task or task_of(run)
-    model = load(run, task)
+    model = load(run, task, trained=trained)
     with torch.no_grad(), naming_user_line(task):
-        for batch in _batches(task, run, inputs, data):
-            yield from _output(model, batch)
+        for batch, count in _batches(task, run, inputs, data):
+            yield from rows(task.prediction(_output(task, model, batch)), count, type(task).__name__)
 
 
-def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[Any]:
+def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[tuple[Any, int]]:
+    """Inputs of the model, and of how many samples."""
     import torch
 
     if isinstance(inputs, str | Path):
-        folder = Path(data or run.read_description().get("data", "data"))
-        dataset = user_call(task, "data", str(inputs), folder)
-        for first in range(0, len(dataset), BATCH):
-            samples = [dataset[index] for index in range(first, min(first + BATCH, len(dataset)))]
-            yield task.collate(samples)[0]
+        yield from _of_split(task, str(inputs), Path(data or run.read_description().get("data", "data")))
         return
     whole = torch.as_tensor(inputs)
     if whole.dtype == torch.float64:
         whole = whole.float()  # what NumPy makes of any decimal number, and no model here has
     for first in range(0, len(whole), BATCH):
-        yield whole[first : first + BATCH]
+        yield whole[first : first + BATCH], len(whole[first : first + BATCH])
 
 
-def _output(model: nn.Module, batch: Any) -> Tensor:
+def _of_split(task: Task, split: str, folder: Path) -> Iterator[tuple[Any, int]]:
+    import numpy as np
+    import torch
+
+    from grappe.data.arrays import in_memory
+    from grappe.data.collate import augment, augments, collated
+    from grappe.data.draw import sample_keys
+    from grappe.data.prepare import dataset_of, prepare
+    from grappe.data.seeded import SeededDataset
+
+    prepare(task, folder)
+    dataset = dataset_of(task, split, folder)
+    arrays, seeded = in_memory(dataset), SeededDataset(dataset, seed=task.seed)
+    size = min(BATCH, task.batch_size)
+    for first in range(0, len(dataset), size):
+        ids = np.arange(first, min(first + size, len(dataset)))
+        if arrays is not None:
+            inputs, targets = arrays.gather(ids)
+        else:
+            inputs, targets = collated(task, seeded.__getitems__([(-1, int(one)) for one in ids]))
+        if augments(task, training=False):
+            keys = torch.from_numpy(sample_keys(task.seed, -1, ids))
+            inputs, targets = augment(task, inputs, targets, keys, training=False)
+        yield inputs, len(ids)
+
+
+def _output(task: Task, model: nn.Module, batch: Any) -> Any:
     import torch
 
     try:
-        return model(batch)
+        return task.forward(model, batch)
     except (RuntimeError, ValueError, IndexError) as error:
         if not isinstance(batch, torch.Tensor):
             raise
@@ -73,6 +103,97 @@ def _output(model: nn.Module, batch: Any) -> Tensor:
         raise DataError(
             f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: {error}"
         ) from error
+
+
+def rows(batch: Any, count: int, name: str) -> Iterator[Any]:
+    """Cuts a batch of predictions by row, however they nest.
+
+    Raises:
+        TaskError: a tensor in it has no row for each of `count` samples.
+    """
+    if isinstance(batch, list) and len(batch) == count and not _is_cuttable(batch, count):
+        yield from batch  # one a sample already: boxes, texts
+        return
+    for row in range(count):
+        yield _row(batch, row, count, name)
+
+
+def _is_cuttable(batch: list[Any], count: int) -> bool:
+    import torch
+
+    from grappe.private_api.torch import tree_leaves
+
+    leaves = tree_leaves(batch)
+    return bool(leaves) and all(isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in leaves)
+
+
+def _row(value: Any, row: int, count: int, name: str) -> Any:
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape):
+        if shape[0] != count:
+            raise TaskError(
+                f"the output of {name}'s model has {list(shape)}, no row for each of {count} samples: give {name} a "
+                "prediction(self, output) that makes some, or a list with one prediction a sample"
+            )
+        return value[row]
+    if isinstance(value, Mapping):
+        return {key: _row(one, row, count, name) for key, one in value.items()}
+    if isinstance(value, list) and len(value) == count and not _is_cuttable(value, count):
+        return value[row]
+    if isinstance(value, tuple | list):
+        return [_row(one, row, count, name) for one in value]
+    return value  # a number or word of the whole batch
+
+
+def as_json(prediction: Any) -> dict[str, Any]:
+    """A prediction's fields for a line of JSON: those of a dict, else `output`."""
+    plain = _plain(prediction)
+    return plain if isinstance(plain, dict) else {"output": plain}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
+        value = value.tolist()
+        return round(value, 6) if isinstance(value, float) else value
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise TaskError(
+        f"a prediction is a {type(value).__name__}, which cannot be written as JSON: let prediction() give tensors, "
+        "numbers and texts, in dicts and lists"
+    )
+
+
+def save(file: Path, predictions: Iterable[Any]) -> None:
+    """Writes predictions [N, ...]: to a .npy file where each is a tensor, to a .npz file where each is a dict.
+
+    Raises:
+        UsageError: they are neither, or of several shapes.
+    """
+    import numpy as np
+    import torch
+
+    found = list(predictions)
+    fields = found[0] if isinstance(found[0], dict) else {"": found[0]}
+    try:
+        columns = {
+            name: torch.stack([torch.as_tensor(one[name] if name else one) for one in found]).numpy()
+            for name in fields
+        }
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise UsageError(
+            f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out away, and "
+            "keep the lines of JSON"
+        ) from error
+    if file.suffix == ".npz":
+        np.savez(file, **{name or "output": column for name, column in columns.items()})
+    elif list(columns) == [""]:
+        np.save(file, columns[""])
+    else:
+        raise UsageError(f"--out {file}: predictions have {', '.join(columns)}: give a file that ends in .npz")
 
 
 def _read(file: Path) -> np.ndarray:

@@ -59,6 +59,11 @@ class DeepSpeedModel:
         )
         model = on_meta(task)
         _refuse_scalars(model)
+        if task.ema is not None and self.stage == 3:
+            raise TaskError(
+                f"ema={task.ema}: DeepSpeed's stage 3 keeps parts of the weights where no average can be taken: use "
+                "zero=2, or engine=native, which averages sharded weights"
+            )
         sizes = [parameter.numel() for parameter in model.parameters()]
         cuda = world.device.type == "cuda"
         config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)

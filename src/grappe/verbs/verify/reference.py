@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from grappe.checkpoint.initial import built
 from grappe.data.arrays import in_memory
+from grappe.data.prepare import prepare
 from grappe.data.seeded import SeededDataset
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
@@ -88,7 +89,9 @@ class Reference:
 def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
     """Trains on the plain process, and returns what it recorded."""
     world = join(Plan(device=request.plan.device, threads=request.plan.threads), process, rendezvous_folder)
-    task = instrumented(request.task.resolve(), request.instrumentation, SampleRecorder())
+    plain = request.task.resolve()
+    prepare(plain, request.data)  # here, before all other processes
+    task = instrumented(plain, request.instrumentation, SampleRecorder())
     batches = ReferenceBatches(
         task,
         request.data,
