@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError
+from grappe.errors.imports import broken_package
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
 
@@ -37,7 +38,8 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        mistake = ProcessDied(
+        package = broken_package(error)
+        mistake = UsageError(package or "") if package else ProcessDied(
             f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
         )
         mistake.details = "".join(traceback.format_exception(error))

@@ -20,7 +20,8 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError
+from grappe.errors.imports import broken_package
 from grappe.launch.rank import ProcessRank
 from grappe.private_api import torch_dynamo
 
@@ -88,6 +89,15 @@ def run(
             )
         )
         code = error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        package = broken_package(error)
+        if package is not None:
+            details = traceback.format_exc()
+            pipe.send(Report(kind="error", error="UsageError", message=package, details=details))
+            code = EXIT_USAGE
+        else:
+            pipe.send(Report(kind="crashed", error=type(error).__name__))
     except BaseException as error:
         traceback.print_exc()  # the last lines of the log tell the user
         pipe.send(Report(kind="crashed", error=type(error).__name__))
