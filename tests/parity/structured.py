@@ -202,4 +202,52 @@ class Texts(Task):
         return torch.optim.Adam([p for _, p in named_parameters], lr=0.01)
 
 
+class Embedded(nn.Module):
+    """The first unit of a pipeline takes the model's keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 16)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.words(input_ids), attention_mask
+
+
+class Pooled(nn.Module):
+    """The mean over the words that are none of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(16, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, mask = given
+        weights = mask[..., None].float()
+        return {"logits": self.scale * self.head(torch.tanh((x * weights).sum(1) / weights.sum(1)))}
+
+
+class Stages(nn.Sequential):
+    """Both, and what is between them."""
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:  # pyrefly: ignore
+        return self[1](self[0](**inputs))
+
+
+class StagedTexts(Texts):
+    """Texts for a pipeline."""
+
+    def model(self) -> nn.Module:
+        return Stages(Embedded(), Pooled())
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
+class StagedBoxes(Boxes):
+    """Boxes for a pipeline: a list of targets is cut as the images are."""
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
 TASKS = {"graphs": Graphs, "boxes": Boxes, "texts": Texts}

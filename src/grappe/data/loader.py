@@ -19,6 +19,7 @@ from grappe.data.collate import augment, augments, collated, on_device
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
+from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
 from grappe.launch.world import World, own_cores
@@ -63,6 +64,7 @@ class BatchLoader:
         self._exact = ExactPieces.of(plan)
         self.phase: Callable[[int], None] | None = None  # told when a batch goes to the device, and is there
         self._arrays = in_memory(dataset)
+        self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
         if self._arrays is not None:
             self._arrays.to_device(world.device)
 
@@ -94,7 +96,7 @@ class BatchLoader:
 
     def _made(self, start: int, stop: int, fetch: Fetch) -> Iterator[Batch]:
         for part in self.slices(start, stop):
-            micros = tuple([self._microbatch(part, ids, *fetch(ids)) for ids in part.pieces])
+            micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
             yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
     def example(self) -> Any:
@@ -110,6 +112,19 @@ class BatchLoader:
         # A model may take what augment makes of the samples, and nothing else.
         return self._augmented(inputs, targets, -1, ids, cpu)[0]
 
+    def _loaded(self, part: Slice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
+        """Each piece's sample ids, inputs and targets."""
+        if not self._cuts:
+            for ids in part.pieces:
+                yield ids, *fetch(ids)
+            return
+        # The task's own collate pads all of a step's microbatches to one length, as a pipeline needs them.
+        count, first, batch = max(1, len(part.ids)), 0, fetch(part.ids)
+        for ids in part.pieces:
+            places = range(first, first + len(ids)) if len(ids) else (0,)
+            yield ids, *at_rows(batch, places, count)
+            first += len(ids)
+
     def _fetch(self, start: int, stop: int, workers: int) -> Fetch:
         """Returns a function that loads a piece; call it for the pieces of steps `start` to `stop`, in order."""
         arrays, device = self._arrays, self._world.device
@@ -117,7 +132,7 @@ class BatchLoader:
             return lambda ids: arrays.gather(padded(ids), device)
         # Workers read ahead, so they have the order for themselves.
         loader = self._loader(
-            ((part, padded(ids)) for part in self.slices(start, stop) for ids in part.pieces), workers
+            ((part, padded(ids)) for part in self.slices(start, stop) for ids in self._requested(part)), workers
         )
         # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
         # whose end waits for threads that are not there.
@@ -127,6 +142,9 @@ class BatchLoader:
         finally:
             gc.unfreeze()
         return lambda ids: _next(loaded)
+
+    def _requested(self, part: Slice) -> tuple[np.ndarray, ...]:
+        return (part.ids,) if self._cuts else part.pieces
 
     def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]], workers: int) -> DataLoader:
         # Validation draws the same in every evaluation, so that losses can be compared.

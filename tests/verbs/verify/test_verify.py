@@ -11,7 +11,7 @@ from grappe.verbs.verify.judge import Finding
 from grappe.verbs.verify.report import COLUMNS, cells, page
 from grappe.verbs.verify.verify import progress, verify
 from tests.parity import planted
-from tests.parity.structured import TASKS, Boxes, Graphs, Texts
+from tests.parity.structured import TASKS, Boxes, Graphs, StagedBoxes, StagedTexts, Texts
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -159,6 +159,21 @@ def test_what_drifts_by_itself_cannot_be_judged(pool: Pool) -> None:
 @pytest.mark.parametrize("samples", [64, 61])
 def test_a_pipeline_of_several_microbatches_is_the_same(pool: Pool, samples: int) -> None:
     assert verified(pool, Images(samples=samples), "pipeline=2,microbatches=4").verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        (StagedTexts(samples=61), "pipeline=2,microbatches=4"),
+        (StagedTexts(samples=61), "pipeline=2,microbatches=3,shard=2"),
+        (StagedTexts(samples=61), "pipeline=2,microbatches=2,replicate=2"),
+        (StagedBoxes(samples=61), "pipeline=2,microbatches=4"),
+    ],
+)
+def test_a_pipelines_microbatches_are_padded_to_the_steps_longest(
+    pool: Pool, task: Task, plan: str
+) -> None:
+    assert verified(pool, task, plan).verdict == "same"
 
 
 def test_a_pipeline_differs_by_its_batch_normalisation_alone(pool: Pool) -> None:
