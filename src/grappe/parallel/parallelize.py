@@ -13,7 +13,7 @@ from torch import nn
 
 from grappe.checkpoint.weights import Weights
 from grappe.launch.world import World
-from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, on_meta
@@ -41,6 +41,7 @@ def parallelize(
     """
     model = on_meta(task)
     units = list(task.units(model))
+    switch_off_caches(model, plan)
     split_tensors(model, task, plan, world)
     for part, inside in keep(model, units):
         checkpoint_activations(inside or [part], plan)

@@ -19,7 +19,7 @@ from grappe.engines.deepspeed.train_state import PartitionedState, WholeState
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.errors import TaskError
-from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
 from grappe.step.precision import LossScale, autocast
@@ -68,6 +68,7 @@ class DeepSpeedModel:
         cuda = world.device.type == "cuda"
         config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)
         self._scratch.make(sum(sizes), config)
+        switch_off_caches(model, plan)
         checkpoint_activations(list(task.units(model)) or [model], plan)
         if self.stage == 3:
             partitioned(model, weights, world.device, config)
