@@ -60,7 +60,9 @@ class Task:
             )
 
         if self.ema is not None and not 0 < self.ema < 1:
-            raise TaskError(f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)")
+            raise TaskError(
+                f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)"
+            )
 
     def prepare(self, folder: Path) -> None:
         """Downloads and unpacks what `data` needs: before it, by one process of each node at a time, under a lock."""

@@ -39,7 +39,11 @@ class Triples(Task):
     ("task", "sample", "words"),
     [
         (Plain(), (torch.ones(3),), r"samples of the form \(Tensor \[3\],\) do not say what is input"),
-        (Plain(), {"input_ids": [1, 2], "labels": 0}, r"\{'input_ids': \[int, int\], 'labels': int\} do not say"),
+        (
+            Plain(),
+            {"input_ids": [1, 2], "labels": 0},
+            r"\{'input_ids': \[int, int\], 'labels': int\} do not say",
+        ),
         (Plain(), torch.ones(3), r"the form Tensor \[3\] do not say"),
         (Plain(), Graphs().data("train", Path())[0], "Graph cannot be put together by themselves"),
         (Triples(), 0, r"Triples.collate\(\) gave \(int, int, int\): it must give a pair"),
@@ -55,7 +59,9 @@ def test_an_error_in_collate_names_the_users_line() -> None:
         def collate(self, samples: Sequence[Any]) -> Any:
             return samples[0]["image"], 0
 
-    with pytest.raises(TaskError, match=r"Wrong.collate\(\) failed: KeyError: 'image' .*test_collate.py, line"):
+    with pytest.raises(
+        TaskError, match=r"Wrong.collate\(\) failed: KeyError: 'image' .*test_collate.py, line"
+    ):
         collated(Wrong(), [{"picture": 1}])
 
 

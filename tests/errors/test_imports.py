@@ -37,7 +37,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
         ["tasks"],
         ["doctor"],
     ],
-    ids=lambda command: " ".join(command),
+    ids=" ".join,
 )
 def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command: list[str]) -> None:
     done = subprocess.run(

@@ -178,7 +178,8 @@ FAULTS: dict[str, Planted] = {
     name: globals()[name]
     for name in (
         "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
-        "silent_bf16", "larger_loss", "larger_gradient", "shuffled_targets", "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
+        "silent_bf16", "larger_loss", "larger_gradient", "shuffled_targets",
+        "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
     )
 }  # fmt: skip
 

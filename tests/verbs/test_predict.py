@@ -39,7 +39,9 @@ def test_a_row_each(output: Any, count: int, last: dict[str, Any]) -> None:
 
 
 def test_what_has_no_row_each_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"Mine's model has \[6\], no row for each of 3 samples: give Mine a pred"):
+    with pytest.raises(
+        TaskError, match=r"Mine's model has \[6\], no row for each of 3 samples: give Mine a pred"
+    ):
         list(rows({"a": A, "b": torch.ones(6)}, 3, "Mine"))
     with pytest.raises(TaskError, match="a prediction is a object"):
         as_json(object())

@@ -40,7 +40,9 @@ spread over processes. Changing the plan does not change what is learned.
 """
 
 Trained = Annotated[
-    bool, SWITCH, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
+    bool,
+    SWITCH,
+    Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
 ]
 
 app = App(

@@ -39,8 +39,12 @@ def run(app: App) -> NoReturn:
         code = EXIT_OK
     except Exception as error:
         package = broken_package(error)
-        mistake = UsageError(package or "") if package else ProcessDied(
-            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
+        mistake = (
+            UsageError(package or "")
+            if package
+            else ProcessDied(
+                f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
+            )
         )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)

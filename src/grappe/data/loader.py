@@ -28,7 +28,6 @@ from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
 from grappe.task import Task, overrides
 
-
 Fetch = Callable[[np.ndarray], tuple[Any, Any]]
 """Sample ids to a batch (inputs, targets)."""
 
@@ -132,7 +131,8 @@ class BatchLoader:
             return lambda ids: arrays.gather(padded(ids), device)
         # Workers read ahead, so they have the order for themselves.
         loader = self._loader(
-            ((part, padded(ids)) for part in self.slices(start, stop) for ids in self._requested(part)), workers
+            ((part, padded(ids)) for part in self.slices(start, stop) for ids in self._requested(part)),
+            workers,
         )
         # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
         # whose end waits for threads that are not there.

@@ -18,9 +18,10 @@ def broken_package(error: BaseException) -> str | None:
     with contextlib.suppress(Exception):  # metadata of whatever form
         for name in importlib.metadata.packages_distributions().get(found, [found]):
             text = str(error).strip().partition("\n")[0]
+            version = importlib.metadata.version(name)
             return (
-                f"{name} {importlib.metadata.version(name)} cannot be imported ({type(error).__name__}: {text}); it may "
-                f"not fit torch {importlib.metadata.version('torch')}: install a {name} that does, or remove it: "
+                f"{name} {version} cannot be imported ({type(error).__name__}: {text}); it "
+                f"may not fit torch {importlib.metadata.version('torch')}: install a {name} that does, or remove it: "
                 f"pip uninstall {name}"
             )
     return None

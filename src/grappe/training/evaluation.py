@@ -73,7 +73,9 @@ class Evaluation:
             if not isinstance(error, TaskError) and not is_users(error):
                 raise
             text = str(error) if isinstance(error, TaskError) else sentence(error)
-            raise TaskError(f"evaluation fails (one batch of it is tried before the first step): {text}") from error
+            raise TaskError(
+                f"evaluation fails (one batch of it is tried before the first step): {text}"
+            ) from error
 
     def state(self, step: int) -> dict[str, Any]:
         """JSON for the checkpoint of `step`."""

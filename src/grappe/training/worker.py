@@ -47,7 +47,6 @@ from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.profile import Profile
 from grappe.training.watchers.watcher_list import WatcherList
 
-
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 

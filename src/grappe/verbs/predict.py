@@ -124,7 +124,9 @@ def _is_cuttable(batch: list[Any], count: int) -> bool:
     from grappe.private_api.torch import tree_leaves
 
     leaves = tree_leaves(batch)
-    return bool(leaves) and all(isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in leaves)
+    return bool(leaves) and all(
+        isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in leaves
+    )
 
 
 def _row(value: Any, row: int, count: int, name: str) -> Any:
@@ -189,11 +191,14 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
             "keep the lines of JSON"
         ) from error
     if file.suffix == ".npz":
-        np.savez(file, **{name or "output": column for name, column in columns.items()})
+        arrays: dict[str, Any] = {name or "output": column for name, column in columns.items()}
+        np.savez(file, **arrays)
     elif list(columns) == [""]:
         np.save(file, columns[""])
     else:
-        raise UsageError(f"--out {file}: predictions have {', '.join(columns)}: give a file that ends in .npz")
+        raise UsageError(
+            f"--out {file}: predictions have {', '.join(columns)}: give a file that ends in .npz"
+        )
 
 
 def _read(file: Path) -> np.ndarray:

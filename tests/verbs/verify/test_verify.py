@@ -170,9 +170,7 @@ def test_a_pipeline_of_several_microbatches_is_the_same(pool: Pool, samples: int
         (StagedBoxes(samples=61), "pipeline=2,microbatches=4"),
     ],
 )
-def test_a_pipelines_microbatches_are_padded_to_the_steps_longest(
-    pool: Pool, task: Task, plan: str
-) -> None:
+def test_a_pipelines_microbatches_are_padded_to_the_steps_longest(pool: Pool, task: Task, plan: str) -> None:
     assert verified(pool, task, plan).verdict == "same"
 
 

@@ -176,5 +176,5 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
 def sample_word(dataset: Any) -> str:
     """ "images" where a dataset's first input looks like one, [1 or 3, height, width]; else "samples"."""
     sample = dataset[0]
-    inputs = sample[0] if isinstance(sample, tuple | list) and sample else None
+    inputs: Any = sample[0] if isinstance(sample, tuple | list) and sample else None
     return "images" if getattr(inputs, "ndim", 0) == 3 and inputs.shape[0] in (1, 3) else "samples"

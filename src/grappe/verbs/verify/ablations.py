@@ -48,11 +48,12 @@ def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, know
 def steadying(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
     """Names each thing without which one plain process no longer drifts when its samples change their places."""
     found = []
-    for word, off in (
+    switches: list[tuple[str, dict[str, Any]]] = [
         ("a loss in which rows meet, or that depends on their places", {"loss": True}),
         *([("augmentation that draws outside grappe.draw", {"augment": True})] if known.augments else []),
         *([("clipping", {"clip": True})] if known.clips else []),
-    ):
+    ]
+    for word, off in switches:
         steps = runner.reference(plan, dataclasses.replace(instrumentation, **off)).steps
         if FACTOR * max(max(one.loss_noise, one.norm_noise) for one in steps) <= BOUND:
             found.append(f"{word}: without it the drift goes")
