@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ForwardRef
 
 import grappe
 from grappe import fields
@@ -18,7 +18,7 @@ from grappe.plan import Plan
 from grappe.verbs.catalogue import plan_markdown
 
 PAGE = Path(__file__).with_name("api.md")
-MODULES = ("grappe.slurm",)  # beside grappe itself: each says in __all__ what is public
+MODULES = ("grappe.optimizers", "grappe.slurm")  # beside grappe itself: each says in __all__ what is public
 # What public functions return: these attributes are public, the classes are not for importing.
 RETURNED = {
     "grappe.training.run:Run": (
@@ -152,6 +152,8 @@ def value(default: Any) -> str:
 
 def annotation(found: Any) -> str:
     """An annotation as the source has it."""
+    if isinstance(found, ForwardRef):  # of a NamedTuple's fields
+        found = found.__forward_arg__
     text = found if isinstance(found, str) else inspect.formatannotation(found)
     for name in TEXT_FORMS:
         text = re.sub(rf"\b{name}\b", inspect.formatannotation(getattr(fields, name).__origin__), text)

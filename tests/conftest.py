@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +18,10 @@ from tests import tiers
 from tests.processes import Pool
 
 pytest_plugins = ["tests.skips"]
+# What grappe keeps in the user's state folder is kept in one of the tests; processes that they start have it, too.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="grappe-state-")
+os.environ.pop("XDG_RUNTIME_DIR", None)
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 torch.set_num_threads(1)  # the same bits and no fights for two cores
 
 
@@ -27,6 +36,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.mark(items)
     if config.pluginmanager.hasplugin("xdist"):
         tiers.arrange(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> tiers.OneWorkerPerModule:
+    return tiers.OneWorkerPerModule(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command
     ]
     assert len(lines) == 1, done.stderr
     assert "operator torchvision::nms does not exist" in lines[0]
-    assert "mistake of grappe" not in done.stderr and "Traceback" not in done.stderr
+    assert "bug in grappe" not in done.stderr and "Traceback" not in done.stderr
     assert done.returncode == (1 if command == ["doctor"] else 2)
 
 

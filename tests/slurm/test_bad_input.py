@@ -26,7 +26,7 @@ def refused(*words: str) -> str:
     ("words", "said"),
     [
         (("--site", "narvall", *TRAIN), "did you mean narval"),
-        (("--site", "narval", *TRAIN), "wants an account"),
+        (("--site", "narval", *TRAIN), "needs an account"),
         (("--site", "narval", "--account", "def-x", "--time", "8d", *TRAIN), "at most 168 h"),
         (
             ("--site", "narval", "--account", "def-x", "--time", "soon", *TRAIN),
@@ -53,9 +53,28 @@ def refused(*words: str) -> str:
         (("--site", "cedar", "--account", "def-x", *TRAIN), "replaced by fir"),
         (
             ("--site", "narval", "--account", "def-x", "--", "evaluate", "x"),
-            "runs a training, not 'evaluate'",
+            "x is no run",
         ),
         (("--site", "narval", "--account", "def-x"), "grappe submit --time 3h -- train TASK"),
+        (("--site", "narval", *HERE, "--", "trian", "x"), "grappe has no command 'trian'"),
+        (("--site", "narval", *HERE, "--", "queue"), "is for the login node"),
+        (("--site", "narval", *HERE, "--", "torchrun", "x.py"), "leave torchrun out"),
+        (("--site", "narval", *HERE, "--", "none.py"), "there is no script none.py"),
+        (("--site", "narval", *HERE, "--processes", "2", *TRAIN), "the plan says how many"),
+        (("--site", "narval", *HERE, "--processes", "3", "--gpus", "2", "--", SLOW), "do not share 2 GPUs"),
+        (("--site", "narval", *HERE, "--", "verify", SLOW, "--plan", "replicate=8"), "processes on one node"),
+        (("--site", "narval", *HERE, "--sbatch", "--wrap=x", *TRAIN), "grappe sets --wrap by itself"),
+        (("--site", "narval", *HERE, "--mem", "a lot", *TRAIN), "as 32G is"),
+        (("--site", "narval", *HERE, "--queue", "x", "--qos", "y", *TRAIN), "give one of them"),
+        (
+            ("--site", "jean-zay-a100", "--account", "x@a100", "--gpus", "0", *TRAIN),
+            "accounts of jean-zay-cpu",
+        ),
+        (("--site", "narval", *HERE, *TRAIN, "--plan", "engine=deepspeed,offload=nvme:"), "names no folder"),
+        (("--site", "narval", *HERE, *TRAIN, "--data", "$SLURM_PROCID"), "another for each process"),
+        (("--site", "narval", *HERE, "--with", "x", *TRAIN), "--env virtualenv"),
+        (("--site", "narval", "--account", "def-x", "--with", "x;y", *TRAIN), "--with x;y"),
+        (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "no module's name"),
     ],
 )
 def test_wrong_submissions(

@@ -25,12 +25,12 @@ def foreign_weights(file: Path) -> Weights:
     runs nothing.
 
     Raises:
-        RunError: there is no such file, it is damaged, or it holds more than weights.
+        RunError: the file is missing, damaged, or holds more than weights.
     """
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
-        found = TensorFiles([file])
+        found = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
         return Under(found, _wrapping(found))
     if file.suffix not in PICKLED:
         raise RunError(

@@ -1,4 +1,4 @@
-"""Keeps a second process from writing a run; another node can tell from the lease file whether its holder lives."""
+"""Keeps a second process from writing a run: a lease file shows, on other nodes too, whether its holder is alive."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError
+from grappe.launch import files as safe
 
 FILE = "lease.json"
 BEAT_SECONDS = 5.0
@@ -28,18 +29,18 @@ class Holder:
     host: str
     pid: int
     job: str
-    """The Slurm job that it runs in, or nothing."""
+    """The Slurm job that the process runs in; "" outside a job."""
     restart: int
-    """How often Slurm has restarted that job."""
+    """The number of times that Slurm has restarted the job."""
     beat: float
-    """Seconds since 1970, when it last said that it lives."""
+    """Time of the last heartbeat, in seconds since 1970."""
 
 
 class Lease:
     """Held from `take` to `release`, by process 0; its heartbeat is a thread.
 
     Raises:
-        RunError: on `take`, another process that lives holds it.
+        RunError: on `take`, a live process holds the lease.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,12 +50,13 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Takes the lease, over from a holder that is dead or has been silent for a minute."""
+        """Takes the lease, also from a holder that is dead or sent no heartbeat for a minute."""
         holder = self._holder()
         if holder is not None and _lives(holder):
             raise RunError(
                 f"{self._file.parent} is being written by process {holder.pid} on {holder.host}"
-                f"{f', job {holder.job}' if holder.job else ''}: stop that one first, or wait a minute if it is dead"
+                f"{f', job {holder.job}' if holder.job else ''}: "
+                "stop that process first, or wait a minute if it is dead"
             )
         try:
             self._write()
@@ -76,17 +78,17 @@ class Lease:
                 if holder
                 else "somebody removed the lease; another process"
             )
-            raise RunError(f"{who} writes {self._file.parent} now: this one writes nothing more")
+            raise RunError(f"{who} writes {self._file.parent} now: this process writes nothing more")
 
     def release(self) -> None:
-        """Gives it back."""
+        """Releases the lease."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         holder = self._holder()
         if holder is not None and holder.token == self.token:
             with contextlib.suppress(OSError):  # it ends by itself; an error here would hide the one before
-                self._file.unlink()
+                safe.remove(self._file)
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
@@ -100,8 +102,6 @@ class Lease:
         write_json(self._file, {**_myself(), "token": self.token, "beat": time.time()})
 
     def _holder(self) -> Holder | None:
-        if not self._file.exists():
-            return None
         try:
             known = read_json(self._file)
             return Holder(

@@ -1,7 +1,8 @@
 """Writes and reads tensors in safetensors' format; a file may hold pieces of tensors that are spread over processes.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes, the header's length; the header, JSON; the data.
-We write it ourselves, since the library copies every tensor while holding the interpreter, and training would wait.
+grappe writes the format itself: the library copies every tensor while it holds the interpreter lock, and training
+would wait.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from grappe.checkpoint.commit import Fingerprint
+from grappe.checkpoint.commit import Fingerprint, write_all
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_CHECKPOINT
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -37,29 +40,29 @@ WRITE_SIZE = 1 << 20  # bytes: what was just written is still in a cache when it
 
 
 class Piece(NamedTuple):
-    """A part of a named tensor, or all of it."""
+    """A part of a named tensor, or the whole tensor."""
 
     name: str
     data: Tensor
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     offset: tuple[int, ...]
-    """Where the part begins in the whole."""
+    """The part's first index in the whole tensor, by dimension."""
 
 
 def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None = None) -> Fingerprint:
     """Writes tensors to a new file and flushes it to disk; returns its fingerprint.
 
     Args:
-        values: the pieces' numbers, in their order, where `pieces` has shapes only; asked for one after the other.
+        values: the pieces' values, in their order, when `pieces` has shapes only; read one after the other.
     """
     header = _header(pieces)
     digest = xxhash.xxh3_128()
     size = 0
     tensors = (piece.data for piece in pieces) if values is None else _fitting(pieces, values)
-    with file.open("xb", buffering=0) as stream:
+    with safe.new_file(file, IN_CHECKPOINT) as stream:
         for chunk in itertools.chain([header], (part for one in tensors for part in _bytes(one))):
-            size += _write_all(stream.fileno(), chunk)
+            size += write_all(stream.fileno(), chunk)
             digest.update(chunk)
         os.fsync(stream.fileno())
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
@@ -102,24 +105,21 @@ def _bytes(data: Tensor) -> Iterator[memoryview]:
         yield view[start : start + WRITE_SIZE]
 
 
-def _write_all(handle: int, chunk: bytes | memoryview) -> int:
-    view, done = memoryview(chunk), 0
-    while done < len(view):
-        done += os.write(handle, view[done:])
-    return done
-
-
 class _Mapped:
     """A file's tensors, mapped into memory for reading only.
 
     The library maps them so that they could be written: under RLIMIT_DATA a checkpoint counts as data then.
     """
 
-    def __init__(self, file: Path) -> None:
-        with safe_open(file, framework="np") as checked:  # whether the header is a true one
-            self.names = list(checked.keys())
-            self.metadata = checked.metadata() or {}
-        whole = np.asarray(np.memmap(file, np.uint8, "r"))
+    def __init__(self, file: Path, levels: int) -> None:
+        with safe.reader(file, levels) as stream:
+            # The library opens by name: this one means the file that is open here, whatever has its name by now.
+            with safe_open(
+                f"/dev/fd/{stream.fileno()}", framework="np"
+            ) as checked:  # is the header a true one?
+                self.names = list(checked.keys())
+                self.metadata = checked.metadata() or {}
+            whole = np.asarray(np.memmap(stream, np.uint8, "r"))
         start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
         self._entries = json.loads(whole[8:start].tobytes())
         self._data = whole[start:]
@@ -134,30 +134,33 @@ class _Mapped:
         return DTYPES[self._entries[name]["dtype"]]
 
     def integers(self, name: str) -> np.ndarray:
-        """A tensor's bits as integers of its size, for reading only: numpy has not all types."""
+        """Returns a tensor's bits as read-only integers of the same size, since numpy lacks some of torch's types."""
         start, stop = self._entries[name]["data_offsets"]
         kind = INTEGERS[self.dtype(name).itemsize][0]
         return self._data[start:stop].view(kind).reshape(self.shape(name))
 
 
 def _writable(tensor: Tensor) -> np.ndarray:
-    """The same memory as `_Mapped.integers` has it."""
+    """Returns the tensor's memory in the integer type of `_Mapped.integers`."""
     return tensor.view(INTEGERS[tensor.element_size()][1]).numpy()
 
 
 class TensorFiles:
-    """The tensors of several files, put together from their pieces when they are read.
+    """The tensors of several files, assembled from their pieces when they are read.
+
+    Args:
+        levels: how many of the last names of each file's path may not be links (see grappe.launch.files).
 
     Raises:
         RunError: a file is no safetensors file, or its pieces do not fit together.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], levels: int = IN_CHECKPOINT) -> None:
         self._places: dict[str, list[tuple[_Mapped, tuple[int, ...]]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
-                self._add(file)
+                self._add(file, levels)
             except RunError:
                 raise
             except (
@@ -165,8 +168,8 @@ class TensorFiles:
             ) as error:  # the library has an error class of its own, beside OSError and ValueError
                 raise RunError(f"{file} is no readable safetensors file: {error}") from error
 
-    def _add(self, file: Path) -> None:
-        mapped = _Mapped(file)
+    def _add(self, file: Path, levels: int) -> None:
+        mapped = _Mapped(file, levels)
         parts = json.loads(mapped.metadata.get("pieces", "{}"))
         for name in mapped.names:
             local = mapped.shape(name)
@@ -197,10 +200,10 @@ class TensorFiles:
         return self.read_part(name, shape, (0,) * len(shape))
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        """The part of a tensor that begins at `offset` and has `shape`, reading no more than it needs.
+        """Reads the part of a tensor that begins at `offset` and has `shape`, and no more bytes than needed.
 
         Raises:
-            RunError: the pieces there are do not cover it.
+            RunError: the files' pieces do not cover the part.
         """
         boxes = []
         for mapped, at in self._places[name]:
@@ -219,7 +222,7 @@ class TensorFiles:
 
 
 def _within(box: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
-    """Returns a box as slices of what begins at `offset`."""
+    """Returns a box as slices relative to `offset`."""
     return tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, offset, strict=True))
 
 

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder
 from grappe.cli.exit import show
-from grappe.cli.training import read_submission
+from grappe.cli.submission import read_submission
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.verbs.submission import JobOptions
 
@@ -25,18 +25,18 @@ def register(app: App) -> None:
 
 def submit(
     *words: Annotated[
-        str, Parameter(allow_leading_hyphen=True, help="After --: train TASK …, as it runs here.")
+        str, Parameter(allow_leading_hyphen=True, help="After --: the command, as it runs here.")
     ],
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
     test_only: Annotated[
-        bool, SWITCH, Parameter(help="Have sbatch judge the script; submit nothing.")
+        bool, SWITCH, Parameter(help="Test the script with sbatch; submit nothing.")
     ] = False,
     show_: Annotated[
         bool,
         Parameter(name="--show", negative="", show_default=False, help="Print the script; submit nothing."),
     ] = False,
 ) -> int:
-    """Submit a training as a Slurm job: grappe submit --time 3h -- train TASK …
+    """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
 
     Nodes, processes, cores and memory follow from the plan and the cluster. The job
     saves before its time is over or when it is preempted, and goes back into the
@@ -46,6 +46,8 @@ def submit(
         grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
         grappe submit --site narval --account def-me --time 3h \\
             -- train digits --plan shard=8            two nodes of four GPUs
+        grappe submit --time 1h -- verify digits --plan replicate=2
+        grappe submit --processes 2 -- my_script.py --lr 0.1
     """
     from grappe.verbs import submit as verb
 
@@ -59,6 +61,10 @@ def submit(
             sys.stdout.write(one.text)
         else:
             show(f"job {one.job}: {one.cost}; run {one.run}")
+            if one.note:
+                print(
+                    f"grappe: the packages of its environment were not checked: {one.note}", file=sys.stderr
+                )
     return EXIT_OK
 
 
@@ -74,8 +80,12 @@ def logs(
     run: RunFolder,
     /,
     *,
-    rank: Annotated[int | None, Parameter(help="Of this process. Default: the job's own.")] = None,
-    follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Until the job ends.")] = False,
+    rank: Annotated[
+        int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")
+    ] = None,
+    follow: Annotated[
+        bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")
+    ] = False,
 ) -> int:
     """Print what a run's job, or one of its processes, wrote."""
     from grappe.verbs.logs import lines
@@ -94,7 +104,7 @@ def wait(run: RunFolder, /) -> int:
 
 
 def cancel(*runs: RunFolder) -> int:
-    """Cancel the jobs of runs. What was saved stays."""
+    """Cancel the jobs of runs. Checkpoints are kept."""
     from grappe.verbs.jobs import cancel as verb
 
     if not runs:
@@ -104,8 +114,8 @@ def cancel(*runs: RunFolder) -> int:
     return EXIT_OK
 
 
-def sites(name: Annotated[str | None, Parameter(help="One of them: all its facts.")] = None, /) -> int:
-    """List the clusters that jobs can be submitted to, or one's facts and where they come from."""
+def sites(name: Annotated[str | None, Parameter(help="A site, to show all its facts.")] = None, /) -> int:
+    """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
     from grappe.verbs.sites import facts, listing
 
     show(facts(name) if name else listing())
@@ -113,11 +123,11 @@ def sites(name: Annotated[str | None, Parameter(help="One of them: all its facts
 
 
 def doctor(
-    task: Annotated[str | None, Parameter(help="Look at this task's sizes too.")] = None,
+    task: Annotated[str | None, Parameter(help="Check this task's sizes too.")] = None,
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    folder: Annotated[Path, Parameter(help="Where runs are written.")] = Path("runs"),
+    folder: Annotated[Path, Parameter(help="Folder in which runs are written.")] = Path("runs"),
     job: Annotated[
         bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
     ] = False,

@@ -9,15 +9,17 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli import cluster, measuring, verify
+from grappe.cli import cluster, learning, measuring, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
     BaseFolder,
+    CheckpointName,
     DataFolder,
     FieldText,
     PlanText,
     RunFolder,
+    RunTask,
     TaskName,
     read_text_forms,
 )
@@ -76,10 +78,12 @@ def drill(
     preflight([plan], task)
     from rich.console import Console
 
-    from grappe.training.request import make_request
+    from grappe.plan import as_plan
+    from grappe.training.request import Request, data_folder
+    from grappe.training.task_reference import TaskReference
     from grappe.verbs.drill import drill as verb
 
-    training = make_request(task, plan, data=data, fields=texts)
+    training = Request(task=TaskReference.of(task, texts), plan=as_plan(plan), data=data_folder(data))
     with Console(stderr=True).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
@@ -92,27 +96,30 @@ def evaluate(
     /,
     *,
     split: Annotated[
-        Literal["train", "validation", "test"], Parameter(help="What to score it on.")
+        Literal["train", "validation", "test"], Parameter(help="Split to evaluate on.")
     ] = "validation",
     plan: PlanText = "",
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
     data: DataFolder = None,
     json_: Annotated[
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
     trained: Trained = False,
 ) -> int:
-    """Score a run's newest checkpoint on a split, every sample counted once."""
+    """Evaluate a run's checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
 
     if run.is_dir():
         preflight([plan], once=True)
     from grappe.verbs.evaluate import evaluate as verb
 
-    scores = verb(run, split, plan, data=data, trained=trained)
+    scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
     table = plain_table("", "")
+    table.add_row("checkpoint", scores.checkpoint)
     table.add_row("samples", f"{scores.samples:,} of {split}, each once")
     table.add_row("loss", f"{scores.loss:.6f}")
     for name, value in scores.metrics.items():
@@ -127,6 +134,8 @@ def predict(
     inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
     /,
     *,
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
     data: DataFolder = None,
     out: Annotated[
         Path | None,
@@ -134,15 +143,18 @@ def predict(
     ] = None,
     trained: Trained = False,
 ) -> int:
-    """Print what a run's model says of inputs: one JSON line a sample."""
+    """Print the predictions of a run's model for inputs: one JSON line per sample."""
     from grappe.verbs import predict as verb
 
-    predictions = verb.predict(run, inputs, data=data, trained=trained)
+    taken: list[str] = []
+    predictions = verb.predict(
+        run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append, trained=trained
+    )
     if out is not None:
         verb.save(out, predictions)
         return EXIT_OK
     for index, one in enumerate(predictions):
-        print(json.dumps({"sample": index, **verb.as_json(one)}))
+        print(json.dumps({"sample": index, "checkpoint": taken[0], **verb.as_json(one)}))
     return EXIT_OK
 
 
@@ -153,7 +165,7 @@ def runs(
     *,
     base: BaseFolder = Path("runs"),
 ) -> int:
-    """List the runs, or describe one: what it is, where it stands, its checkpoints."""
+    """List the runs, or describe one: its task, plan, progress and checkpoints."""
     from grappe.verbs.runs import describe, listing
 
     show(describe(run) if run is not None else listing(base))
@@ -162,14 +174,16 @@ def runs(
 
 @app.command
 def prune(
-    run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that nobody writes.")] = None,
+    run: Annotated[
+        Path | None, Parameter(help="A run's folder. Default: all that are not being written.")
+    ] = None,
     /,
     *,
     base: BaseFolder = Path("runs"),
-    keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
-    dry_run: Annotated[bool, SWITCH, Parameter(help="Say what would go, and remove nothing.")] = False,
+    keep: Annotated[int, Parameter(help="Number of newest checkpoints to keep, besides the best.")] = 1,
+    dry_run: Annotated[bool, SWITCH, Parameter(help="List what would be removed; remove nothing.")] = False,
 ) -> int:
-    """Remove checkpoints that nobody will miss, and what killed saves left behind."""
+    """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:
         raise UsageError(f"--keep={keep}: it must be at least 1")
     from grappe.training.run import Run, all_runs
@@ -207,6 +221,7 @@ def engines() -> int:
 
 measuring.register(app)
 verify.register(app)
+learning.register(app)
 cluster.register(app)
 
 

@@ -22,6 +22,7 @@ from grappe.data.pieces import ExactPieces
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
+from grappe.launch.orphan import end_with_parent
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -40,14 +41,14 @@ class Slice(NamedTuple):
     samples: int
     ids: np.ndarray
     pieces: tuple[np.ndarray, ...]
-    """Sample ids by microbatch; an empty piece gets one padding row, which counts 0."""
+    """Sample ids by microbatch; an empty piece gets one padding row, whose weight is 0."""
 
 
 class BatchLoader:
     """The batches of one split for this process.
 
     Args:
-        training: whether to augment, and to know the global count before the first backward.
+        training: whether to augment, and to compute the global count before the first backward.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class BatchLoader:
             batch_sampler=sampler,
             collate_fn=functools.partial(collated, self._task),
             num_workers=workers,
-            worker_init_fn=_ignore_signals if workers else None,
+            worker_init_fn=_begin_worker if workers else None,
             # Our processes come from a server, and would have one started for their workers: it would neither
             # know a task file's classes nor have torch imported.
             multiprocessing_context="fork" if workers else None,
@@ -166,7 +167,7 @@ class BatchLoader:
 
     @property
     def loading(self) -> int | None:
-        """How many data workers this process has; None: the samples are in memory."""
+        """The number of this process's data workers; None: the samples are in memory."""
         return None if self._arrays is not None else self._workers()
 
     def _workers(self) -> int:
@@ -248,7 +249,7 @@ def _next(loaded: Iterator[Any]) -> Any:
 
 
 def padded(ids: np.ndarray) -> np.ndarray:
-    """Returns `ids`, or sample 0 as a padding row where there are none: an empty batch cannot go through the model."""
+    """Returns `ids`; without any, sample 0 as a padding row, since a model cannot take an empty batch."""
     return ids if len(ids) else np.zeros(1, dtype=np.int64)
 
 
@@ -256,7 +257,7 @@ def check(dataset: object, split: str, task: Task) -> int:
     """Returns the dataset's length.
 
     Raises:
-        TaskError: it is not map-style, or it is empty.
+        TaskError: the dataset is not map-style, or is empty.
     """
     name = type(task).__name__
     if isinstance(dataset, IterableDataset):
@@ -280,7 +281,7 @@ def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> B
 
 
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
-    """Loads all samples once, in order, in batches twice a training microbatch: no gradients are kept."""
+    """Loads all samples once, in order, in batches of twice a training microbatch, since no gradients are kept."""
     ways = plan.exact or plan.data_parallel
     micro = -(-task.batch_size // (ways * plan.microbatches))
     order = SampleOrder(
@@ -298,6 +299,7 @@ def _channels_last(leaf: Any) -> Any:
     return leaf
 
 
-def _ignore_signals(_: int) -> None:
+def _begin_worker(_: int) -> None:
+    end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""User code: finds the line of the user's own code that an exception came through, and names it in the message."""
+"""User code: finds the line of the user's own code that raised or passed on an exception, for the message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the user's code, as messages show it."""
+    """A line of the user's code, in the form that messages show."""
 
     file: str
     number: int
@@ -38,7 +38,7 @@ class Line:
 
 
 def line_of(error: BaseException) -> Line | None:
-    """The innermost line of a user's own code that `error` came through, in a data worker too."""
+    """Finds the innermost line of the user's own code in `error`'s traceback, also a data worker's."""
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
         return Line(error.filename, error.lineno or 0, "<module>")
     lines = [Line(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
@@ -49,7 +49,7 @@ def line_of(error: BaseException) -> Line | None:
 
 
 def layer_of(error: BaseException) -> str | None:
-    """The layer of torch.nn whose forward raised the exception."""
+    """Names the layer of torch.nn whose forward raised the exception."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or LAYERS not in frames[-1].f_code.co_filename:
         return None
@@ -57,19 +57,19 @@ def layer_of(error: BaseException) -> str | None:
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether `error` came through the user's own code, or out of the layers that it uses."""
+    """Returns whether `error` comes from the user's own code, or from the layers that it uses."""
     return line_of(error) is not None or layer_of(error) is not None
 
 
 def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of a user's own code that a stack is in; the innermost of all where there is none."""
+    """Finds the innermost line of the user's own code in a stack; without one, the innermost line."""
     lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
     own = [line for line in lines if not _is_library(line.file)]
     return str((own or lines)[-1]) if lines else "nowhere"
 
 
 def sentence(error: BaseException) -> str:
-    """`error` in one line, with the user's own line that led to it."""
+    """Formats `error` as one line, with the user's own line that led to it."""
     text = str(error)
     name = type(error).__name__
     if isinstance(error, SyntaxError):
@@ -81,7 +81,7 @@ def sentence(error: BaseException) -> str:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a frame's file is Python's, an installed package's, or grappe's own."""
+    """Returns whether a frame's file belongs to Python, to an installed package, or to grappe."""
     if file.startswith("<"):
         return not file.startswith(TYPED)
     if "site-packages" in file or "dist-packages" in file:
@@ -95,7 +95,7 @@ def _is_library(file: str) -> bool:
 
 @contextlib.contextmanager
 def naming_user_line(task: object) -> Iterator[None]:
-    """Context in which an exception that came through the task's own code becomes one message that names its line."""
+    """Context in which an exception from the task's own code becomes one message that names the line."""
     try:
         yield
     except Exception as error:
@@ -105,7 +105,7 @@ def naming_user_line(task: object) -> Iterator[None]:
 
 
 def user_call(task: object, method: str, *arguments: Any) -> Any:
-    """Calls a method of the task; an exception in it becomes one message that names its line."""
+    """Calls a method of the task; an exception in the method becomes one message that names the line."""
     try:
         return getattr(task, method)(*arguments)
     except GrappeError:

@@ -1,16 +1,12 @@
-"""Runs one process of a local launch: from its first instruction to its report to the command that started it."""
+"""Runs one process of a local launch: from its first instruction to its report to the command."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from multiprocessing import reduction
@@ -22,6 +18,9 @@ import cloudpickle
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError
 from grappe.errors.imports import broken_package
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
+from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.private_api import torch_dynamo
 
@@ -31,26 +30,26 @@ STARTED = "--- started "  # opens each start's part of a log
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a process reports at its end."""
+    """The report of a process at its end."""
 
     kind: str
-    """"returned", "error" (one of ours, with a message for the user) or "crashed" (any other exception)."""
+    """"returned", "error" (a GrappeError, with a message for the user) or "crashed" (any other exception)."""
     when: float = dataclasses.field(default_factory=time.time)
     value: Any = None
     error: str = ""
-    """The class of the error."""
+    """The error's class."""
     message: str = ""
     details: str = ""
 
 
 class Terminal:
-    """A file descriptor of the command's, its own to close, that travels to a new process."""
+    """A duplicate of one of the command's file descriptors, passed to a new process."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def close(self) -> None:
-        """Closes the descriptor here, once the process has started."""
+        """Closes the command's duplicate, once the process has started."""
         os.close(self.descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,23 +109,23 @@ def run(
 
 
 def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
-    """The file that a process's output goes to until there is a run; afterwards a link to the run's log."""
+    """Returns the file for a process's output before there is a run; afterwards a link to the run's log."""
     return rendezvous_folder / f"rank-{process.rank}.log"
 
 
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
-    """Ends this process from any thread, with a message for the user: its main thread may never come back."""
+    """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever."""
     if process.launcher == "grappe":
-        _last_words(early_log(rendezvous_folder, process)).write_text(message)
+        safe.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
         print(f"grappe: {message}", file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)
 
 
 def last_words(log: Path) -> Report | None:
-    """The report of a process that `end_now` ended; `log` is its early log."""
+    """Makes the report of a process that `end_now` ended; `log` is its early log."""
     try:
-        return Report(kind="error", error="ProcessDied", message=_last_words(log).read_text())
+        return Report(kind="error", error="ProcessDied", message=safe.read_text(_last_words(log)))
     except OSError:
         return None
 
@@ -136,36 +135,22 @@ def _last_words(log: Path) -> Path:
 
 
 def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None:
-    """Appends this process's standard output and error to `log`, with what `early` holds already."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    """Appends this process's standard output and error to `log`, after the content of `early`."""
+    if early is not None:
+        safe.make_folder(log.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with safe.appender(log, IN_PART) as stream:
+        handle = os.dup(stream.fileno())
     if early is None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {process.rank} of {process.size} on {os.uname().nodename}"
         os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
     else:
-        os.write(handle, early.read_bytes())
+        os.write(handle, safe.read_bytes(early))
         beside = early.with_suffix(".link")
         beside.symlink_to(log.absolute())
         beside.replace(early)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-
-
-def end_with_parent() -> None:
-    """Kills this process when the one that started it ends, however that came, so that no orphan survives."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        # It was forked by the command, or by a server that outlives the command: so the command is watched as well.
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()

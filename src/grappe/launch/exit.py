@@ -1,4 +1,4 @@
-"""How a launcher's processes end: an error is reported once, and exit codes come through torchrun and srun."""
+"""Ends a launcher's processes: an error is reported once, and exit codes pass through torchrun and srun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import time
 import traceback
 from pathlib import Path
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank, rank_from_environment
 
 LEAVING_SECONDS = 2.0
@@ -17,7 +19,7 @@ FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's e
 
 
 def reported_once(error: Exception, process: ProcessRank) -> BaseException:
-    """`error` for the user, in one process; SystemExit in the others."""
+    """Returns `error` for the user in one process; SystemExit in the others."""
     from grappe.launch.rendezvous import claims_error_report
 
     ours = isinstance(error, GrappeError)
@@ -37,14 +39,14 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
 
 
 def _leave_code(code: int) -> None:
-    """Writes the exit code for the batch script: srun tells it only that the others were killed when one fails."""
+    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
     if file := os.environ.get(FAILURE):
-        with contextlib.suppress(OSError):
-            Path(file).write_text(str(code))
+        with contextlib.suppress(OSError, RunError):
+            safe.replace(Path(file), str(code).encode(), IN_PART)
 
 
 def _lost_another(error: Exception) -> bool:
-    """Whether an error follows from another process's end."""
+    """Returns whether an error follows from another process's end."""
     return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
@@ -55,9 +57,9 @@ def _how_it_failed(error: Exception) -> str:
 
 
 def interrupted() -> int:
-    """The exit code of an interrupted training: 75 from process 0, once the others have left with 0.
+    """Returns the exit code of an interrupted training: 75 on process 0, once the others have ended with 0.
 
-    `srun --kill-on-bad-exit` would end them at the first 75, and torchrun turns any failure into 1.
+    `srun --kill-on-bad-exit` would kill the others at the first 75, and torchrun turns any failure into 1.
     """
     process = rank_from_environment()
     if process is None or process.size == 1:

@@ -1,4 +1,4 @@
-"""Calls a function in a forked process, whose memory is freed with its end."""
+"""Calls a function in a forked process, whose memory is freed when it ends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from collections.abc import Callable
 
 from grappe import errors
 from grappe.errors import GrappeError, TaskError, user_code
+from grappe.launch.orphan import end_with_forking_parent
 
 DONE = "done"  # written by the child, as an exit code alone may be the task's own
 
 
 def run_in_fork(work: Callable[[], None]) -> None:
-    """Calls `work` in a forked process, and waits for it.
+    """Calls `work` in a forked process, and waits for the process.
 
     Raises:
-        GrappeError: what `work` raised, or that the process died.
+        GrappeError: `work` raised an error, or the process died.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -26,10 +27,12 @@ def run_in_fork(work: Callable[[], None]) -> None:
     # The child must not collect its parent's garbage: a process group of an earlier training, say, whose end waits
     # for threads that are not there.
     gc.freeze()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         gc.unfreeze()
     else:
+        end_with_forking_parent(parent)
         os.close(reader)
         message = _message_of(work)
         os.write(writer, (message or DONE).encode()[:60_000])
@@ -51,8 +54,10 @@ def run_in_fork(work: Callable[[], None]) -> None:
 
 def exit_code_in_fork(work: Callable[[], None]) -> int:
     """Calls `work` in a silent forked process; returns 0, 1 where `work` raised, or -N where signal N killed it."""
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        end_with_forking_parent(parent)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             work()

@@ -1,4 +1,4 @@
-"""LocalProcess: one process of a local launch as the command sees it: its start, its report, its end."""
+"""LocalProcess: one process of a local launch, seen from the command: its start, its report, its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from grappe.errors import ProcessDied
 from grappe.launch import child
 from grappe.launch.child import Report, Terminal
 from grappe.launch.rank import ProcessRank
+from grappe.private_api.multiprocessing import forkserver_exit_code
 
 NAME = "grappe-rank-"
 
 
 class LocalProcess:
-    """A process that runs one rank, and the pipe on which the process reports."""
+    """A process of one rank, and the pipe for its report."""
 
     def __init__(self, rank: ProcessRank, rendezvous_folder: Path) -> None:
         self._rank = rank
@@ -39,23 +41,27 @@ class LocalProcess:
             args=(payload, self._rank, rendezvous_folder, theirs, terminal),
             name=f"{NAME}{self._rank.rank}",
         )
-        with theirs, without_main():
-            self.process.start()
-        if terminal is not None:
-            terminal.close()
+        try:
+            with theirs, without_main():
+                self.process.start()
+        except (EOFError, ConnectionError, BrokenPipeError) as error:
+            raise ProcessDied(f"{self.name} could not be started: {server_end() or error}") from error
+        finally:
+            if terminal is not None:
+                terminal.close()
 
     @property
     def name(self) -> str:
-        """What messages call the process."""
+        """Returns the process's name for messages."""
         return f"process {self._rank.rank} of {self._rank.size} on {os.uname().nodename}"
 
     @property
     def reporting(self) -> bool:
-        """Whether the report is still to come."""
+        """Returns whether the report is still to come."""
         return self.report.kind == "none yet"
 
     def read_report(self) -> None:
-        """Reads the report, if it is there."""
+        """Reads the report, if it has arrived."""
         try:
             if self.reporting and self.pipe.poll():
                 self.report = self.pipe.recv()
@@ -63,7 +69,7 @@ class LocalProcess:
             self.report = Report(kind="silent")
 
     def join(self) -> None:
-        """Waits for the process's end, and reads what it left: its report, or the last words of `child.end_now`."""
+        """Waits for the process's end, and reads its report, or the message of `child.end_now`."""
         self.process.join()
         self._ended = True
         self.read_report()
@@ -78,17 +84,43 @@ class LocalProcess:
         return self.process.exitcode or 0
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process, if it lives."""
+        """Sends a signal to the process, if it is alive."""
         if self.process is not None and self.process.pid and not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kills the process, if it lives, and waits for its end."""
+        """Kills the process, if it is alive, and waits for its end."""
         self.signal(signal.SIGKILL)
         if self.process is not None and self.process.pid:
             self.process.join()
             self.pipe.close()
+
+
+def server_end() -> str:
+    """Tells how the server that processes are forked from has ended; "" where it lives."""
+    code = forkserver_exit_code()
+    if code is None:
+        return ""
+    server = f"the server on {os.uname().nodename} that processes are started from"
+    if code < 0:
+        return f"{server} was killed by {signal_name(-code)}{hint(code)}"
+    return f"{server} ended by itself with exit code {code}; what it wrote stands above"
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name: SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def hint(code: int) -> str:
+    """Says what an exit code mostly comes from, ready to follow a message."""
+    if code != -signal.SIGKILL:
+        return ""
+    return " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
 
 
 @contextlib.contextmanager
@@ -103,7 +135,7 @@ def without_main() -> Iterator[None]:
 
 
 def _terminal() -> Terminal | None:
-    """A duplicate of this process's standard output; None where it is closed."""
+    """Duplicates this process's standard output; None if it is closed."""
     stream = sys.stdout
     # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1, it shows.
     descriptor = stream.fileno() if isinstance(stream, io.TextIOWrapper) else 1

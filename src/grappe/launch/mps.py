@@ -1,11 +1,10 @@
-"""MPS: NVIDIA's service through which processes share a GPU. Started and ended by us, in private folders."""
+"""MPS: starts and ends NVIDIA's service through which processes share a GPU, in private folders."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
@@ -13,6 +12,8 @@ from pathlib import Path
 
 from grappe.errors import PlanError, UsageError
 from grappe.launch import command
+from grappe.launch import files as safe
+from grappe.launch.folders import own_folder, private_folder
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 
@@ -29,13 +30,13 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 def shared_gpus(
     plan: Plan, process: ProcessRank | None, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """The service runs while processes of `plan` share GPUs on this node; does nothing for other plans.
+    """Context in which the service runs, if processes of `plan` share GPUs on this node.
 
-    It is started by the process that starts the others, or by the first of each node under a launcher, before any
-    of them has touched a GPU. Where the service is not installed, processes take turns on the GPU.
+    The process that starts the others starts the service, or under a launcher the first of each node, before any
+    of them uses a GPU. If the service is not installed, processes take turns on the GPU.
 
     Raises:
-        PlanError: more processes on a GPU than the service takes.
+        PlanError: more processes on a GPU than the service supports.
         UsageError: the service does not start.
     """
     if not wanted(plan):
@@ -60,7 +61,7 @@ def shared_gpus(
 
 @contextlib.contextmanager
 def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[None]:
-    """The variables of clients, and afterwards those that were there before: a notebook goes on."""
+    """Context with the clients' environment variables; afterwards the previous ones are restored, for a notebook."""
     before = {name: environment.get(name) for name in (*variables(folder), DEVICES)}
     environment.update(variables(folder))
     environment.pop(DEVICES, None)  # the daemon has numbered the devices that it names from 0
@@ -74,7 +75,7 @@ def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[Non
 
 
 def wanted(plan: Plan) -> bool:
-    """Whether processes of `plan` share GPUs of this machine, and the service is installed."""
+    """Returns whether processes of `plan` share GPUs of this machine, and the service is installed."""
     on_gpu = plan.device == "cuda" or (
         plan.device == "auto" and bool(list(Path("/dev").glob("nvidia[0-9]*")))
     )
@@ -82,7 +83,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The variables by which the daemon and its clients find each other, and no other user's."""
+    """Returns the variables by which the daemon and its clients find each other, separate from other users'."""
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
@@ -93,33 +94,36 @@ def start(folder: Path, environment: MutableMapping[str, str]) -> None:
     """Starts the daemon: `nvidia-cuda-mps-control -d`.
 
     Raises:
-        UsageError: it does not start; its own words.
+        UsageError: the daemon does not start; the message is the daemon's own.
     """
-    shutil.rmtree(folder, ignore_errors=True)
+    safe.remove_tree(folder)  # of an earlier start with this number
     for name in ("pipe", "log"):
         (folder / name).mkdir(parents=True, mode=0o700)
-    (folder / OWNER).write_text(str(os.getpid()))
+    safe.replace(folder / OWNER, str(os.getpid()).encode())
     try:
         command.run(PROGRAM, "-d", environment={**environment, **variables(folder)})
     except command.Failed as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        safe.remove_tree(folder)
         raise UsageError(f"MPS does not start: {error}. per_device=1 goes without it") from None
-    (folder / READY).touch()
+    safe.replace(folder / READY, b"")
 
 
 def stop(folder: Path) -> None:
-    """Ends the daemon: `quit` on the standard input of `nvidia-cuda-mps-control`; and removes its folders."""
+    """Ends the daemon (`quit` on the standard input of `nvidia-cuda-mps-control`), and removes its folders."""
     with contextlib.suppress(command.Failed, command.Missing):  # it may have ended with its GPU
         command.run(PROGRAM, words="quit\n", environment={**os.environ, **variables(folder)})
-    shutil.rmtree(folder, ignore_errors=True)
+    safe.remove_tree(folder)
 
 
 def _folder(process: ProcessRank | None) -> Path:
-    """Private to this user, node and start, and short: a socket's name has 108 letters at most."""
-    base = Path(tempfile.gettempdir()) / f"grappe-mps-{os.getuid()}"
-    base.mkdir(exist_ok=True, mode=0o700)
-    if base.lstat().st_uid != os.getuid() or base.is_symlink():
-        raise UsageError(f"{base} belongs to another user: set TMPDIR to a folder of your own")
+    """Returns a folder for this user, node and start; short, since a socket's path has at most 108 characters."""
+    private = private_folder()
+    base = None if private is None else own_folder(private / f"mps-{os.uname().nodename}")
+    if base is None:
+        raise UsageError(
+            "the service that shares GPUs needs a folder that nobody else can write in, and there is none: "
+            "set XDG_RUNTIME_DIR or HOME to a folder of yours"
+        )
     if process is None or not process.job:
         return base / str(os.getpid())
     # The same processes may train twice, and must not find the service that is just ending.
@@ -138,8 +142,8 @@ def _wait_for(folder: Path) -> None:
 
 
 def _end_orphans(base: Path) -> None:
-    """Daemons whose owner was killed before it could end them."""
+    """Ends daemons whose owner was killed before it could end them."""
     for owner in base.glob(f"*/{OWNER}"):
         with contextlib.suppress(ValueError, OSError):
-            if not Path(f"/proc/{int(owner.read_text())}").exists():
+            if not Path(f"/proc/{int(safe.read_text(owner))}").exists():
                 stop(owner.parent)

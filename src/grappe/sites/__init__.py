@@ -16,7 +16,7 @@ GENERIC = "generic"
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
+    """Returns the folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
     base = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "grappe" / "sites"
 
@@ -34,7 +34,7 @@ def find(name: str) -> Site:
     """Reads the site called `name`.
 
     Raises:
-        UsageError: there is none, or its file is wrong.
+        UsageError: there is no such site, or its file is wrong.
     """
     known = files()
     if name not in known:
@@ -51,7 +51,7 @@ def find(name: str) -> Site:
 
 
 def current(environment: Mapping[str, str] = os.environ) -> str:
-    """The site whose login node this machine is, by environment variables; else generic."""
+    """Detects the site of this login node by environment variables; else returns the generic site."""
     for name in files():
         try:
             expected = find(name).detect

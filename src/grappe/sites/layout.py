@@ -1,4 +1,4 @@
-"""Lays a plan out on a site's nodes: how many nodes, processes, cores, and how much memory, or why it does not fit."""
+"""Distributes a plan over a site's nodes: nodes, processes, cores and memory, or the reason why it does not fit."""
 
 from __future__ import annotations
 
@@ -16,49 +16,53 @@ class Layout:
 
     nodes: int
     processes: int
-    """On each node."""
+    """Processes on each node."""
     gpus: int
-    """On each node; 0: none."""
+    """GPUs on each node; 0: none."""
     cores: int
-    """Of each process."""
+    """Cores of each process."""
     memory_gb: int | None
-    """On each node; None: not requested."""
+    """Memory of each node in GB; None: not requested."""
     seconds: int
     queue: Queue | None
 
     @property
     def gpu_hours(self) -> float:
-        """What the job costs, if it takes all of its time."""
+        """Computes the job's cost in GPU-hours, if it uses all of its time."""
         return self.nodes * self.gpus * self.seconds / 3600
 
     @property
     def core_hours(self) -> float:
-        """The same in cores, for jobs without GPUs."""
+        """Computes the job's cost in core-hours, for jobs without GPUs."""
         return self.nodes * self.processes * self.cores * self.seconds / 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResourceRequest:
-    """The resources that the user requests, beside the plan."""
+    """The resources that the user requests, besides the plan."""
 
     nodes: int | None = None
     gpus: int | None = None
-    """On all nodes together."""
+    """GPUs on all nodes together."""
     seconds: float | None = None
+    cores: int | None = None
+    """Of each process."""
     queue: str | None = None
+    own_queue: bool = False
+    """Whether the user names a partition or quality of service that the site's file need not know."""
     account: str | None = None
 
 
 def fit(plan: Plan, wish: ResourceRequest) -> Plan:
-    """Fits the plan to the requested number of GPUs: a plan of one process becomes as many copies.
+    """Fits the plan to the requested number of GPUs: a plan of one process becomes one replica per GPU.
 
     Raises:
-        PlanError: the plan says another number.
+        PlanError: the plan needs another number of GPUs.
     """
     if wish.gpus is None:
         return plan
-    if wish.gpus < 1:
-        raise PlanError(f"--gpus={wish.gpus}: it must be at least 1")
+    if wish.gpus == 0:
+        return dataclasses.replace(plan, device="cpu")
     processes = wish.gpus * plan.per_device
     if plan.processes == 1 and processes > 1:
         return dataclasses.replace(plan, replicate=processes)
@@ -72,14 +76,14 @@ def fit(plan: Plan, wish: ResourceRequest) -> Plan:
 
 
 def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
-    """The resources of a job for `plan` on `site`, checked against the site's rules.
+    """Computes the resources of a job for `plan` on `site`, checked against the site's rules.
 
     Raises:
         PlanError: the plan does not divide into nodes.
-        UsageError: the site forbids it; the message says what it allows.
+        UsageError: the site forbids the job; the message says what the site allows.
     """
     if site.retired:
-        raise UsageError(f"{site.name} is no more: {site.retired}. There is: grappe sites")
+        raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     node = site.node
     assert node is not None, "a probed site has its node by now"
     check_account(site, wish.account)
@@ -87,27 +91,32 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
     gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
     nodes = _nodes(plan, site, node, wish.nodes, gpus)
     per_node = gpus // nodes
-    queue = _queue(site, wish.queue, nodes, per_node, seconds)
+    queue = None if wish.own_queue else _queue(site, wish.queue, nodes, per_node, seconds)
     _check_time(site, seconds, queue)
     _check_whole(site, node, queue, nodes, per_node)
     processes = plan.processes // nodes
+    cores = wish.cores or _cores(plan, node, per_node, processes)
+    if cores * processes > node.cores:
+        raise UsageError(
+            f"--cores={cores} for {processes} processes on a node: those of {site.name} have {node.cores}"
+        )
     return Layout(
         nodes=nodes,
         processes=processes,
         gpus=per_node,
-        cores=_cores(plan, node, per_node, processes),
-        memory_gb=_memory(plan, node, per_node, processes),
+        cores=cores,
+        memory_gb=_memory(node, per_node, processes * cores),
         seconds=seconds,
         queue=queue,
     )
 
 
 def check_account(site: Site, account: str | None) -> None:
-    """Raises UsageError when the account is missing, or has not the form of this site's."""
+    """Raises UsageError if the account is missing, or does not have the form of this site's accounts."""
     forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""
     if account is None:
         if site.ask.account == "required":
-            raise UsageError(f"{site.name} wants an account: --account NAME{forms}")
+            raise UsageError(f"{site.name} needs an account: --account NAME{forms}")
         return
     if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
         raise UsageError(
@@ -130,7 +139,7 @@ def _gpus(plan: Plan, site: Site) -> int:
 
 
 def _nodes(plan: Plan, site: Site, node: Node, requested: int | None, gpus: int) -> int:
-    """The number of nodes: as requested, or as few as hold the plan."""
+    """Computes the number of nodes: as requested, or the smallest that the plan fits on."""
     what, units, holds = ("GPUs", gpus, node.gpus) if gpus else ("processes", plan.processes, node.cores)
     if gpus and not node.gpus:
         raise UsageError(f"the nodes of {site.name} have no GPU: add device=cpu to the plan")
@@ -213,7 +222,7 @@ def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: 
 
 
 def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
-    """Each process's cores: those that come with its GPU; without GPUs, what its threads and workers need."""
+    """Computes each process's cores: its GPU's share of the node; without GPUs, one per thread and data worker."""
     if gpus:
         total = node.cores if gpus == node.gpus else gpus * (node.cores_per_gpu or node.cores // node.gpus)
         cores = total // processes
@@ -226,14 +235,15 @@ def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
     return max(1, min(wanted, node.cores // processes))
 
 
-def _memory(plan: Plan, node: Node, gpus: int, processes: int) -> int | None:
+def _memory(node: Node, gpus: int, cores: int) -> int | None:
+    """Gigabytes on a node for so many GPUs, or for so many cores where there are none."""
     if node.memory_gb is None:
         return None
     if gpus == node.gpus > 0:
         return node.memory_gb
     if gpus:
         return gpus * (node.memory_per_gpu_gb or node.memory_gb // node.gpus)
-    return max(1, node.memory_gb * processes * _cores(plan, node, gpus, processes) // node.cores)
+    return max(1, node.memory_gb * cores // node.cores)
 
 
 def _hours(hours: float) -> str:

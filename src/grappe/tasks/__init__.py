@@ -1,4 +1,4 @@
-"""Finds tasks: the shipped ones by their file's name, a user's own by path or module."""
+"""Finds tasks: shipped ones by file name, a user's own by path or module."""
 
 from __future__ import annotations
 
@@ -22,15 +22,27 @@ T = TypeVar("T")
 
 
 def names() -> list[str]:
-    """The shipped tasks."""
+    """Lists the shipped tasks."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
-def find(reference: str) -> type[Task]:
-    """The task class that `reference` names: `digits`, `path/to/file.py`, `file.py:Name` or `package.module:Name`.
+def shipped(reference: str) -> str | None:
+    """Returns the name of a shipped task, also of one named by its module (`grappe.tasks.digits:Digits`); else None."""
+    place, _, name = reference.partition(":")
+    if reference in names():
+        return reference
+    short = place.removeprefix(f"{__name__}.")
+    return reference if short != place and short in names() and name.isidentifier() else None
+
+
+def find(reference: str, root: str = "") -> type[Task]:
+    """Finds the task class of `reference`: `digits`, `path/to/file.py`, `file.py:Name` or `package.module:Name`.
+
+    Args:
+        root: the folder that a module must come from; "": the working folder, or wherever Python finds it.
 
     Raises:
-        TaskError: there is none, it cannot be imported, or it is not clear which is meant.
+        TaskError: there is no such task, it cannot be imported, or several tasks match.
     """
     place, _, name = reference.partition(":")
     check_name(reference)
@@ -42,18 +54,18 @@ def find(reference: str) -> type[Task]:
     if place.endswith(".py"):
         module = _from_file(Path(place))
     elif "." in place or name:
-        module = _imported(place, place)
+        module = _imported(place, place) if shipped(reference) else _users(place, root)
     else:
         module = _imported(f"{__name__}.{place}", place)
     return _class_in(module, name, reference)
 
 
 def check_name(reference: str) -> None:
-    """Raises TaskError when no task can be meant by `reference`; loads nothing."""
+    """Raises TaskError if `reference` cannot name a task; imports nothing."""
     place, colon, _ = reference.partition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise TaskError(f"there is no task file {place}: is the path right, seen from {Path.cwd()}?")
+            raise TaskError(f"there is no task file {place}: is the path right, relative to {Path.cwd()}?")
     elif "." not in place and not colon and place not in names():
         raise TaskError(
             f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]"
@@ -61,28 +73,28 @@ def check_name(reference: str) -> None:
 
 
 def mentions(reference: str, module: str) -> bool:
-    """Whether the task's file may import `module`, by its text; what is no file is taken to. Loads nothing."""
+    """Returns whether the task's file may import `module`, judged by its text; True without a file. Imports nothing."""
     place = reference.partition(":")[0]
     file = Path(place) if place.endswith(".py") else Path(__path__[0]) / f"{place}.py"
     return not file.is_file() or module in file.read_text(errors="replace")
 
 
 def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
-    """Makes a task with the fields that `texts` gives.
+    """Makes a task with the fields in `texts`.
 
     Raises:
-        UsageError: no such field, or a value of the wrong type.
+        UsageError: there is no such field, or a value has the wrong type.
     """
     return cls(**fields.parse(cls, texts, f"task {cls.__name__}"))
 
 
 def describe(cls: type[Task]) -> str:
-    """The first line of the task's docstring."""
+    """Returns the first line of the task's docstring."""
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
 def defaults(cls: type[Task]) -> dict[str, object]:
-    """The task's fields with their defaults."""
+    """Returns the task's fields with their defaults."""
     return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
@@ -100,9 +112,20 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _imported(name: str, shown: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     return _executed(lambda: importlib.import_module(name), shown)
+
+
+def _users(place: str, root: str) -> ModuleType:
+    """A module of the user's own, from `root`, or seen from the working folder as in a script."""
+    folder = root or str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = _imported(place, place)
+    if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
+        raise TaskError(
+            f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now"
+        )
+    return module
 
 
 def _executed(load: Callable[[], T], shown: str) -> T:

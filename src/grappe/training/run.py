@@ -1,28 +1,40 @@
-"""Reads and writes the folder of a run: its description, its curves, its checkpoints."""
+"""Reads and writes a run's folder: the description, the curves, the checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.commit import flush, json_hash, read_json, write_json
+from grappe.checkpoint.choice import Choice, select
+from grappe.checkpoint.commit import json_hash, read_json, strangers, write_json
+from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
+
+T = TypeVar("T")
 
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 DONE = "done"
+SAVED = ("finished", "stopped", "paused", "interrupted")
+"""Endings behind a save: run.json has its step then."""
+PARTS = ("checkpoints", "logs", METRICS, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
+"""What a training writes in a run's folder, beside run.json and what is replaced whole."""
+RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
 
 
 class Run:
-    """A run's folder.
+    """The folder of a run.
 
     Raises:
         RunError: the folder is no run.
@@ -30,6 +42,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        safe.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
             raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
 
@@ -37,7 +50,7 @@ class Run:
         """Reads run.json: task, fields, plan, versions, hosts, restarts.
 
         Raises:
-            RunError: it is damaged.
+            RunError: run.json is damaged.
         """
         found = read_json(self.folder / DESCRIPTION)
         if found.pop(HASH, None) not in {None, json_hash(found)}:
@@ -48,49 +61,67 @@ class Run:
         return found
 
     def is_finished(self) -> bool:
-        """Whether the run's training came to its end; asks the disk."""
-        return (self.folder / DONE).exists()
+        """Reads from the run's folder whether the training is finished."""
+        return safe.kind(self.folder / DONE) != ""
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
+        """Returns the folder of the run's checkpoints."""
         return self.folder / "checkpoints"
 
     def latest(self) -> checkpoint_format.Checkpoint | None:
         """Finds the run's newest checkpoint that verifies."""
-        return checkpoint_format.latest(self.checkpoints)
+        return checkpoint_format.latest(self.checkpoints, self.id)
 
-    def unverified(self, found: checkpoint_format.Checkpoint) -> list[checkpoint_format.Checkpoint]:
-        """Lists the checkpoints newer than `found`, the newest that verifies."""
-        return [one for one in checkpoint_format.list_checkpoints(self.checkpoints) if one.step > found.step]
+    @property
+    def id(self) -> str:
+        """The run's id, which its checkpoints carry; asks the disk. "": unknown."""
+        return self._known("id", str) or ""
+
+    def choose(self, which: int | str | None = None) -> Choice:
+        """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
+
+        Args:
+            which: a step, "last" or "best": that one and no other. None: the newest that verifies.
+
+        Raises:
+            RunError: the one that is asked for does not verify.
+        """
+        step = self._known("step", int) if self._known("status", str) in SAVED else None
+        return select(self.checkpoints, which, run=self.id, saved=step)
+
+    def _known(self, name: str, kind: type[T]) -> T | None:
+        try:
+            value = self.read_description().get(name)
+        except RunError:
+            return None
+        return value if isinstance(value, kind) else None
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""
-        if not (self.folder / METRICS).is_file():  # a pipe would be waited for
+        if safe.kind(self.folder / METRICS) not in ("file", "link"):
             return
         try:
-            stream = (self.folder / METRICS).open(errors="replace")
+            stream = safe.reader(self.folder / METRICS)
         except OSError:
             return
         with stream:
             for line in stream:
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(record, dict) and kind in (None, record.get("kind")):
                     yield record
 
     def cut_back(self, step: int) -> None:
-        """Drops the records of the curves after `step`, from which the training goes on."""
+        """Drops the records of the curves after `step`, at which the training resumes."""
         kept = []
         for record in self.records():
             at = record.get("step", 0)
             if isinstance(at, int) and at <= step:
                 kept.append(json.dumps(record))
-        beside = self.folder / f".{METRICS}.{os.getpid()}"
-        beside.write_text("".join(line + "\n" for line in kept))
-        beside.replace(self.folder / METRICS)
+        safe.replace(self.folder / METRICS, "".join(line + "\n" for line in kept).encode())
 
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
@@ -98,38 +129,83 @@ class Run:
 
     def finish(self) -> None:
         """Marks the training as finished."""
-        (self.folder / DONE).touch()
+        safe.replace(self.folder / DONE, b"")
 
     @staticmethod
     def is_run(folder: Path) -> bool:
-        """Whether there is a run in `folder`."""
+        """Returns whether there is a run in `folder`."""
         return (folder / DESCRIPTION).is_file()
 
     @classmethod
     def create(cls, folder: Path, description: dict[str, Any]) -> Run:
-        """Makes a new run in `folder`, which may exist when it is empty.
+        """Makes a new run in `folder`, which may exist if it is empty.
 
         Raises:
-            RunError: there is something else in the folder, or it cannot be written.
+            RunError: the folder has other content, or cannot be written.
         """
+        return cls.begin(folder, description)[0]
+
+    @classmethod
+    def begin(cls, folder: Path, description: dict[str, Any]) -> tuple[Run, Made]:
+        """Makes a new run as `create` does; returns what was made, too, so that it can be undone."""
+        made = Made(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            strangers = [
-                entry.name for entry in folder.iterdir() if not entry.name.startswith(("rendezvous-", "logs"))
-            ]
-            if strangers:
-                raise RunError(
-                    f"{folder} holds {strangers[0]} and is no run: give an empty folder, or a new one"
-                )
+            with contextlib.suppress(FileExistsError):  # what is no folder is told of below
+                folder.parent.mkdir(parents=True, exist_ok=True)
+            made.folder(folder)
+            _refuse_strangers(folder)
             for name in ("checkpoints", "logs"):
-                (folder / name).mkdir(exist_ok=True)
+                made.folder(folder / name)
             _write_description(folder, description)
-            flush(folder.parent)
+            made.described = True
+            safe.flush(folder.parent)
         except OSError as error:
+            made.undo()
             raise RunError(
                 f"{folder} cannot be written: {error.strerror}: give another with --run"
             ) from error
-        return cls(folder)
+        except RunError:
+            made.undo()
+            raise
+        return cls(folder), made
+
+
+class Made:
+    """What a start has made of a new run: of all that is in the folder, the only thing that may be taken back."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._folders: list[Path] = []
+        self.described = False
+        """Whether run.json is of this start."""
+
+    def folder(self, folder: Path) -> None:
+        """Makes a folder, unless there is one."""
+        if safe.make_folder(folder):
+            self._folders.append(folder)
+
+    def undo(self) -> None:
+        """Removes run.json, the first checkpoint, and those folders that hold nothing then."""
+        with contextlib.suppress(OSError, RunError):
+            if self.described:  # so nothing was in `checkpoints` before this start
+                first = checkpoint_format.step_folder(self._run / "checkpoints", 0)
+                for left in (*leftovers(first.parent), first):
+                    if safe.kind(left) == "folder" and not strangers(left):
+                        safe.remove_tree(left, IN_PART)
+                safe.remove(self._run / DESCRIPTION)
+        for folder in reversed(self._folders):
+            safe.remove_empty(folder)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    for name in safe.names(folder):
+        found = safe.kind(folder / name)
+        # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
+        known = (name == "logs" and found == "folder") or (RENDEZVOUS.fullmatch(name) and found == "file")
+        if name == "logs" and found == "link":
+            safe.refuse_link(folder / name)
+        if not known:
+            raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
 
 
 def _write_description(folder: Path, description: dict[str, Any]) -> None:

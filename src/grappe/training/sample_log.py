@@ -1,26 +1,30 @@
-"""SampleLog: writes which samples each step and each evaluation of this process really took."""
+"""SampleLog: writes the ids of the samples of each step and each evaluation of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.data.order import SampleOrder
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 FOLDER = "samples"
 BUFFER_BYTES = 1 << 16
+NAME = re.compile(r"rank-(\d+)\.jsonl", re.ASCII)
 
 
 class SampleLog(Watcher):
-    """Written from the batches themselves, so that a reader can check the sample order from outside.
+    """Log of the batches' own sample ids, with which the sample order can be checked independently.
 
-    One on every process, each with a file of its own. A line is {"kind": "step" or "evaluation", "step", "ids"}.
+    Every process has a SampleLog with a separate file. A line is {"kind": "step" or "evaluation", "step", "ids"}.
 
     Args:
         enabled: whether to write at all.
@@ -28,24 +32,24 @@ class SampleLog(Watcher):
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._file: IO[bytes] | None = None
+        self._file: BinaryIO | None = None
         self._buffer = bytearray()
         self._step = 0  # steps done, as of the last that was delivered: of all before an evaluation
 
     def started(self, info: RunInfo) -> None:
-        """Drops what lies beyond the first step: the training goes on from there, perhaps with fewer processes."""
+        """Drops lines after the resumed checkpoint, whose steps the training repeats, perhaps on fewer processes."""
         if not self._enabled:
             return
         folder = info.folder / FOLDER
-        folder.mkdir(exist_ok=True)
+        safe.make_folder(folder, IN_RUN)
         self._step = info.start
         ranks = {info.rank}
         if info.rank == 0:
-            found = {int(file.stem.partition("-")[2]) for file in folder.glob("rank-*.jsonl")}
+            found = {int(one[1]) for name in safe.names(folder, IN_RUN) if (one := NAME.fullmatch(name))}
             ranks |= {rank for rank in found if rank >= info.world_size}  # of processes that are no more
         for rank in ranks:
             _cut_back(_path(folder, rank), info.start)
-        self._file = _path(folder, info.rank).open("ab", buffering=0)
+        self._file = safe.appender(_path(folder, info.rank), IN_PART)
 
     def stepped(self, record: Record) -> None:
         self._step = record.step
@@ -59,11 +63,11 @@ class SampleLog(Watcher):
             self._file.close()
 
     def logged(self, loader: BatchLoader, kind: str) -> BatchLoader | LoggedLoader:
-        """The same batches as the loader's, each written down when it is taken."""
+        """Yields the loader's batches, and logs each when it is taken."""
         return LoggedLoader(self, loader, kind) if self._enabled else loader
 
     def add(self, kind: str, batch: Batch) -> None:
-        """Writes down a batch of a step, or of the evaluation after the last step."""
+        """Logs a batch of a step, or of the evaluation after the last step."""
         step = batch.step + 1 if kind == "step" else self._step
         line = {"kind": kind, "step": step, "ids": batch.ids.tolist()}
         self._buffer += json.dumps(line).encode() + b"\n"
@@ -84,11 +88,11 @@ class LoggedLoader:
 
     @property
     def order(self) -> SampleOrder:
-        """The loader's."""
+        """Returns the loader's sample order."""
         return self._loader.order
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """The batches of steps `start` to `stop`."""
+        """Yields the batches of steps `start` to `stop`."""
         for batch in self._loader.batches(start, stop):
             self._log.add(self._kind, batch)
             yield batch
@@ -103,13 +107,13 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def _cut_back(file: Path, step: int) -> None:
-    if not file.exists():
+    try:
+        lines = safe.read_bytes(file, IN_PART).splitlines(keepends=True)
+    except FileNotFoundError:
         return
     kept = []
-    for line in file.read_text().splitlines(keepends=True):
+    for line in lines:
         # A process that was killed has left half a line, the last, of a step after the checkpoint.
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
+        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    beside = file.with_name(f".{file.name}")
-    beside.write_text("".join(kept))
-    beside.replace(file)
+    safe.replace(file, b"".join(kept), IN_PART)

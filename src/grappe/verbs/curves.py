@@ -1,4 +1,4 @@
-"""grappe curves: the curves of runs as CSV, one line a step and one an evaluation."""
+"""grappe curves: the curves of runs as CSV, one line per step and one per evaluation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
 
 
 def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
-    """Writes the curves of runs to `stream`; how many lines, the heading left out.
+    """Writes the curves of runs to `stream`; returns the number of lines, without the heading.
 
     Raises:
-        RunError: one of the places is no run.
+        RunError: one of the folders is no run.
     """
     runs = [Run(place) for place in places]
     names = list(FIRST)
@@ -36,5 +36,5 @@ def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
 
 
 def _cell(value: Any) -> Any:
-    """A cell; a list, of accuracies by class say, becomes one with spaces between."""
+    """Formats a cell; a list, such as accuracies by class, is joined by spaces."""
     return " ".join(str(one) for one in value) if isinstance(value, list) else value

@@ -1,7 +1,8 @@
-"""grappe follow: a run as it goes, in the terminal; a line an evaluation where the output is no terminal."""
+"""grappe follow: shows a run's progress in the terminal; without a terminal, one line per evaluation."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grappe.errors import RunError
+from grappe.launch import files as safe
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
 from grappe.training.watchers.meter import USAGE
@@ -26,24 +28,26 @@ ENDED = ("finished", "stopped", "paused", "interrupted")
 
 
 class Tail:
-    """Reads new lines of a file of JSON lines; from the beginning again when the file is cut back."""
+    """Reader of new lines in a file of JSON lines; starts again from the beginning when the file is truncated."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._offset = self._identity = 0
         self._rest = ""
+        self._text = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yields the records since the last call; half a line is left for the next."""
+        """Yields the records since the last call; leaves an incomplete line for the next call."""
         try:
-            found = self._file.stat()
+            found = self._file.lstat()
         except OSError:
             return
         if found.st_ino != self._identity or found.st_size < self._offset:
             self._identity, self._offset, self._rest = found.st_ino, 0, ""
-        with self._file.open(errors="replace") as stream:
+            self._text.reset()
+        with safe.reader(self._file) as stream:
             stream.seek(self._offset)
-            text = self._rest + stream.read()
+            text = self._rest + self._text.decode(stream.read())
             self._offset = stream.tell()
         *lines, self._rest = text.split("\n")
         for line in lines:
@@ -56,7 +60,7 @@ class Tail:
 
 
 class View:
-    """Collects what a run has written so far."""
+    """Collects a run's records so far."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -68,7 +72,7 @@ class View:
         self.last_change = time.monotonic()
 
     def update(self) -> list[dict[str, Any]]:
-        """Reads on; returns the new evaluations."""
+        """Reads new records; returns the new evaluations."""
         fresh = []
         for record in self._curves.new():
             self.last_change = time.monotonic()
@@ -84,7 +88,7 @@ class View:
         return fresh
 
     def status(self) -> str:
-        """The run's status in a word or two; "" where it cannot be read just now."""
+        """Returns the run's status in one or two words; "" if it cannot be read now."""
         try:
             if self.run.is_finished():
                 return "finished"
@@ -93,7 +97,7 @@ class View:
             return ""
 
     def table(self) -> Group:
-        """Draws the run: a table of figures, and a line of where the time goes."""
+        """Draws the run: a table of figures, and a bar of the time by phase."""
         step, used = self._step, self._used
         rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         rows.add_row("run", str(self.run.folder))
@@ -118,7 +122,7 @@ class View:
 
 
 def spark(values: list[float], width: int = WIDTH) -> str:
-    """A curve as a line of blocks, the mean of each piece."""
+    """Draws a curve as a line of block characters, one for the mean of each piece."""
     finite = [value for value in values if value - value == 0]
     if not finite:
         return ""
@@ -131,7 +135,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 
 def time_bar(phases: dict[str, float]) -> Text:
-    """Where the last second went."""
+    """Draws the time by phase of the last second."""
     total = sum(phases.values())
     parts = [
         f"{name} {phases[name] / total:.0%}"
@@ -142,14 +146,14 @@ def time_bar(phases: dict[str, float]) -> Text:
 
 
 def scores(record: dict[str, Any]) -> str:
-    """An evaluation in a line."""
+    """Formats an evaluation as one line."""
     names = [name for name in record if name not in ("kind", "step", "samples", "count")]
     values = ", ".join(f"{name} {record[name]:.4f}" for name in names if isinstance(record[name], float))
     return f"step {record.get('step')}: {values}"
 
 
 def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:
-    """Shows a run until it ends, or writes nothing for two minutes; returns its status then.
+    """Shows a run until it ends, or writes nothing for two minutes; returns the run's status at that time.
 
     Raises:
         RunError: there is no such run.
@@ -180,7 +184,7 @@ def _lines(view: View, console: Console, sleep: Callable[[float], None]) -> str:
 
 
 def _over(view: View) -> str:
-    """How the run ended; "" while it goes on."""
+    """Returns the run's outcome; "" while the run continues."""
     status = view.status()
     if status in ENDED:
         return status

@@ -11,6 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.sites import slurm
 from grappe.training.run import DONE
 
@@ -23,15 +25,15 @@ GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
 def record_job(run: Path, job: str, site: str, cost: str) -> None:
     """Records in the run's folder that `job` was submitted for the run."""
     line = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
-    with (run / "logs" / JOBS).open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+    with safe.appender(run / "logs" / JOBS, IN_PART) as stream:
+        stream.write(json.dumps(line).encode() + b"\n")
 
 
 def submitted(run: Path) -> list[dict[str, Any]]:
-    """The submissions of a run, oldest first; a damaged line is skipped."""
+    """Reads the submissions of a run, oldest first; skips a damaged line."""
     try:
-        lines = (run / "logs" / JOBS).read_text(errors="replace").splitlines()
-    except OSError:
+        lines = safe.read_text(run / "logs" / JOBS, IN_PART).splitlines()
+    except (OSError, RunError):
         return []
     found = []
     for line in lines:
@@ -45,7 +47,7 @@ def submitted(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_job(run: Path) -> str:
-    """The id of a run's newest job.
+    """Returns the id of a run's newest job.
 
     Raises:
         RunError: the run was never submitted.
@@ -57,14 +59,14 @@ def newest_job(run: Path) -> str:
 
 
 def runs_of(base: Path) -> dict[str, Path]:
-    """The runs under `base` by the ids of their jobs."""
+    """Maps job ids to the runs under `base`."""
     if not base.is_dir():
         return {}
     return {str(record["job"]): entry for entry in sorted(base.iterdir()) for record in submitted(entry)}
 
 
 def queue(base: Path) -> Table | str:
-    """Tabulates the user's jobs in the queue, by run where a job has one; one query to Slurm."""
+    """Makes a table of the user's jobs in the queue, with their runs; one query to Slurm."""
     entries = slurm.queue()
     if not entries:
         return "no job of yours is in the queue"
@@ -87,7 +89,7 @@ def queue(base: Path) -> Table | str:
 
 
 def cancel(runs: Iterable[Path]) -> list[str]:
-    """Cancels the jobs that runs still have in the queue and returns their ids. Checkpoints stay.
+    """Cancels the jobs of runs that are still in the queue and returns their ids. Checkpoints are kept.
 
     Raises:
         RunError: a run was never submitted.
@@ -106,7 +108,7 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
     Reads the run's folder each second, and queries Slurm each minute for jobs that could not write their exit code.
 
     Raises:
-        ProcessDied: the job ended without an exit code, or Slurm killed it; the message says what is known.
+        ProcessDied: the job ended without an exit code, or Slurm killed it; the message gives the known reason.
     """
     job = job or newest_job(run)
     exit_file = run / "logs" / f"job-{job}.end"
@@ -114,8 +116,8 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
     while True:
         if (run / DONE).exists():
             return EXIT_OK
-        if exit_file.exists() and (text := exit_file.read_text().strip()).isdigit():
-            return int(text)
+        if (code := _written_code(exit_file)) is not None:
+            return code
         now = time.monotonic()
         if not queried or now - queried >= query_every:
             queried = now
@@ -132,11 +134,19 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
         time.sleep(FILE_SECONDS)
 
 
+def _written_code(file: Path) -> int | None:
+    try:
+        text = safe.read_text(file, IN_PART).strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
+
+
 def _exit_code(run: Path, job: str, end: slurm.End) -> int:
     if end.state in ("COMPLETED", "FAILED") and not end.signal:
         return end.code
     words = {
-        "TIMEOUT": "came to its time limit without having saved: ask for more --time, or --save-every fewer steps",
+        "TIMEOUT": "reached its time limit without a save: ask for more --time, or --save-every fewer steps",
         "OUT_OF_MEMORY": "took more memory than it asked for: use a smaller batch_size, fewer workers, or more nodes",
         "CANCELLED": "was cancelled",
         "NODE_FAIL": "lost a node",

@@ -1,14 +1,16 @@
-"""grappe.load: a run's trained model, ready to use."""
+"""grappe.load: loads a run's trained model."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe import tasks
+from grappe.checkpoint.choice import Choice
 from grappe.errors import RunError
 from grappe.task import Task
 from grappe.training.run import Run
+from grappe.training.task_record import given
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,56 +18,63 @@ if TYPE_CHECKING:
     from grappe.checkpoint.format import Checkpoint
 
 
-def load(run: Run | Path | str, task: Task | None = None, *, trained: bool = False) -> nn.Module:
-    """Loads the model of a run's newest checkpoint, on the CPU, in evaluation mode.
+def load(
+    run: Run | Path | str,
+    task: Task | type[Task] | str | None = None,
+    *,
+    checkpoint: int | str | None = None,
+    trained: bool = False,
+) -> nn.Module:
+    """Loads the model of one of a run's checkpoints, on the CPU, in evaluation mode.
+
+    Where a newer checkpoint is passed over, that is said on standard error. The model's `grappe_checkpoint` is the
+    path of the one that was taken.
 
     Args:
-        task: needed where the run's task came from a notebook or a script, and has no name to find it by.
+        task: needed where the run was not trained here by this user, or its task came from a notebook or a script:
+            no code is run because a run names it. An instance, a class, or a name as on the command line.
+        checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         RunError: the folder is no run, or it has no checkpoint that verifies.
-        TaskError: the run's task cannot be found.
+        TaskError: the run's task is not known, or cannot be found.
     """
     import torch
 
     from grappe.parallel.materialise import fill
 
     run = run if isinstance(run, Run) else Run(run)
-    task = task or task_of(run)
-    model = task.model()
-    fill(model, newest(run).read_model(averaged=not trained), torch.device("cpu"))
+    made = given(run, task).resolve()
+    found = taken(run, checkpoint)
+    model = made.model()
+    fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
+    model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()
 
 
-def newest(run: Run) -> Checkpoint:
-    """The newest checkpoint that verifies.
+def taken(run: Run, which: int | str | None = None) -> Checkpoint:
+    """Chooses a checkpoint as `choose` does, and says on standard error what was passed over.
 
     Raises:
-        RunError: there is none.
+        RunError: there is none that verifies, or not the one that is asked for.
     """
-    found = run.latest()
-    if found is None:
+    found, checkpoint = choose(run, which)
+    if found.passed_over:
+        print(f"grappe: {run.folder}: {found}", file=sys.stderr, flush=True)
+    return checkpoint
+
+
+def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint]:
+    """Chooses the newest checkpoint that verifies, or the one that is asked for.
+
+    Raises:
+        RunError: there is no such checkpoint.
+    """
+    found = run.choose(which)
+    if found.checkpoint is None:
+        why = "".join(f"; {one}" for one in found.passed_over)
         raise RunError(
-            f"{run.folder} has no checkpoint that verifies: train it first, or look with: grappe runs RUN"
+            f"{run.folder} has no checkpoint that verifies{why}: train it first, or look with: grappe runs RUN"
         )
-    return found
-
-
-def task_of(run: Run) -> Task:
-    """The task that a run's description names, with the run's fields.
-
-    Raises:
-        TaskError: it cannot be found.
-        RunError: the description is not usable, or names a file inside the run itself.
-    """
-    known = run.read_description()
-    name, values = known.get("task"), known.get("fields")
-    if not isinstance(name, str) or not isinstance(values, dict):
-        raise RunError(f"{run.folder}/run.json does not say what its task is")
-    place = name.partition(":")[0]
-    if place.endswith(".py") and Path(place).resolve().is_relative_to(run.folder.resolve()):
-        # A run that somebody sent must not bring code of its own.
-        raise RunError(f"{run.folder}/run.json names a task file inside the run: refused, nothing was run")
-    texts = {field: "none" if value is None else str(value) for field, value in values.items()}
-    return tasks.make(tasks.find(name), texts)
+    return found, found.checkpoint

@@ -1,8 +1,8 @@
-"""grappe predict: what a run's model says of samples, one prediction each."""
+"""grappe predict: computes a run's predictions, one per sample."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ from grappe.errors import DataError, TaskError, UsageError
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.verbs.load import load, task_of
+from grappe.training.task_record import given
+from grappe.verbs.load import load
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,19 +25,26 @@ def predict(
     run: Run | Path | str,
     inputs: Any,
     *,
-    task: Task | None = None,
+    task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,
+    checkpoint: int | str | None = None,
+    taken: Callable[[str], object] = str,
     trained: bool = False,
 ) -> Iterator[Any]:
     """Yields what the task's `prediction` gives for each sample, on the CPU: the model's output, if it has none.
 
+    Where a newer checkpoint is passed over, that is said on standard error.
+
     Args:
-        inputs: a split's name, a .npy file of samples as the task's data gives them (first dimension N), or a
+        inputs: a split's name, a .npy file of samples in the form of the task's data (first dimension N), or a
             tensor or array of that form.
+        task: needed where the run was not trained here by this user, as for grappe.load.
+        checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
+        taken: called with the name of the checkpoint that was taken.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
-        DataError: the file is not a plain array, or not of what the model takes.
+        DataError: the file is not a plain array, or the model cannot take it.
         TaskError: the output has not a row for each sample.
     """
     import torch
@@ -44,11 +52,12 @@ def predict(
     run = run if isinstance(run, Run) else Run(run)
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
         inputs = _read(Path(inputs))
-    task = task or task_of(run)
-    model = load(run, task, trained=trained)
-    with torch.no_grad(), naming_user_line(task):
-        for batch, count in _batches(task, run, inputs, data):
-            yield from rows(task.prediction(_output(task, model, batch)), count, type(task).__name__)
+    made = given(run, task).resolve()
+    model = load(run, made, checkpoint=checkpoint, trained=trained)
+    taken(Path(str(model.grappe_checkpoint)).name)
+    with torch.no_grad(), naming_user_line(made):
+        for batch, count in _batches(made, run, inputs, data):
+            yield from rows(made.prediction(_output(made, model, batch)), count, type(made).__name__)
 
 
 def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[tuple[Any, int]]:

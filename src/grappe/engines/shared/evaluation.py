@@ -1,4 +1,4 @@
-"""Evaluation of a model that is whole in itself, or made whole by its own hooks: one pass without gradients."""
+"""Evaluation of a whole model, or of one that its hooks gather: one pass without gradients."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def evaluate(
     samples: int,
     forward: Callable[[Any], Any] | None = None,
 ) -> Scores:
-    """The scores over all data slices; the model is in training mode again afterwards. Collective.
+    """Computes the scores over all data slices; the model is in training mode again afterwards. Collective.
 
     Args:
-        forward: what is called with the inputs, where that is not the model itself.
+        forward: what is called with the inputs, if that is not the model itself.
     """
     plan, world = setup.plan, setup.world
     scorer = Scorer(setup.task, world)

@@ -17,36 +17,37 @@ from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.names import LOCAL, MODEL, OPTIMIZER
 from grappe.checkpoint.weights import Weights, Without, read_into, whole
 from grappe.launch.world import World
+from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
 from grappe.step.precision import LossScale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything a training's future depends on, but for its position."""
+    """Everything that a training's future depends on, except its position."""
 
     tensors: Mapping[str, Tensor]
-    """`model.NAME` and `optimizer.NAME.KEY`: what all processes have alike, or share; sharded ones stay sharded."""
+    """`model.NAME` and `optimizer.NAME.KEY`: tensors that are equal on all processes, or sharded over them."""
     local: Mapping[str, Tensor]
-    """`local.SLICE.NAME`: what this process alone has, buffers say."""
+    """`local.SLICE.NAME`: tensors that only this process has, buffers for example."""
     values: Mapping[str, Any]
-    """JSON."""
+    """The values that are not tensors, as JSON."""
     stream: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Where the tensors do not fit into memory together: `tensors` are on the meta device then, and this gives
-    their values, whole, in the same order, each valid until the next. Collective."""
+    """Used if the tensors do not fit into memory together: `tensors` are on the meta device then, and `stream` yields
+    their whole values in the same order, each valid until the next. Collective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A State that was saved: whole tensors, read when asked for."""
+    """A State that was saved: whole tensors, read when requested."""
 
     tensors: Weights
     values: Mapping[str, Any]
     model_loaded: bool = False
-    """Whether the engine was made with the weights of these very tensors, and need not read them again."""
+    """Whether the engine was made with the weights of these tensors, and need not read the weights again."""
 
     def weights_only(self) -> SavedState:
-        """Without the optimizer's state: what another engine can take over."""
+        """Returns the state without the optimizer's, which another engine can restore."""
         kept = {
             name: value for name, value in self.values.items() if name in ("schedule_steps", "data_parallel")
         }
@@ -54,16 +55,26 @@ class SavedState:
 
 
 class TrainState(Protocol):
-    """What is trained, to be saved, restored and exported. Collective in all it does."""
+    """The trained model, its optimizer and schedule, to be saved, restored and exported. All methods are collective."""
 
     def state(self) -> State:
-        """What to save."""
+        """Returns the state to save."""
 
     def restore(self, saved: SavedState) -> None:
-        """Continues from what `state` gave, perhaps under another plan."""
+        """Restores a state that `state` returned, perhaps under another plan."""
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
+        """Yields whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+
+
+TRAINED = "trained_weight"
+"""Of an optimizer with modes: the key of the weight to go on training from; the model's own is the evaluated one."""
+GROUP = "group."
+"""Of what an optimizer counts in its parameter groups: before the key, beside the state of each parameter."""
+SCHEDULED = frozenset({"lr", "initial_lr"})
 
 
 class ModelState:
@@ -80,18 +91,26 @@ class ModelState:
     ) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         self._world, self._loss_scale = world, loss_scale
+        begin_training(optimizer)
+        self._made = [_counters(group) for group in optimizer.param_groups]
 
     def state(self) -> State:
-        """Tensors that all processes have alike or share, this process's own buffers, and JSON."""
+        """Returns the tensors that are equal on all processes or sharded, this process's own buffers, and JSON."""
         tensors, plain = self._optimizer_state()
-        tensors.update({f"{MODEL}{name}": parameter for name, parameter in self._model.named_parameters()})
+        parameters = dict(self._model.named_parameters())
+        if has_modes(self._optimizer):
+            with self.evaluated_weights():
+                evaluated = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            trained = {f"{OPTIMIZER}{name}.{TRAINED}": one for name, one in trained_parameters(self._model)}
+            tensors, parameters = {**tensors, **trained}, evaluated
+        tensors.update({f"{MODEL}{name}": parameter for name, parameter in parameters.items()})
         values = {"optimizer": plain, **position(self._schedule, self._world)}
         if self._loss_scale is not None:
             values["scale"] = self._loss_scale.state()
         return State(tensors=tensors, local=own_buffers(self._model, self._world), values=values)
 
     def restore(self, saved: SavedState) -> None:
-        """Puts back what `state` gave; each tensor is sharded as its parameter is."""
+        """Restores a state that `state` returned; each tensor is sharded as its parameter is."""
         if not saved.model_loaded:
             weights = ModelWeights(saved.tensors)
             for name, parameter in self._model.named_parameters():
@@ -106,8 +125,12 @@ class ModelState:
         """Whole parameters and buffers on the CPU, one at a time. Collective."""
         return export(self._model, self._world)
 
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+        return evaluated_weights(self._optimizer)
+
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """`optimizer.NAME.KEY` tensors, and what is no tensor by parameter."""
+        """Returns the `optimizer.NAME.KEY` tensors, and the other entries by parameter."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         parameters = dict(self._model.named_parameters())
@@ -119,7 +142,19 @@ class ModelState:
                     tensors[f"{OPTIMIZER}{name}.{key}"] = value
                 elif value is not None:
                     plain.setdefault(name, {})[key] = value
+        for name, counted in self._counted(parameters):
+            plain.setdefault(name, {}).update(counted)
         return tensors, plain
+
+    def _counted(self, parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """By parameter, the numbers of its group that the optimizer itself has changed, as schedule-free ones do."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for group, made in zip(self._optimizer.param_groups, self._made, strict=False):
+            changed = {
+                f"{GROUP}{key}": value for key, value in _counters(group).items() if made.get(key) != value
+            }
+            for parameter in group["params"] if changed else ():
+                yield names[id(parameter)], changed
 
     def _restore_optimizer(self, saved: SavedState) -> None:
         keys: dict[str, list[str]] = {}
@@ -128,27 +163,48 @@ class ModelState:
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
         for name, parameter in self._model.named_parameters():
-            state = dict(saved.values.get("optimizer", {}).get(name, {}))
+            state, counted = {}, {}
+            for key, value in saved.values.get("optimizer", {}).get(name, {}).items():
+                (counted if key.startswith(GROUP) else state)[key.removeprefix(GROUP)] = value
             for key in keys.get(name, ()):
-                state[key] = _read(saved, f"{OPTIMIZER}{name}.{key}", parameter)
+                if key == TRAINED:
+                    read_into(parameter, saved.tensors, f"{OPTIMIZER}{name}.{key}")
+                else:
+                    state[key] = _read(saved, f"{OPTIMIZER}{name}.{key}", parameter)
             if state:
                 self._optimizer.state[parameter] = state
+            if counted:
+                groups = self._optimizer.param_groups
+                next(group for group in groups if _holds(group, parameter)).update(counted)
+
+
+def _counters(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group that no schedule sets."""
+    return {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, bool | int | float) and key not in SCHEDULED
+    }
+
+
+def _holds(group: dict[str, Any], parameter: nn.Parameter) -> bool:
+    return any(one is parameter for one in group["params"])
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are not frozen, by name: what an optimizer is made over."""
+    """Returns the parameters that are not frozen, by name; an optimizer is made over them."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def own_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """The buffers to save that this process alone has, by name."""
+    """Returns the buffers to save that only this process has, by name."""
     if not world.speaks_for_buffers:
         return {}
     return {f"{LOCAL}{world.data_rank}.{name}": buffer for name, buffer in model.named_buffers()}
 
 
 def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
-    """Puts buffers back: each data slice's own on as many slices as before, else their mean."""
+    """Restores buffers: each data slice's own if the number of slices is the same, else their mean."""
     alike = saved.values.get("data_parallel") == world.data_size
     if saved.model_loaded and (world.data_size == 1 or not alike):
         return  # the mean of all that there are is what the model was made with
@@ -162,13 +218,13 @@ def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
 
 
 def position(schedule: LRScheduler | None, world: World) -> dict[str, Any]:
-    """The schedule's step, and the number of slices that the buffers belong to, as JSON."""
+    """Returns the schedule's step, and the number of slices that the buffers belong to, as JSON."""
     steps = schedule.last_epoch if schedule is not None else 0
     return {"schedule_steps": steps, "data_parallel": world.data_size}
 
 
 def replay(schedule: LRScheduler | None, saved: SavedState) -> None:
-    """Steps a new schedule to where it was: one that is restored from JSON goes silently wrong."""
+    """Steps a new schedule to its saved position: a schedule restored from JSON can be silently wrong."""
     if schedule is None:
         return
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Pads microbatches to one shape, as stages that send each other tensors need it."""
+"""Pads microbatches to one shape, which stages need to exchange tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grappe.plan import Plan
 
 
 def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
-    """The same microbatches with `rows` rows each; padding rows count 0.
+    """Pads microbatches to `rows` rows each; padding rows count 0.
 
     Raises:
-        PlanError: they differ in more than their rows.
+        PlanError: the microbatches differ in more than the number of rows.
     """
     found = tuple(_padded(micro, rows) for micro in micros)
     shapes = {key_of(micro.inputs) for micro in found}
@@ -31,12 +31,12 @@ def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
 
 
 def largest(plan: Plan, samples: int) -> int:
-    """The rows of the largest microbatch of a step of `samples` samples, on any process."""
+    """Returns the rows of the largest microbatch of a step of `samples` samples, on any process."""
     return max(1, *(rows for part in range(plan.data_parallel) for rows in _pieces(plan, samples, part)))
 
 
 def _pieces(plan: Plan, samples: int, part: int) -> list[int]:
-    """The rows of each microbatch of a slice."""
+    """Returns the rows of each microbatch of a slice."""
     first, last = cut(samples, plan.data_parallel, part)
     bounds = (cut(last - first, plan.microbatches, number) for number in range(plan.microbatches))
     return [b - a for a, b in bounds]
@@ -60,10 +60,10 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
 
 
 def check_even(plan: Plan, batch_size: int, samples: int) -> None:
-    """Refuses padding rows where they would enter batch normalisation's statistics.
+    """Rejects padding rows if they would enter batch normalisation's statistics.
 
     Args:
-        samples: of the training data.
+        samples: the number of training samples.
 
     Raises:
         PlanError: a step's samples do not divide evenly.

@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from grappe.launch import files as safe
 from grappe.training.watchers.logger import Logger, distribution
 
 
 class TensorBoard(Logger):
-    """Writes to RUN/tensorboard; a restart voids what was written of steps beyond its checkpoint."""
+    """Logger that writes to RUN/tensorboard; a restart voids entries of steps after its checkpoint."""
 
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
+
+        safe.make_folder(folder / "tensorboard")
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         if not start:

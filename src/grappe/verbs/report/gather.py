@@ -1,4 +1,4 @@
-"""Gathers what a report shows of runs and measurements, as plain JSON; long curves are thinned, peaks kept."""
+"""Gathers a report's content from runs and measurements, as plain JSON; long curves are thinned, with peaks kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import RunError
+from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 
@@ -20,18 +21,19 @@ Curve = list[tuple[float, float | None]]
 
 
 def gather(places: Sequence[Path]) -> dict[str, Any]:
-    """What a report of `places` shows: folders of runs, and files that grappe measure has written.
+    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure or lr-find.
 
     Raises:
-        RunError: one of them is neither.
+        RunError: one of `places` is neither.
     """
-    runs, measurements = [], []
+    runs, measurements, searches = [], [], []
     for place in places:
         if place.is_file() and place.suffix == ".json":
-            measurements.append(_measurement(place))
+            known = _written(place)
+            (searches if known["kind"] == "lr-find" else measurements).append(known)
         else:
             runs.append(_run(Run(place)))
-    return {"runs": runs, "measurements": measurements}
+    return {"runs": runs, "measurements": measurements, "learning_rates": searches}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -69,11 +71,12 @@ def _status(run: Run, known: dict[str, Any]) -> str:
 
 
 def _usage(run: Run) -> list[dict[str, Any]]:
-    file = run.folder / USAGE
-    if not file.is_file():
+    try:
+        lines = safe.read_text(run.folder / USAGE).splitlines()
+    except OSError:
         return []
     found = []
-    for line in file.read_text(errors="replace").splitlines():
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -88,7 +91,7 @@ def _usage(run: Run) -> list[dict[str, Any]]:
 
 
 def _thinned_usage(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours merged until there are few enough: seconds add up, the most of what is a level."""
+    """Merges neighbours until few enough remain: seconds are summed; of levels, the highest is kept."""
     while len(records) > POINTS // 2:
         pairs = [records[place : place + 2] for place in range(0, len(records), 2)]
         records = [_merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
@@ -115,7 +118,7 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinned(curve: Curve, points: int = POINTS) -> Curve:
-    """At most about `points` of a curve: of each piece its lowest and its highest, and every gap."""
+    """Thins a curve to about `points`: keeps the lowest and highest point of each piece, and every gap."""
     if len(curve) <= points:
         return curve
     size = math.ceil(2 * len(curve) / points)
@@ -139,22 +142,25 @@ def _value(point: tuple[float, float | None]) -> float:
     return point[1] or 0.0
 
 
-def _measurement(file: Path) -> dict[str, Any]:
+WRITTEN = {"measurement": "points", "lr-find": "curves"}
+"""By kind of file: the list that it has."""
+
+
+def _written(file: Path) -> dict[str, Any]:
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
-    if (
-        not isinstance(known, dict)
-        or known.get("kind") != "measurement"
-        or not isinstance(known.get("points"), list)
-    ):
-        raise RunError(f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one")
+    kind = known.get("kind") if isinstance(known, dict) else None
+    if kind not in WRITTEN or not isinstance(known.get(WRITTEN[kind]), list):
+        raise RunError(
+            f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one, and so does grappe lr-find"
+        )
     return {**known, "name": file.stem}
 
 
 def html(gathered: dict[str, Any], title: str) -> str:
-    """The whole page. What is gathered is data in it, never markup or code."""
+    """Renders the page. The gathered content is embedded as data, never as markup or code."""
     folder = Path(__file__).parent
     names = ("page.html", "page.css", "plots.js", "page.js")
     page, style, plots, code = ((folder / name).read_text() for name in names)
@@ -171,7 +177,7 @@ def _escaped(text: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has neither infinities nor NaN; they become null."""
+    """Replaces infinities and NaN, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

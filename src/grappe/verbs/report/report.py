@@ -1,4 +1,4 @@
-"""grappe report: one HTML file of runs and measurements, which opens offline."""
+"""grappe report: writes one HTML file of runs and measurements, which opens offline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.verbs.report.gather import gather, html
 
@@ -13,14 +14,14 @@ NAME = "report.html"
 
 
 def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
-    """Writes a report of `places`: runs' folders, and files of `grappe measure --out`.
+    """Writes a report of `places`: runs' folders, and files of `grappe measure --out` and `grappe lr-find --out`.
 
     Args:
-        out: the file; None: report.html in the run's folder when there is one run, here else.
+        out: the file; None: report.html, in the run's folder if there is only one run, else in the current folder.
 
     Raises:
-        RunError: one of the places is no run and no measurement.
-        UsageError: there is none, or the file cannot be written.
+        RunError: one of `places` is neither a run nor a measurement.
+        UsageError: `places` is empty, or the file cannot be written.
     """
     if not places:
         raise UsageError("nothing to report: give one or several runs (see: grappe runs)")
@@ -31,10 +32,8 @@ def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
     title = (
         paths[0].resolve().name if len(paths) == 1 else f"{paths[0].resolve().name} and {len(paths) - 1} more"
     )
-    beside = file.with_name(f".{file.name}.part")
     try:
-        beside.write_text(html(gathered, title))
-        beside.replace(file)
+        safe.replace(file, html(gathered, title).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
     return file

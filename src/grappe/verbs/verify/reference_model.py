@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.draw import mix
 from grappe.data.order import cut
+from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
@@ -40,6 +41,7 @@ class ReferenceModel:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = task.optimizer(named)
+        begin_training(self._optimizer)
         self._schedule = task.schedule(self._optimizer, total)
         self._autocast = autocast(plan.precision, device)
 
@@ -47,8 +49,8 @@ class ReferenceModel:
         """Takes a step; returns the loss, and the gradient's norm before clipping.
 
         Args:
-            parts: how many parts the rows go through the model in, for other rounding and nothing else.
-            sums: how many sums the losses are added up in, each with a backward of its own; likewise.
+            parts: the number of parts in which the rows run through the model, to change only the rounding.
+            sums: the number of partial sums of the losses, each with its own backward, to change only the rounding.
         """
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
@@ -77,7 +79,7 @@ class ReferenceModel:
         return float(total), norm
 
     def _in_parts(self, model: nn.Module, rows: Rows, parts: int) -> Any:
-        """The model's output of all rows, computed in parts; its buffers are those after all rows at once."""
+        """Computes the model's output of all rows in parts; sets its buffers to those after all rows at once."""
         before = kept_buffers(model)
         with torch.no_grad():
             whole = self._call(model, rows.inputs)
@@ -104,7 +106,7 @@ class ReferenceModel:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers on the CPU; the mean of the slices' buffers."""
+        """Returns parameters, and the mean of the slices' buffers, on the CPU."""
         weights = {name: one.detach().cpu().clone() for name, one in self.model.named_parameters()}
         for name, buffer in self.model.named_buffers():
             alike = [dict(model.named_buffers())[name].cpu() for model in self._models]

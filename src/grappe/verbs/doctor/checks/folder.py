@@ -1,15 +1,18 @@
-"""The run's folder: can it be written, renamed in, how fast, how much room, is it where the site wants it."""
+"""Check of the run's folder: writing, renaming, speed, free space, quota, and the site's rules."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from grappe.checkpoint.commit import write_all
 from grappe.errors import GrappeError
 from grappe.launch import command
+from grappe.launch import files as safe
 from grappe.verbs.doctor.finding import Finding, Machine, error, warning
 
 BYTES = 16 << 20
@@ -25,7 +28,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     folder = machine.folder
     while not folder.exists():
         folder = folder.parent
-    probe = folder / f".doctor-{os.uname().nodename}-{os.getpid()}"
+    probe = folder / f".doctor-{secrets.token_hex(8)}"
     try:
         yield from of_speed(folder, speed(probe))
         usage, files = shutil.disk_usage(folder), os.statvfs(folder)
@@ -41,27 +44,26 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def speed(probe: Path) -> float:
-    """Bytes a second to write and flush a file; raises OSError where it cannot be renamed atomically."""
+    """Measures the bytes per second to write and flush a file; raises OSError if it cannot be renamed atomically."""
     renamed = probe.with_name(f"{probe.name}-renamed")
     try:
         began = time.perf_counter()
-        with probe.open("wb") as stream:
-            stream.write(os.urandom(BYTES))
-            stream.flush()
+        with safe.new_file(probe) as stream:
+            write_all(stream.fileno(), os.urandom(BYTES))
             os.fsync(stream.fileno())
         took = time.perf_counter() - began
-        renamed.write_bytes(b"older")
-        probe.replace(renamed)  # over an existing file, as a commit does
+        safe.new_file(renamed).close()
+        safe.rename(probe, renamed)  # over an existing file, as a commit does
         if renamed.stat().st_size != BYTES:
             raise OSError(5, "a renamed file has not its content")
         return BYTES / took
     finally:
         for file in (probe, renamed):
-            file.unlink(missing_ok=True)
+            safe.remove(file)
 
 
 def of_speed(folder: Path, found: float) -> Iterator[Finding]:
-    """Findings for a folder that takes so many bytes a second."""
+    """Returns findings for a folder's speed in bytes per second."""
     if found < SLOW:
         yield warning(
             f"{folder} takes {found / 1e6:.1f} MB/s",
@@ -71,7 +73,7 @@ def of_speed(folder: Path, found: float) -> Iterator[Finding]:
 
 
 def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
-    """Findings for what is left there."""
+    """Returns findings for the free space."""
     if free < LEAST_FREE:
         yield warning(
             f"{folder} has {free / 1e9:.1f} GB left",
@@ -85,7 +87,7 @@ def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
 
 
 def quota() -> Iterator[Finding]:
-    """What `quota` says, where it is installed: a line with a star is over its limit."""
+    """Runs `quota`, if it is installed: a line with a star is over its limit."""
     try:
         text = command.run("quota", "-w", seconds=5)
     except GrappeError as mistake:
