@@ -34,7 +34,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import say
 from grappe.launch.world import join
 from grappe.parallel.replicate import wrap
-from grappe.parallel.shard import shard, uses_shard
+from grappe.parallel.shard import shard, sum_scalars, uses_shard
 from grappe.plan import Plan, as_plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, UPDATE
@@ -114,6 +114,7 @@ class Loop:
         before = {parameter: name for name, parameter in model.named_parameters()}
         if uses_shard(self.plan):
             shard(model, [], self.plan, self.world)
+            sum_scalars(model, self.world)
         after = dict(model.named_parameters())
         for group in optimizer.param_groups:
             if any(parameter not in before for parameter in group["params"]):

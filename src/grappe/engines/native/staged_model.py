@@ -197,12 +197,13 @@ def _pruned(
     kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
     inside = {id(unit) for _, several in kept for unit in several}
     prune(model, [unit for unit in units if id(unit) not in inside])
+    device = setup.world.device
     return [
-        (Stage(several, number, len(parts), autocast(plan.precision, setup.world.device)), several)
+        (Stage(several, number, len(parts), autocast(plan.precision, device), setup.task.forward), several)
         for number, several in kept
     ]
 
 
 def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Returns a tensor of the same shape without memory, on a device that optimizers accept."""
-    return nn.Parameter(torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape))
+    return nn.Parameter(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape))
