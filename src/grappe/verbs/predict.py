@@ -60,7 +60,7 @@ def predict(
 
 
 def answer(output: Tensor) -> dict[str, Any]:
-    """What one sample's output says: of several decimal numbers the likeliest class; else the numbers themselves.
+    """Reads one sample's output: of several decimal numbers the likeliest class; else the numbers themselves.
 
     A number that is not finite is None, as JSON has no other word for it.
     """
