@@ -1,4 +1,4 @@
-"""What follows `grappe submit … --`: any command of grappe, or a script, read by the commands' own definitions."""
+"""Commands after `grappe submit … --`: any command of grappe, or a script, read by the commands' own definitions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Fingerprint = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a checkpoint belongs; its manifest says it, since a folder can be renamed or copied."""
+    """Place that a checkpoint belongs to; its manifest says it, since a folder can be renamed or copied."""
 
     step: int
     """Optimizer steps done."""

@@ -223,16 +223,19 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
     """Writes predictions [N, ...]: to a .npy file where each is a tensor, to a .npz file where each is a dict.
 
     Raises:
+        DataError: there is none.
         UsageError: they are neither, or of several shapes.
     """
     import numpy as np
     import torch
 
     found = list(predictions)
+    if not found:
+        raise DataError(f"--out {file}: there is no sample")
     fields = found[0] if isinstance(found[0], dict) else {"": found[0]}
     try:
         columns = {
-            name: torch.stack([torch.as_tensor(one[name] if name else one) for one in found]).numpy()
+            name: _array(torch.stack([torch.as_tensor(one[name] if name else one) for one in found]))
             for name in fields
         }
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
@@ -249,6 +252,12 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
         raise UsageError(
             f"--out {file}: predictions have {', '.join(columns)}: give a file that ends in .npz"
         )
+
+
+def _array(whole: Tensor) -> np.ndarray:
+    import torch
+
+    return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy()  # NumPy has no bfloat16
 
 
 def _read(file: Path) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a file imports is read from its text: neighbours are followed, what it can do without is left out."""
+"""Imports of a file are read from its text: neighbours are followed, what it can do without is left out."""
 
 from __future__ import annotations
 

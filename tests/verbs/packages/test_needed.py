@@ -1,4 +1,4 @@
-"""What a job needs: the engine's and the loggers' packages, the task's imports, and the user's requests."""
+"""Packages that a job needs: the engine's and the loggers' packages, the task's imports, and the user's requests."""
 
 from __future__ import annotations
 
