@@ -120,7 +120,7 @@ class Task:
         return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
     def prediction(self, output: Any) -> Any:
-        """What `grappe predict` gives, of the model's output for a batch; each tensor in it has a row a sample.
+        """Makes the prediction that `grappe predict` shows of the model's output for a batch: tensors with a row per sample.
 
         A softmax, decoded text, a dict by name. It is cut by row, however it nests; a list of dicts is one a sample.
         """

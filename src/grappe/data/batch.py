@@ -23,7 +23,7 @@ class Microbatch(NamedTuple):
     weights: Tensor | None
     """The weight of each value of the loss; None: every row counts the same."""
     padding: int = 0
-    """How many padding rows there are. B is not read from a tensor: a batch of graphs has many nodes."""
+    """The number of padding rows. B is not read from a tensor: a batch of graphs has many nodes."""
 
     @property
     def size(self) -> int:

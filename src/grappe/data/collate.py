@@ -52,7 +52,7 @@ def _pair(name: str, batch: Any, samples: Sequence[Any], own: bool) -> tuple[Any
 
 
 def augments(task: Task, *, training: bool) -> bool:
-    """Whether the task changes batches: of training, and where its `augment` takes `training`, of evaluation too."""
+    """Returns whether the task changes batches: of training, and where its `augment` takes `training`, of evaluation too."""
     return overrides(task, "augment") and (training or _takes_training(task))
 
 
@@ -73,7 +73,7 @@ def on_device(leaf: Any, device: torch.device) -> Any:
 
 
 def form(value: Any, depth: int = 2) -> str:
-    """What a sample or batch looks like, in a few words: `(Tensor [3, 8, 8], int)`."""
+    """Describes the form of a sample or batch in a few words: `(Tensor [3, 8, 8], int)`."""
     if isinstance(value, dict):
         inside = (
             [f"{key!r}: {form(one, depth - 1)}" for key, one in list(value.items())[:4]] if depth else ["…"]

@@ -37,5 +37,5 @@ _INSTEAD = "Give tensors with a row for each sample, or use replicate= or shard=
 
 
 def _are_columns(batch: list[Any], count: int) -> bool:
-    """Whether a list has several tensors of all samples in it, and not a sample in each entry."""
+    """Returns whether a list has several tensors of all samples in it, and not a sample in each entry."""
     return all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in batch)

@@ -54,7 +54,7 @@ def check(plan: Plan) -> type[Engine]:
 
 
 def supported(plan: Plan) -> bool:
-    """Whether the plan's engine can honour it."""
+    """Returns whether the plan's engine supports the key."""
     try:
         check(plan)
     except PlanError:

@@ -41,7 +41,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step."""
+        """Updates the average after a step."""
         if self._decay is None:
             return
         for name, average in self._averages.items():
@@ -50,7 +50,7 @@ class WeightAverage:
             _local(average).mul_(self._decay).add_(_local(weight), alpha=1 - self._decay)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved: sharded as the weights are."""
+        """Returns the averaged tensors to save: sharded as the weights are."""
         return {AVERAGE + name: average for name, average in self._averages.items()}
 
     @contextlib.contextmanager

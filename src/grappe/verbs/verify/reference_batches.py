@@ -179,13 +179,13 @@ def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
 
 
 def _all_rows(batch: Any, rows: int) -> bool:
-    """Whether all there is are tensors that have a batch's length."""
+    """Returns whether all leaves are tensors of the batch's length."""
     leaves = tree_leaves(batch)
     return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
 
 
 def _row_by_row(collate: Take, batch: tuple[Any, Any], rows: int) -> bool:
-    """Whether collating the samples in another order puts the rows of each tensor into that order, tried once."""
+    """Returns whether collating the samples in another order puts the rows of each tensor into that order, tried once."""
     if not _all_rows(batch, rows):
         return False
     places = list(range(rows))[::-1]
