@@ -120,7 +120,7 @@ class Task:
         return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
     def prediction(self, output: Any) -> Any:
-        """Makes the prediction that `grappe predict` shows of the model's output for a batch: tensors with a row per sample.
+        """Makes what `grappe predict` shows of the model's output for a batch: tensors with a row per sample.
 
         A softmax, decoded text, a dict by name. It is cut by row, however it nests; a list of dicts is one a sample.
         """

@@ -52,7 +52,7 @@ def _pair(name: str, batch: Any, samples: Sequence[Any], own: bool) -> tuple[Any
 
 
 def augments(task: Task, *, training: bool) -> bool:
-    """Returns whether the task changes batches: of training, and where its `augment` takes `training`, of evaluation too."""
+    """Returns whether the task changes batches: of training; of evaluation too where `augment` takes `training`."""
     return overrides(task, "augment") and (training or _takes_training(task))
 
 

@@ -84,7 +84,7 @@ class PipelinedGradients:
             self._runner.learn(micro, microbatches)
 
     def _anybody(self, mine: bool) -> bool:
-        """Returns whether the flag is set on any process that takes part when this process sends a new shape. Collective."""
+        """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""
         if not self._together:
             return mine
         flag = torch.tensor(float(mine))

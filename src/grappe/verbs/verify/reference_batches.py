@@ -185,7 +185,7 @@ def _all_rows(batch: Any, rows: int) -> bool:
 
 
 def _row_by_row(collate: Take, batch: tuple[Any, Any], rows: int) -> bool:
-    """Returns whether collating the samples in another order puts the rows of each tensor into that order, tried once."""
+    """Tries whether collating the samples in another order puts the rows of each tensor into that order."""
     if not _all_rows(batch, rows):
         return False
     places = list(range(rows))[::-1]
