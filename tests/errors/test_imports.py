@@ -16,15 +16,16 @@ from grappe.errors.imports import broken_package
 def broken(tmp_path: Path) -> dict[str, str]:
     """An environment with a torchvision whose import fails as one made for an older torch fails."""
     pytest.importorskip("torchmetrics")
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision/__init__.py").write_text(
+    site = tmp_path / "site"  # not the working folder, where modules are not looked for
+    (site / "torchvision").mkdir(parents=True)
+    (site / "torchvision/__init__.py").write_text(
         "raise RuntimeError('operator torchvision::nms does not exist')\n"
     )
-    about = tmp_path / "torchvision-0.15.2.dist-info"
+    about = site / "torchvision-0.15.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.2\n")
     (about / "RECORD").touch()
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 

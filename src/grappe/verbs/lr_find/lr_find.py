@@ -123,11 +123,11 @@ def _curve(request: LRFindRequest, task: Task, world: World) -> Curve:
     from grappe import engines
     from grappe.checkpoint.initial import built
     from grappe.data import loader
+    from grappe.data.prepare import dataset_of, prepare
     from grappe.engines.base import EngineSetup
-    from grappe.errors.user_code import user_call
 
-    dataset = user_call(task, "data", "train", request.data)
-    loader.check(dataset, "train", task)
+    prepare(task, request.data, world)
+    dataset = dataset_of(task, "train", request.data)
     batches = loader.training_loader(task, dataset, request.plan, world)
     setup = EngineSetup(
         task=ramped(task, request.ramp),
