@@ -7,7 +7,7 @@ from typing import Any
 
 from grappe.data.loader import BatchLoader
 from grappe.engines.base import Engine
-from grappe.errors import TaskError
+from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import is_users, sentence
 from grappe.profiling import phases
 from grappe.profiling.chronometer import Chronometer
@@ -71,11 +71,10 @@ class Evaluation:
             with self._chronometer.during(phases.EVALUATION):
                 self._engine.evaluate(batches, min(order.batch_size, order.length))
         except Exception as error:
-            if not isinstance(error, TaskError) and not is_users(error):
-                raise
-            text = str(error) if isinstance(error, TaskError) else sentence(error)
+            if isinstance(error, GrappeError) or not is_users(error):
+                raise  # what a task's part must give is said without where it was seen first
             raise TaskError(
-                f"evaluation fails (one batch of it is tried before the first step): {text}"
+                f"evaluation fails (one batch of it is tried before the first step): {sentence(error)}"
             ) from error
 
     def state(self, step: int) -> dict[str, Any]:
