@@ -12,12 +12,12 @@ help:  ## what there is
 train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
 	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
 
-quick: .venv/test  ## run the quick tests: after each edit
-	@$(BIN)/python -m pytest -q -m "not slow and not soak"
-
 WORKERS ?= 2
+quick: .venv/test  ## run the quick tests: after each edit
+	@$(BIN)/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
+
 test: .venv/test  ## run all tests (WORKERS=1: one after the other)
-	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
 
 lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/ruff check .
@@ -50,6 +50,9 @@ soak: .venv/test  ## thousands of kills, and every pair of plans to resume under
 
 bench: .venv/test  ## compare with the rivals, in an environment of their own (40 minutes; ONLY=pages for one)
 	@benchmarks/run
+
+gpu: .venv/train  ## prove grappe on this machine's GPU in ten minutes; without one, try the same code on the CPU
+	@PYTHON=$(BIN)/python benchmarks/gpu/run --out .bench/gpu
 
 slurm-up: .venv/bin/pip  ## start a real two-node Slurm on this machine, to try grappe submit on
 	@$(BIN)/python -m tests.slurm.cluster up
@@ -85,4 +88,4 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train quick test lint types horovod operators docs soak sbom bench slurm-up slurm-down clean
+.PHONY: help train quick test lint types horovod operators docs soak sbom bench gpu slurm-up slurm-down clean

@@ -150,7 +150,7 @@ def measured(request: tuple[str, float], process: ProcessRank, rendezvous_folder
 
 
 def expected(plan: Plan) -> float:
-    """What the schedule's inventors say of it."""
+    """Computes the idle share by the formula of the schedule's authors."""
     p, m, v = plan.pipeline, plan.microbatches, stages_each(plan)
     steps = {"gpipe": m, "1f1b": m, "interleaved": v * m, "zero_bubble": 3 * m}[plan.schedule]
     return (p - 1) / (steps + p - 1)

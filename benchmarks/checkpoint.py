@@ -1,4 +1,4 @@
-"""What checkpoints cost, and how soon a training that was killed goes on: `python -m benchmarks.checkpoint`."""
+"""Costs of checkpoints, and the time until a killed training resumes: `python -m benchmarks.checkpoint`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _wait_for(condition: Callable[[], bool], limit: float = 120.0) -> None:
 
 
 def text_of_parts(found: list[dict[str, float]]) -> str:
-    """What training waits for, and the rest."""
+    """Formats the part of a save that training waits for, and the rest."""
 
     def ratio(over: str, under: str) -> str:
         return spread([one[over] / one[under] for one in found]).text("{:.2f}")
@@ -205,7 +205,7 @@ def text_of_parts(found: list[dict[str, float]]) -> str:
 
 
 def text_of_costs(found: list[dict[str, list[tuple[float, float]]]]) -> str:
-    """What a checkpoint every ten steps adds to them."""
+    """Formats the cost of a checkpoint every ten steps."""
     rows = []
     for name in CONTENDERS:
         pairs = [pair for one in found for pair in one[name]]
@@ -224,7 +224,7 @@ def text_of_costs(found: list[dict[str, list[tuple[float, float]]]]) -> str:
 
 
 def text_of_kill(found: list[dict[str, float]]) -> str:
-    """How soon a training goes on."""
+    """Formats the time until a killed training resumes."""
     rows = [
         [words, spread([one[name] for one in found]).text("{:.1f}")]
         for name, words in (

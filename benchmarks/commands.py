@@ -28,13 +28,13 @@ def paths(*folders: Path) -> str:
 
 
 def launched(size: int) -> list[str]:
-    """What starts Python on so many processes of this machine, as its users do."""
+    """Returns the command that starts Python on `size` processes of this machine, as users start it."""
     torchrun = str(Path(sys.executable).parent / "torchrun")
     return [torchrun, "--standalone", "--nproc-per-node", str(size)] if size > 1 else [sys.executable]
 
 
 def of_page(script: str, torchvision: Path = TORCHVISION) -> tuple[list[str], dict[str, str]]:
-    """How a script of the page is started, and the environment in which it finds torchvision."""
+    """Returns the command of a script of the page, and an environment in which the script finds torchvision."""
     world = Path(__file__).parent
     words = [sys.executable, str(world / "torchvision_on_cpu.py"), str(world / "scripts" / script)]
     return words, {"PYTHONPATH": paths(torchvision)}
@@ -55,7 +55,7 @@ def output(command: Sequence[str], folder: Path = ROOT, **environment: str) -> s
 
 
 def together(command: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]]) -> list[str]:
-    """What each of several processes of one command said, one for each environment.
+    """Runs one process of a command for each environment; returns their outputs.
 
     Raises:
         RuntimeError: one of them failed; the others are ended.
@@ -84,7 +84,7 @@ def together(command: Sequence[str], folder: Path, environments: Sequence[Mappin
 
 
 def again(begin: Callable[[], T]) -> T:
-    """What `begin` gives, tried again where a script has trained and torch ended it with SIGABRT as it left.
+    """Returns the result of `begin`; tries again if torch ended a script with SIGABRT after its training.
 
     torch's gloo threads may outlive the interpreter (PyTorch's pull request 179291): about one start in ten of two
     processes. It says nothing of what was measured, and is told.
@@ -102,7 +102,7 @@ def again(begin: Callable[[], T]) -> T:
 def rounds(
     turns: Mapping[str, Callable[[str], T]], count: int, said: str, *, warm: bool = False
 ) -> list[dict[str, T]]:
-    """What everyone's turn gives in each round, which begins with another one each time.
+    """Returns the results of all turns in each round; every round begins with another contender.
 
     Args:
         turns: called with the round's number.

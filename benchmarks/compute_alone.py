@@ -1,4 +1,4 @@
-"""What compute alone allows: the small CIFAR-10 network, trained on one batch that never changes or moves.
+"""Upper limit by compute alone: the small CIFAR-10 network, trained on one batch that never changes or moves.
 
 Each process takes its share of the batch and steps by itself: nothing is read, gathered, normalised or
 communicated. `python -m benchmarks.compute_alone --threads 2` prints images/s.
@@ -51,7 +51,7 @@ def images_per_second(processes: int, threads: int, batch: int, steps: int, chan
 def _steps(
     rows: int, threads: int, steps: int, channels_last: bool, together: Any = None
 ) -> tuple[float, float]:
-    """When the first step began and when the last ended, on the system's monotonic clock."""
+    """Returns the begin of the first step and the end of the last, on the system's monotonic clock."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     form = torch.channels_last if channels_last else torch.contiguous_format

@@ -35,7 +35,7 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 def model() -> nn.Module:
-    """Its weights are the same in every process."""
+    """Makes the model, with the same weights in every process."""
     torch.manual_seed(0)
     return Small()
 
@@ -172,7 +172,7 @@ class Random(Cifar10):
 
 
 def grappe() -> Pass:
-    """What `grappe evaluate` runs in each process."""
+    """Does the same as each process of `grappe evaluate`."""
     from grappe import engines
     from grappe.checkpoint.initial import built
     from grappe.data import loader

@@ -1,4 +1,4 @@
-"""What exact sums cost beside the plain plan, on two processes: `python -m benchmarks.exact`."""
+"""Costs of exact sums over the plain plan, on two processes: `python -m benchmarks.exact`."""
 
 from __future__ import annotations
 

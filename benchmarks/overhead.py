@@ -1,4 +1,4 @@
-"""What a framework adds to each step of a tiny network: `python -m benchmarks.overhead --help`."""
+"""Overhead of each framework per step of a tiny network: `python -m benchmarks.overhead --help`."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a contender's process sits."""
+    """The rank, world size and folder of a contender's process."""
 
     rank: int
     size: int
     folder: Path
-    """Its own and its peers', for files and for meeting."""
+    """A folder shared with the peers' processes, for files and for the rendezvous."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one block of steps took in one process."""
+    """Time of one block of steps in one process."""
 
     wall: float
     """Seconds a step."""

@@ -100,7 +100,7 @@ PAGES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What one training took."""
+    """Time and accuracy of one training."""
 
     rate: float
     """Images/s of its epoch."""
@@ -190,7 +190,7 @@ def script(page: Page, folder: Path, data: Path, images: int, torchvision: Path)
 
 
 def of_srun(rank: int, port: str) -> dict[str, str]:
-    """What srun tells a process of a job on one node, and the pages' job scripts beside it."""
+    """Returns the variables that srun and the pages' job scripts set for a process of a job on one node."""
     processes = str(PROCESSES)
     return {
         "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "page", "SLURM_STEP_ID": "0", "SLURM_NTASKS": processes,

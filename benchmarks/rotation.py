@@ -25,7 +25,7 @@ LAST_LINES = 15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long a contender's turn is."""
+    """Length of a contender's turn."""
 
     rounds: int
     warmup: int
@@ -133,7 +133,7 @@ def _sit(module: str, seat: Seat, pace: Pace, pipe: Connection, port: int) -> No
 
 
 def environment(seat: Seat, port: int) -> None:
-    """What torchrun would set, and the loopback interface for all: grappe chooses it on one machine."""
+    """Returns the variables that torchrun sets, and the loopback interface, which grappe chooses on one machine."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     if seat.size > 1:
         os.environ.update(

@@ -25,7 +25,7 @@ NEVER = 10**9
 
 
 def network() -> nn.Module:
-    """Its weights are the same in every process."""
+    """Makes the network, with the same weights in every process."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers)
@@ -129,11 +129,13 @@ def lightning(steps: int, folder: Path, clock: Clock) -> None:
 
 
 def grappe(steps: int, folder: Path, clock: Clock) -> None:
-    """What `grappe train` runs in each process, checkpoints flushed, hashed and committed."""
+    """Does the same as each process of `grappe train`, with checkpoints flushed, hashed and committed."""
     from grappe import Arrays, Task
     from grappe.launch.world import ProcessRank
+    from grappe.plan import as_plan
     from grappe.training.options import Options
-    from grappe.training.request import make_request
+    from grappe.training.request import Request
+    from grappe.training.task_reference import TaskReference
     from grappe.training.training import Training
     from grappe.training.worker import worker
 
@@ -161,7 +163,12 @@ def grappe(steps: int, folder: Path, clock: Clock) -> None:
     # One step more than is timed: the last one evaluates and waits for the disk.
     task = Wide(epochs=NEVER, batch_size=BATCH)
     options = Options(evaluate_every=NEVER, save_every=EVERY, steps=steps + 1, keep=1)
-    request = make_request(task, "device=cpu,threads=1", folder / "run", options=options)
+    request = Request(
+        task=TaskReference.of(task),
+        plan=as_plan("device=cpu,threads=1"),
+        run=folder / "run",
+        options=options,
+    )
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
     worker(request, process, folder)
     clock._ends.pop()

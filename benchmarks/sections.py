@@ -1,4 +1,4 @@
-"""Where a step's microseconds go: functions wrapped with a clock, each charged for what it does not hand on.
+"""Profile of a step's microseconds: functions wrapped with a clock, each without the time of wrapped callees.
 
 A wrapped call costs a little itself; what an empty one costs is measured and taken off again. Read it to find
 what is dear; what a step really costs is what the rotation says.

@@ -195,14 +195,14 @@ def _reached(graph: Graph, start: str) -> set[str]:
 
 
 def layers() -> int:
-    """How many layers import-linter is told of."""
+    """Counts the layers in import-linter's contract."""
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = told["tool"]["importlinter"]["contracts"]
     return sum(len(one["layers"]) for one in contracts if one["type"] == "layers")
 
 
 def trace() -> dict[str, Any]:
-    """What a training of `digits` on one process crosses: before its first step, and in one in its middle."""
+    """Traces the files that a training of `digits` on one process crosses: before its first step, and in one step."""
     with tempfile.TemporaryDirectory(prefix="grappe-structure-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(TRACE)
@@ -233,7 +233,7 @@ def step_files(traced: Mapping[str, Any]) -> list[str]:
 
 
 def start_files(traced: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What was entered until the first training loss, in which processes."""
+    """Lists the files entered until the first training loss, by process."""
     training, caller = traced["training"], traced["caller"]
     by_caller = [file for file, at in caller["calls"].items() if at <= training["at"]]
     return {

@@ -1,4 +1,4 @@
-"""What each plan for a model that is too big takes and costs: peak memory of the largest process, seconds a step.
+"""Memory and time of plans for a model that is too big: peak memory of the largest process, seconds per step.
 
     python -m benchmarks.too_big [PLAN ...]        # in a plan, {disk} is a folder that it makes
 

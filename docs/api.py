@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ForwardRef
 
 import grappe
 from grappe import fields
@@ -152,6 +152,8 @@ def value(default: Any) -> str:
 
 def annotation(found: Any) -> str:
     """An annotation as the source has it."""
+    if isinstance(found, ForwardRef):  # of a NamedTuple's fields
+        found = found.__forward_arg__
     text = found if isinstance(found, str) else inspect.formatannotation(found)
     for name in TEXT_FORMS:
         text = re.sub(rf"\b{name}\b", inspect.formatannotation(getattr(fields, name).__origin__), text)

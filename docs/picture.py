@@ -23,7 +23,7 @@ def tmux(*arguments: str) -> str:
 
 
 def frames() -> list[str]:
-    """What the terminal showed, a few times a second, until the run's closing table."""
+    """Records the terminal's content, a few times a second, until the run's closing table."""
     with tempfile.TemporaryDirectory() as folder:
         shell = f"cd {folder}; PATH={Path(sys.executable).parent}:$PATH PS1='$ ' bash --norc"
         tmux(

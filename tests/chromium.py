@@ -88,7 +88,7 @@ class Browser:
                 )
 
     def prefer(self, scheme: str = "light", media: str = "screen") -> None:
-        """What the system prefers: "light" or "dark"; "print" lays it out for paper."""
+        """Sets the preferred colours: "light" or "dark"; "print" selects the layout for paper."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", media=media, features=features)
 

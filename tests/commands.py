@@ -60,7 +60,7 @@ class Command:
         return [pid for pid in _pids() if self._mark in _environment(pid)]
 
     def left(self) -> list[str]:
-        """What it left in its temporary folder, but for torch's cache, which is meant to stay."""
+        """Lists the files left in the command's temporary folder, without torch's cache, which may stay."""
         return sorted(
             entry.name for entry in self.temp.iterdir() if not entry.name.startswith("torchinductor_")
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.mark(items)
     if config.pluginmanager.hasplugin("xdist"):
         tiers.arrange(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> tiers.OneWorkerPerModule:
+    return tiers.OneWorkerPerModule(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_launch.py do: function(argument, place, meet)."""
+"""Functions for the processes of the launch tests: function(argument, process, rendezvous_folder)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Pool:
             self._members.append((process, ours))
 
     def run(self, function: str, size: int, *arguments: Any) -> list[Any]:
-        """What each of `size` processes returned. Raises AssertionError with the first traceback."""
+        """Returns the result of each of `size` processes. Raises AssertionError with the first traceback."""
         self._start(size - len(self._members))  # the few tests that need more than all others share
         job = f"call{next(self._calls)}"
         members = self._members[:size]

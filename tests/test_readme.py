@@ -1,4 +1,4 @@
-"""What the README and the guides show is true: the task and the watcher run, commands exist, links lead somewhere."""
+"""Tests of the README and the guides: the task and the watcher run, commands exist, links have targets."""
 
 from __future__ import annotations
 

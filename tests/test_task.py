@@ -1,4 +1,4 @@
-"""What a task is, and what it may not be."""
+"""Tests of tasks: definitions that work, and definitions that are refused."""
 
 from __future__ import annotations
 

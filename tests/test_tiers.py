@@ -1,9 +1,12 @@
-"""Which tests are slow is read off from what they use."""
+"""Tests of the tiers: slow tests are detected by the functions that they use."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,9 +70,42 @@ def test_what_starts_programs_is_slow(function: object, slow: bool) -> None:
 def test_folders_and_files_of_slow_tests_are_not_imported() -> None:
     assert tiers.has_slow_tests_only(tiers.ROOT / "parity" / "test_native.py")
     assert tiers.has_slow_tests_only(tiers.ROOT / "engines" / "test_deepspeed.py")
+    assert tiers.has_slow_tests_only(tiers.ROOT / "verbs" / "verify" / "test_verify.py")
+    assert not tiers.has_slow_tests_only(tiers.ROOT / "verbs")
     assert not tiers.has_slow_tests_only(tiers.ROOT / "data" / "test_loader.py")
     assert not tiers.has_slow_tests_only(tiers.ROOT)
 
 
 def test_this_is_quick(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("slow") is None
+
+
+TWO_TESTS = """
+import os
+def test_a(): print(os.environ["PYTEST_XDIST_WORKER"], __name__)
+def test_b(): test_a()
+"""
+
+
+def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
+    for module in ("one", "two", "three"):
+        (tmp_path / f"test_{module}.py").write_text(TWO_TESTS)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rP",
+        "-p",
+        "no:cacheprovider",
+        "--numprocesses",
+        "2",
+        str(tmp_path),
+    ]
+    path = os.pathsep.join([str(tiers.ROOT.parent), *sys.path])
+    output = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    lines = re.findall(r"^gw. test_\w+$", output.stdout, re.MULTILINE)
+    assert len(lines) == 6
+    assert len(set(lines)) == 3

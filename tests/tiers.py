@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS = ("faults", "parity", "slurm")
+FOLDERS = ("faults", "parity", "slurm", "verbs/measure", "verbs/verify")
 """Whole trainings, each under many plans."""
 LAUNCHERS = {
+    "benchmarks.cifar_script",
+    "benchmarks.commands",
+    "benchmarks.compute_alone",
+    "benchmarks.pages",
+    "benchmarks.rotation",
     "subprocess",
     "grappe",
     "grappe.launch.local",
@@ -26,6 +32,7 @@ LAUNCHERS = {
 ENGINES = re.compile("deepspeed|horovod|lightning")
 """Engines whose libraries take seconds to import, or are compiled."""
 ROOT = Path(__file__).parent
+CLUSTER = "tests/slurm"
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -37,25 +44,34 @@ def mark(items: list[pytest.Item]) -> None:
 
 def has_slow_tests_only(path: Path) -> bool:
     """Whether a file or folder need not even be imported when slow tests are left out."""
-    place = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path()
-    return place.parts[:1] in [(one,) for one in FOLDERS] or bool(ENGINES.search(str(place)))
+    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path()
+    return _is_of_whole_trainings(inside) or bool(ENGINES.search(str(inside)))
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Keeps each module on one worker, as its tests share what they made; the cluster, which mostly waits, is first."""
-    items.sort(key=lambda item: _folders(item)[0] not in ("slurm", *FOLDERS))
-    items.sort(key=lambda item: _folders(item)[0] != "slurm")
-    for item in items:
-        group = "slurm" if _folders(item)[0] == "slurm" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Puts the cluster's tests first, as they mostly wait, and whole trainings next."""
+    items.sort(key=lambda item: not _is_of_whole_trainings(item.path.relative_to(ROOT)))
+    items.sort(key=lambda item: _unit(item.nodeid) != CLUSTER)
 
 
-def _folders(item: pytest.Item) -> tuple[str, ...]:
-    return item.path.relative_to(ROOT).parts
+class OneWorkerPerModule(LoadScopeScheduling):
+    """Keeps each module on one worker, as its tests share what they made, and all that use the cluster on one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _unit(nodeid)
+
+
+def _unit(nodeid: str) -> str:
+    module = nodeid.partition("::")[0]
+    return CLUSTER if module.startswith(f"{CLUSTER}/") else module
+
+
+def _is_of_whole_trainings(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in FOLDERS)
 
 
 def _is_slow(item: pytest.Function) -> bool:
-    if _folders(item)[0] in FOLDERS or ENGINES.search(item.nodeid):
+    if _is_of_whole_trainings(item.path.relative_to(ROOT)) or ENGINES.search(item.nodeid):
         return True
     fixtures = [one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found]
     return any(_launches(one, set()) for one in [item.function, *fixtures])

@@ -12,9 +12,11 @@ from benchmarks import tiny
 from benchmarks.pacer import Pacer, Seat
 from benchmarks.tiny_task import TinyTask
 from grappe.launch.rank import ProcessRank
+from grappe.plan import as_plan
 from grappe.step.result import StepResult
 from grappe.training.options import Options
-from grappe.training.request import make_request
+from grappe.training.request import Request
+from grappe.training.task_reference import TaskReference
 from grappe.training.training import Training
 from grappe.training.worker import worker
 
@@ -36,7 +38,9 @@ def train(seat: Seat, steps: int | None = None) -> None:
     plan = "device=cpu,threads=1" + (f",replicate={seat.size}" if seat.size > 1 else "")
     task = TinyTask(epochs=NEVER, batch_size=tiny.BATCH * seat.size)
     options = Options(evaluate_every=NEVER, save_every=NEVER, steps=steps)
-    request = make_request(task, plan, seat.folder / "run", options=options)
+    request = Request(
+        task=TaskReference.of(task), plan=as_plan(plan), run=seat.folder / "run", options=options
+    )
     process = ProcessRank(
         rank=seat.rank, size=seat.size, local_rank=seat.rank, local_size=seat.size, launcher="torchrun"
     )

@@ -1,4 +1,4 @@
-"""Reads text into the typed fields of a dataclass: the one grammar of plans, of tasks' fields and of durations."""
+"""Parses text into the typed fields of a dataclass: one grammar for plans, tasks' fields and durations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOCK = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 
 
 def hints(cls: type) -> dict[str, Any]:
-    """The resolved type of each dataclass field of `cls`, by name."""
+    """Returns the resolved type of each dataclass field of `cls`, by name."""
     try:
         resolved = get_type_hints(cls)
     except NameError as error:
@@ -29,7 +29,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def split(texts: Iterable[str]) -> dict[str, str]:
-    """`["lr=0.2", "deep"]` to `{"lr": "0.2", "deep": "true"}`: a bare name is a flag.
+    """Splits `["lr=0.2", "deep"]` into `{"lr": "0.2", "deep": "true"}`: a name without a value is a flag.
 
     Raises:
         UsageError: a text is empty, or a name is given twice.
@@ -47,13 +47,13 @@ def split(texts: Iterable[str]) -> dict[str, str]:
 
 
 def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
-    """Typed values for the fields of dataclass `cls` named in `texts`.
+    """Converts `texts` to typed values for the fields of dataclass `cls`.
 
     Args:
-        what: how a message calls these names, "plan" say.
+        what: the word for these names in a message, for example "plan".
 
     Raises:
-        UsageError: no such field, or a value that is not of its type.
+        UsageError: there is no such field, or a value has the wrong type.
     """
     types_by_name = hints(cls)
     values = {}
@@ -68,10 +68,10 @@ def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
 
 
 def convert(kind: Any, text: str) -> Any:
-    """`text` as a value of type `kind`: int, float, bool, str, Literal, or a union of those with None.
+    """Converts `text` to a value of type `kind`: int, float, bool, str, Literal, or a union of those with None.
 
     Raises:
-        ValueError: it is not one; the message says what would be ("a whole number").
+        ValueError: `text` is not such a value; the message says what is expected ("a whole number").
     """
     origin = get_origin(kind)
     if origin is Literal:
@@ -94,10 +94,10 @@ def convert(kind: Any, text: str) -> Any:
 
 
 def check_choices(value: Any) -> None:
-    """Checks the Literal fields of a dataclass instance that was made in Python, where nothing else does.
+    """Checks the Literal fields of a dataclass instance that was made in Python, which does not check them.
 
     Raises:
-        UsageError: a field is none of its choices.
+        UsageError: a field's value is not one of its choices.
     """
     for name, kind in hints(type(value)).items():
         found = getattr(value, name)
@@ -108,7 +108,7 @@ def check_choices(value: Any) -> None:
 
 
 def docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, by the field's name, in the order of the source."""
+    """Returns the docstring under each field of a dataclass, by the field's name, in the order of the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     return {
         field.target.id: inspect.cleandoc(text.value.value)
@@ -122,13 +122,13 @@ def docs(cls: type) -> dict[str, str]:
 
 
 def seconds(text: str, name: str) -> float:
-    """The seconds that a duration says: 90, 90s, 30m, 2h, and 1-02:30:00 as Slurm writes it.
+    """Converts a duration to seconds: 90, 90s, 30m, 2h, or Slurm's form 1-02:30:00.
 
     Args:
-        name: what the user calls the option.
+        name: the option's name, for the message.
 
     Raises:
-        UsageError: it says none.
+        UsageError: the text is no duration.
     """
     if plain := PLAIN.fullmatch(text.strip()):
         found = float(plain[1]) * UNITS[plain[2]]
@@ -143,15 +143,15 @@ def seconds(text: str, name: str) -> float:
 
 
 def comma_separated(text: str, name: str) -> tuple[str, ...]:
-    """The parts of "tensorboard,wandb"."""
+    """Splits a text like "tensorboard,wandb"."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def whole_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
-    """The numbers of "32,64,128".
+    """Converts a text like "32,64,128" to numbers.
 
     Raises:
-        UsageError: one of them is none, or below `least`.
+        UsageError: a part is no whole number, or is below `least`.
     """
     parts = comma_separated(text, name)
     if not all(part.isdecimal() and int(part) >= least for part in parts):
@@ -161,7 +161,7 @@ def whole_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TextForm:
-    """Marks a type that the command line writes in a form of its own; `read(text, name of the option)` reads it."""
+    """Marks a type with a special form on the command line; `read(text, name of the option)` parses it."""
 
     read: Callable[[str, str], Any]
 
@@ -173,7 +173,7 @@ Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(tex
 
 
 def text_form(kind: Any) -> TextForm | None:
-    """The form of an annotation, `Duration | None` say; None where its type alone says how text is read."""
+    """Returns the form of an annotation like `Duration | None`; None if the type needs no special form."""
     for one in (kind, *get_args(kind)):
         for mark in getattr(one, "__metadata__", ()):
             if isinstance(mark, TextForm):
@@ -182,7 +182,7 @@ def text_form(kind: Any) -> TextForm | None:
 
 
 def at_least(instance: Any, least: int, *names: str) -> None:
-    """Checks numbers of an options' dataclass; None is allowed.
+    """Checks that numbers of an options dataclass are not too small; None is allowed.
 
     Raises:
         UsageError: one is below `least`; the message names the option as the command line does.

@@ -1,4 +1,4 @@
-"""Defines Plan: how one optimizer step is spread over processes. Frozen, pure, with one text form everywhere."""
+"""Defines Plan: the distribution of one optimizer step over processes. Frozen, pure, with one text form."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from grappe.errors import PlanError, UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one optimizer step is spread. Processes = pipeline x replicate x shard x tensor.
+    """The distribution of one optimizer step over pipeline x replicate x shard x tensor processes.
 
-    `grappe engines` shows the keys, with the docstring under each as its help, and the engines that honour it.
+    `grappe engines` shows the keys, with the docstring under each key as its help, and the engines that support it.
     """
 
     engine: str = "native"
     """The library that trains: native, deepspeed, horovod, lightning or textbook."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto, cpu or cuda."""
+    """Device: auto, cpu or cuda."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """auto, gloo, nccl or mpi: what carries the collectives."""
+    """Communication library: auto, gloo, nccl or mpi."""
     replicate: int = 1
-    """Data parallelism: copies of the model, each on its slice of the batch."""
+    """Data parallelism: copies of the model, each with its slice of the batch."""
     shard: int = 1
     """Sharded data parallelism: processes share parameters, gradients and optimizer state."""
     zero: Literal[1, 2, 3] = 3
-    """ZeRO stage, what shard splits: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """ZeRO stage of shard: 1 splits optimizer state, 2 gradients too, 3 parameters too."""
     pipeline: int = 1
     """Pipeline parallelism: processes that hold the model's stages, one after the other."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -35,21 +35,21 @@ class Plan:
     stages: int | None = None
     """Pipeline stages of each process; auto: 2 under schedule=interleaved, else 1."""
     tensor: int = 1
-    """Tensor parallelism: processes that split the matrices, where the task says how."""
+    """Tensor parallelism: processes that split the matrices, as the task's tensor_plan says."""
     microbatches: int = 1
-    """Microbatches of a process's slice: gradient accumulation, or what a pipeline passes on."""
+    """Microbatches of a process's slice: for gradient accumulation and for pipelines."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """fp32, tf32, or mixed precision: bf16, fp16 (with loss scaling)."""
+    """Precision: fp32, tf32, or mixed: bf16, fp16 (with loss scaling)."""
     batchnorm: Literal["local", "sync"] = "local"
     """Batch normalisation's statistics: of a process (local) or of the global batch (sync)."""
     channels_last: bool = False
-    """Images as NHWC in memory."""
+    """Memory layout NHWC for images."""
     recompute: bool = False
-    """Activation checkpointing: keep each unit's inputs only, and run it again in backward."""
+    """Activation checkpointing: keep each unit's inputs only, and run the unit again in backward."""
     compile: bool = False
     """torch.compile on each unit."""
     offload: str = "none"
-    """cpu or nvme:FOLDER: parameters and optimizer state in host memory, or on a disk."""
+    """Offload of parameters and optimizer state: cpu (host memory) or nvme:FOLDER (a disk)."""
     config: str = "none"
     """A file of the engine's own settings, DeepSpeed's ds_config.json; it may not contradict the plan."""
     per_device: int = 1
@@ -59,7 +59,7 @@ class Plan:
     threads: int | None = None
     """CPU threads of each process; auto: the cores, divided among the node's processes."""
     workers: int | None = None
-    """Data-loading processes of each process; auto: from the cores; 0: the process loads by itself."""
+    """Data workers of each process; auto: from the number of cores; 0: the process loads its own data."""
 
     def __post_init__(self) -> None:
         for name in ("replicate", "shard", "pipeline", "tensor", "microbatches", "per_device"):
@@ -87,27 +87,27 @@ class Plan:
 
     @property
     def processes(self) -> int:
-        """How many processes the plan runs on."""
+        """Returns the number of processes."""
         return self.pipeline * self.replicate * self.shard * self.tensor
 
     @property
     def data_parallel(self) -> int:
-        """Into how many slices each global batch is cut."""
+        """Returns the number of data slices of each global batch."""
         return self.replicate * self.shard
 
     @property
     def saves_memory(self) -> bool:
-        """Whether it was chosen to save memory."""
+        """Returns whether a key was chosen to save memory."""
         return self.shard > 1 or self.offload != "none"
 
     def changed_keys(self) -> frozenset[str]:
-        """The names of the keys that differ from their default."""
+        """Returns the names of the keys that differ from their default."""
         return frozenset(
             field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default
         )
 
     def check_fits(self, processes: int) -> None:
-        """Raises PlanError when the plan's product is not the number of processes there are."""
+        """Raises PlanError if the plan's product is not the world size."""
         if self.processes == processes:
             return
         names = [name for name in ("pipeline", "replicate", "shard", "tensor") if getattr(self, name) > 1]
@@ -125,7 +125,7 @@ class Plan:
         return f"ask for {self.processes}, or choose degrees whose product is {processes}"
 
     def __str__(self) -> str:
-        """The plan's text: what differs from the default, `replicate=2,precision=bf16`; empty for one process."""
+        """Writes the plan as text, without defaults: `replicate=2,precision=bf16`; empty for one process."""
         parts = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -135,7 +135,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that `text` writes, `"replicate=2,precision=bf16"`; "" is one plain process.
+        """Parses a plan's text, `"replicate=2,precision=bf16"`; "" is one plain process.
 
         Raises:
             PlanError: an unknown key, a value of the wrong type, a key given twice, or a contradiction.
@@ -150,5 +150,5 @@ class Plan:
 
 
 def as_plan(plan: Plan | str) -> Plan:
-    """A Plan from a Plan or its text."""
+    """Returns a Plan from a Plan or its text."""
     return plan if isinstance(plan, Plan) else Plan.parse(plan)

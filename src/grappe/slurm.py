@@ -27,21 +27,21 @@ class Job:
     """A submitted training."""
 
     run: Path
-    """Its folder: grappe.load(job.run) once it is finished."""
+    """The run's folder: grappe.load(job.run) once the job is finished."""
     job: str
     cost: str
-    """What it costs at most."""
+    """The job's maximal cost."""
 
     def wait(self) -> int:
-        """Waits for its end, restarts included; its exit code, 0 when it is finished."""
+        """Waits for the job's end, restarts included; returns the exit code, 0 if the training is finished."""
         return jobs.wait(self.run, self.job)
 
     def cancel(self) -> None:
-        """Cancels it; what was saved stays."""
+        """Cancels the job; checkpoints are kept."""
         slurm.cancel([self.job])
 
     def log(self, rank: int | None = None) -> str:
-        """What it wrote so far, or what its process `rank` wrote."""
+        """Returns the job's output so far, or that of its process `rank`."""
         return "".join(lines(self.run, rank))
 
 
@@ -55,14 +55,14 @@ def submit(
     """Submits a job for each command and each number of GPUs; all are checked before the first is submitted.
 
     Args:
-        commands: what follows `grappe train`: "digits lr=0.2 --plan precision=bf16"; or several of them. A task of
-            a notebook's cell belongs into a file first: a job starts after the notebook has gone.
-        gpus: GPUs in all, or several numbers for a sweep; None: as each plan says.
+        commands: one or more texts of arguments after `grappe train`: "digits lr=0.2 --plan precision=bf16". A task of
+            a notebook's cell must be in a file: a job may start after the notebook has ended.
+        gpus: the total number of GPUs, or several numbers for a sweep; None: as each plan says.
         run: the run's folder; None makes a new one, as `--run` among the commands' words does.
         options: the other fields of JobOptions, as `grappe submit` has them: site, account, time, ...
 
     Raises:
-        GrappeError: a command or an option is wrong, or sbatch refuses.
+        GrappeError: a command or an option is wrong, or sbatch rejects a job.
     """
     several = [commands] if isinstance(commands, str) else list(commands)
     numbers = (gpus,) if isinstance(gpus, int) else tuple(gpus or ())
@@ -77,10 +77,11 @@ def submit(
 def queue(
     only: Iterable[Job] | None = None, *, until_empty: bool = False, every: float = jobs.QUERY_SECONDS
 ) -> list[Entry]:
-    """The user's jobs in the queue, or which of `only` are still there.
+    """Lists the user's jobs in the queue, or those of `only` still in it.
 
     Args:
-        until_empty: come back only when none is left; asks Slurm every so many seconds, which sites want to be many.
+        until_empty: return only when no job is left.
+            every: seconds between queries of Slurm; sites ask for few queries.
     """
     numbers = None if only is None else [one.job for one in only]
     while True:
@@ -91,7 +92,7 @@ def queue(
 
 
 def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
-    """The log files of a job, or of all runs under `base` whose name or job contains the text; the newest run first."""
+    """Lists a job's log files, or those of all runs under `base` whose name or job contains a text; newest first."""
     if isinstance(contains, Job):
         return files(contains.run)
     folders = sorted(

@@ -1,4 +1,4 @@
-"""Defines Task: what is learned. A dataclass: its fields are hyperparameters, its methods are the parts."""
+"""Defines Task: a model, its data, loss and optimizer. The fields of a task are its hyperparameters."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ SPLITS = ("train", "validation", "test")
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned; knows no rank and no device.
+    """A training's model, data, loss and optimizer, independent of rank and device.
 
-    A subclass becomes a frozen, keyword-only dataclass by itself: write fields, and override methods.
+    A subclass becomes a frozen, keyword-only dataclass automatically: write fields, and override methods.
     Only `model`, `data`, `loss` and `optimizer` have no default.
     """
 
     epochs: int = 10
     batch_size: int = 256
-    """Samples per optimizer step over the whole world, whatever the plan."""
+    """Samples per optimizer step over the whole world, independent of the plan."""
     seed: int = 0
     clip: float | None = None
     """Bound on the gradient's global norm."""
@@ -56,75 +56,75 @@ class Task:
             )
 
     def model(self) -> nn.Module:
-        """The network, on the current default device, its weights drawn from torch's generator."""
+        """Makes the network on the current default device; its weights are drawn from torch's generator."""
         raise NotImplementedError
 
     def data(self, split: str, folder: Path) -> Dataset:
-        """The samples of `split` ("train", "validation" or "test"): a map-style dataset of (input, target)."""
+        """Returns the samples of `split` ("train", "validation" or "test"): a map-style dataset of (input, target)."""
         raise NotImplementedError
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """One value per example, [B], or per token, [B, ...]; never their mean."""
+        """Computes one value per example, [B], or per token, [B, ...]; never their mean."""
         raise NotImplementedError
 
     def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The optimizer over the trainable parameters, which come with their names."""
+        """Makes the optimizer over the trainable parameters, given as (name, parameter) pairs."""
         raise NotImplementedError
 
     def counts(self, target: Any) -> Tensor | None:
-        """What each value of `loss` counts, in its shape (0: an ignored token). None: every example the same."""
+        """Returns the weight of each value of `loss`, in the same shape (0: an ignored token). None: equal weights."""
         return None
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """A learning-rate schedule, stepped once per optimizer step."""
+        """Makes a learning-rate schedule, stepped once per optimizer step."""
         return None
 
     def metrics(self) -> Mapping[str, torchmetrics.Metric]:
-        """What evaluation reports besides the loss; each is updated with (output, target)."""
+        """Metrics that evaluation reports besides the loss; each is updated with (output, target)."""
         return {}
 
     def augment(self, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
-        """Random changes to a batch for training, on the device; `keys` [B] int64 feed `grappe.draw`."""
+        """Augments a training batch on the device at random; `keys` [B] int64 are arguments of `grappe.draw`."""
         return inputs, targets
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Samples as the dataset gave them, to a batch (inputs, targets)."""
+        """Collates the dataset's samples into a batch (inputs, targets)."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
 
     def units(self, model: Any) -> Sequence[nn.Module]:
-        """The model's blocks in order: what is sharded, recomputed, compiled, cut into stages.
+        """Returns the model's blocks in order, for sharding, activation checkpointing, compilation and pipelining.
 
-        For a pipeline they must be the whole model: called one after the other, each with what the one before
-        returned, they give what the model gives.
+        For a pipeline the units must be the whole model: called one after the other, each with the previous unit's
+        output, they return what the model returns.
         """
         return ()
 
     def cuts(self, stages: int) -> Sequence[int] | None:
-        """The units that stages 2, 3, … of a pipeline of `stages` begin with, by number from 0.
+        """Returns the first units of stages 2, 3, … of a pipeline of `stages`, by number from 0.
 
-        None: cut so that the counted work of the largest stage is smallest.
+        None: the cuts minimise the counted work of the largest stage.
         """
         return None
 
     def tensor_plan(self, model: Any) -> Mapping[str, ParallelStyle]:
-        """How modules, by name, are split over `tensor` processes."""
+        """Returns the parallel style of each module, by name, over `tensor` processes."""
         return {}
 
 
 def overrides(task: Task, method: str) -> bool:
-    """Whether the task has its own `method` rather than Task's default."""
+    """Returns whether the task overrides `method`."""
     return getattr(type(task), method) is not getattr(Task, method)
 
 
 def fields(task: Task) -> dict[str, Any]:
-    """The task's hyperparameters by name."""
+    """Returns the task's hyperparameters by name."""
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
 
 def parts() -> frozenset[str]:
-    """The names of the methods that make a task."""
+    """Lists the names of a task's methods."""
     return frozenset(
         name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_")
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Tests of the checkpoints that are kept."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_slurm_restarts_a_job_only_when_it_is_gone(
 
 def test_the_refusal_names_the_job(tmp_path) -> None:
     held(tmp_path, job="4711")
-    with pytest.raises(RunError, match="process 1 on elsewhere, job 4711: stop that one first"):
+    with pytest.raises(RunError, match="process 1 on elsewhere, job 4711: stop that process first"):
         Lease(tmp_path).take()
 
 
@@ -152,7 +152,7 @@ def test_a_taken_lease_stops_the_next_commit(tmp_path) -> None:
     assert saver.wait() is None
     held(tmp_path)
     saver.save(2, {"model.w": torch.ones(2)}, {}, {})
-    assert "this one writes nothing more" in (saver.wait() or "")
+    assert "this process writes nothing more" in (saver.wait() or "")
     assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")] == [1]
     lease.release()
 

@@ -1,4 +1,4 @@
-"""Who writes which piece: over real meshes, all pieces together are every tensor once."""
+"""Tests of the pieces that each process writes: over real meshes, all pieces together are every tensor once."""
 
 from __future__ import annotations
 

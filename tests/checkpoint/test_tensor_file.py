@@ -79,7 +79,7 @@ def test_what_the_library_wrote_is_read(tmp_path) -> None:
 
 
 def cuts(size: int) -> st.SearchStrategy[list[int]]:
-    """Where a dimension is cut: 0, some places between, its size."""
+    """Chooses the cuts of a dimension: 0, some positions between, its size."""
     return st.sets(st.integers(0, size), max_size=3).map(lambda some: sorted({0, size, *some}))
 
 

@@ -175,7 +175,8 @@ def test_a_loss_that_is_no_number(complain: Complain, tmp_path: Path) -> None:
         "train", "task.py", "epochs=3", "--run", "run", "--log-samples", "--save-every", "1", *PLAN
     )
     found = re.match(
-        r"the loss is nan in epoch 1, step (\d+) \(sample ids ([\d, ]+)\)\. Nothing was saved over", said
+        r"the loss is nan in epoch 1, step (\d+) \(sample ids ([\d, ]+)\)\. No checkpoint was overwritten",
+        said,
     )
     assert found, said
     step = int(found[1])

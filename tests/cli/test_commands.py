@@ -14,7 +14,7 @@ from grappe.cli import commands
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """What a command prints on an ordinary terminal's 80 columns."""
+    """Returns a command's output on a terminal of 80 columns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -56,7 +56,7 @@ def test_nothing_of_the_introduction_is_wrapped(output) -> None:
 
 
 def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
-    """Its processes have it; to load it twice, side by side, makes a busy machine start half as fast."""
+    """The processes load torch; loading it twice at the same time would halve a busy machine's start."""
     code = (
         "import sys; from grappe.cli.commands import app\n"
         f"app(['train', 'digits', '--steps', '1', '--run', {str(tmp_path / 'run')!r}])\n"

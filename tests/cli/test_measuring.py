@@ -1,4 +1,4 @@
-"""What is asked wrongly of measure, report, follow and curves is refused with what to do."""
+"""Tests that wrong arguments of measure, report, follow and curves are refused with the remedy."""
 
 from __future__ import annotations
 

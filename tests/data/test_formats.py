@@ -24,7 +24,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 
 def python2_batch(images: np.ndarray, labels: list[int], key: bytes = b"data", tail: bytes = b"u.") -> bytes:
-    """What Python 2's cPickle wrote for CIFAR-10: {data: uint8 [N, 3072], labels: list}, protocol 2."""
+    """Makes a pickle like Python 2's cPickle of CIFAR-10: {data: uint8 [N, 3072], labels: list}, protocol 2."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value
@@ -87,7 +87,7 @@ GOOD = idx_bytes(np.ones((20, 3), np.uint8))
         (b"\x00\x00\x08\xff" + bytes(2000), "not an IDX file"),
         (huge(2**32 - 1, 2**32 - 1, 2**32 - 1), "truncated"),
         (huge(2**31, 28, 28), "truncated"),
-        (huge(0, 2**32 - 1, 2**32 - 1), "it is empty"),
+        (huge(0, 2**32 - 1, 2**32 - 1), "has a dimension of 0"),
     ],
 )
 def test_a_wrong_idx_file_is_refused(tmp_path, content, said, pack):

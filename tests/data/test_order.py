@@ -23,7 +23,7 @@ TINY_BLOCKS = {"_FIRST_BLOCK": 8, "_GROWTH": 2, "_LARGEST_BLOCK": 64}  # many bl
 
 
 def deviations(observed: np.ndarray, expected: float) -> float:
-    """How far a chi-square statistic is above its mean, in its standard deviations."""
+    """Computes the distance of a chi-square statistic from its mean, in standard deviations."""
     freedom = observed.size - 1
     return float((((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
 
@@ -195,7 +195,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, length
 
 
 def count_evaluated(order: SampleOrder, steps: range) -> list[int]:
-    """How many positions each evaluation took, to read these steps of epoch 3."""
+    """Counts the positions of each evaluation, to read these steps of epoch 3."""
     with mock.patch.object(module, "permute", side_effect=permute) as spy:
         for step in steps:
             order.ids(3, step)

@@ -23,7 +23,7 @@ def train(
     options: Options,
     room: int,
 ) -> str:
-    """What the user is told, or REFUSED and how memory was refused.
+    """Returns the message for the user, or REFUSED and the way in which memory was refused.
 
     Args:
         room: bytes of data beside what the process has when it begins.

@@ -1,4 +1,4 @@
-"""What the DeepSpeed engine refuses, and what becomes of a user's own settings."""
+"""Tests of the plans and settings that the DeepSpeed engine refuses or passes on."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_settings_that_leave_open_what_is_learned_go_to_deepspeed(tmp_path: Path
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             'zero_optimization.offload_optimizer.device is "cpu", but offload=none',
         ),
-        ("shard=2", {"optimizer": {"type": "Adam"}}, "optimizer: the task's optimizer() says it"),
+        ("shard=2", {"optimizer": {"type": "Adam"}}, "optimizer: the task's optimizer() sets it"),
         ("shard=2", {"communication_data_type": "fp16"}, "reductions are in fp32"),
         ("shard=2", {"wall_clock_brakedown": True}, "did you mean wall_clock_breakdown"),
         (

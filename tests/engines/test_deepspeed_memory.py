@@ -37,7 +37,7 @@ def test_the_disk_takes_what_one_process_has_no_memory_for(pool: Pool, tmp_path:
     assert told.startswith(REFUSED), f"{ROOM} bytes were enough for a plain training: {told}"
     (tmp_path / "disk").mkdir()
     plan = f"engine=deepspeed,offload=nvme:{tmp_path / 'disk'}"
-    assert "paused after the steps asked for, 2 steps" in train(pool, plan, tmp_path / "run", 2)
+    assert "paused after --steps, 2 steps" in train(pool, plan, tmp_path / "run", 2)
     losses = [record["loss"] for record in Run(tmp_path / "run").records() if record["kind"] == "step"]
     assert losses == pytest.approx(reference.train(TASK, 2)["losses"], rel=1e-5)
     saved = Run(tmp_path / "run").latest()

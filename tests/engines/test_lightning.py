@@ -77,7 +77,7 @@ def test_it_trains_again_where_it_was_stopped() -> None:
 
 
 def strategies(process: ProcessRank, rendezvous_folder: Path, plan: str) -> tuple[str, int, int, int]:
-    """What the Trainer of a plan says of itself."""
+    """Returns the strategy of a plan's Trainer, and its numbers of processes."""
     from grappe.engines.lightning.fit import make_trainer
 
     engine, (first, *_) = made(plan, process, rendezvous_folder)

@@ -1,4 +1,4 @@
-"""What the user is told of a training that cannot be: what each process of a pool does."""
+"""Function for a pool's processes that returns the user's message about an impossible training."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def grid(axes: Mapping[str, Sequence[str]], allowed: Callable[[Cell], bool]) -> 
 
 
 def pairs(cell: Cell) -> set[Pair]:
-    """What meets in a cell."""
+    """Returns the pairs of values in a cell."""
     return {frozenset(two) for two in itertools.combinations(cell.items(), 2)}
 
 

@@ -47,7 +47,7 @@ class Quick(Task):
 
 
 class Sleeper(Dataset):
-    """Its sample 13 never comes."""
+    """Dataset whose sample 13 never comes."""
 
     def __len__(self) -> int:
         return 32

@@ -134,7 +134,7 @@ def test_a_crash_leaves_the_old_or_the_new(tmp_path, case: str) -> None:
 
 
 def commit_of(recorder: Recorder) -> int:
-    """Which operation puts the new checkpoint's name on disk: from then on nothing takes it away again."""
+    """Finds the operation after which the new checkpoint's name is on disk for good."""
     root = recorder.root.stat().st_ino
     synced = [i for i, one in enumerate(recorder.operations) if one.kind == "sync" and one.inode == root]
     return max(synced, default=-1)
@@ -164,7 +164,7 @@ def test_whatever_a_crash_leaves_a_run_goes_on_to_the_same_bits(tmp_path, record
         run = tmp_path / f"run{step}"
         shutil.copytree(was.run, run, ignore=shutil.ignore_patterns("checkpoints"))
         rebuild(tree, run / "checkpoints")
-        assert f"going on from step {step}" in was.go_on(run)
+        assert f"resuming from step {step}" in was.go_on(run)
         assert hashes(run, END) == was.end
 
 

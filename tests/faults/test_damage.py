@@ -97,8 +97,8 @@ def test_the_training_goes_on_from_the_one_before_to_the_same_bits(run, was, kin
     part = run.checkpoints / f"step-000006/rank-{was.size - 1}.safetensors"
     damaged(run, kind, part, random.Random(5))
     told = was.go_on(run.folder)
-    assert "step-000006 does not verify: passed over" in told
-    assert "going on from step 3" in told
+    assert "step-000006 does not verify: skipped" in told
+    assert "resuming from step 3" in told
     assert hashes(run.folder, END) == was.end
 
 
@@ -107,7 +107,7 @@ def test_when_nothing_is_whole_it_begins_again_and_says_so(run, was) -> None:
         damaged(run, "lose", folder / f"rank-{was.size - 1}.safetensors", random.Random(6))
     told = was.go_on(run.folder)
     for step in (3, 6):
-        assert f"step-00000{step} does not verify: passed over" in told
+        assert f"step-00000{step} does not verify: skipped" in told
     assert "starting again from step 0" in told
     assert hashes(run.folder, END) == was.end
 

@@ -169,7 +169,7 @@ def may_write(size: int) -> None:
 
 
 def told(process: ProcessRank, rendezvous_folder: Path, *arguments: Any) -> str:
-    """What a user sees of a training in a pool's process, an error that ends it too."""
+    """Returns a training's output to its user, from a pool's process, with the error that ends it."""
     try:
         return part(process, rendezvous_folder, *arguments)
     except RunError as error:
@@ -211,7 +211,7 @@ def test_processes_whose_saves_fail_go_on_and_lose_nothing(disk, tmp_path, on_tw
     assert [one.step for one in list_checkpoints(run.checkpoints)] == [6, 2, 0]
     assert all(verify(one.folder) is None for one in list_checkpoints(run.checkpoints))
     assert leftovers(run.checkpoints) == []
-    assert "going on from step 6" in on_two(disk / "run")[0]
+    assert "resuming from step 6" in on_two(disk / "run")[0]
     on_two(tmp_path / "whole")
     assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
     assert curves(disk / "run") == curves(tmp_path / "whole")
@@ -227,7 +227,7 @@ def test_processes_stop_when_that_was_asked_and_where_the_last_save_fails(disk, 
         assert re.match(r"grappe: step 12 could not be saved: .*free some space, and start again", one)
     (disk / "ballast").unlink()
     assert not Run(disk / "run").is_finished()
-    assert "going on from step 10" in on_two(disk / "run")[0]
+    assert "resuming from step 10" in on_two(disk / "run")[0]
     on_two(tmp_path / "whole")
     assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
 

@@ -163,7 +163,7 @@ def told(verb: Callable[[], object]) -> str:
 
 
 def look(folder: Path) -> list[str]:
-    """What the verbs that only read say of a run."""
+    """Returns the messages of the verbs that only read a run."""
     return [
         told(lambda: listing(folder.parent)),
         told(lambda: describe(folder)),

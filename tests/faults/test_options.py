@@ -37,7 +37,7 @@ def test_a_time_limit_saves_exits_75_and_the_run_goes_on(tmp_path: Path) -> None
     assert latest.step == step > 0
     code, out, err = train(tmp_path, "--steps", str(step + 3))
     assert code == 0, err
-    assert f"going on from step {step}\n" in out
+    assert f"resuming from step {step}\n" in out
     assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, step + 4))
 
 

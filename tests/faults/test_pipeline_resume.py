@@ -44,7 +44,7 @@ MOVES = [
 def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, task: Images, plan: str) -> None:
     run(pool, task, plan, tmp_path / "whole", save_every=2)
     run(pool, task, plan, tmp_path / "parts", dies_at=5, save_every=2)
-    assert "going on from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
+    assert "resuming from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
     whole = hashes(tmp_path / "whole", STEPS)
     assert {name.partition(".")[0] for name in whole} >= {"json", "model", "optimizer"}
     assert (task in (NORMED, SPECTRAL)) == any(name.startswith(LOCAL) for name in whole)
@@ -74,7 +74,7 @@ def test_another_plan_goes_on_with_the_same_samples(
     folder = tmp_path / "run"
     shutil.copytree(killed(before), folder)
     told = run(pool, WANDERER, after, folder, save_every=2)
-    assert "going on from step 2" in told
+    assert "resuming from step 2" in told
     samples_of = {step: sorted(ids) for step, ids in samples(folder).items() if step > 2}
     wanted = {step: sorted(ids) for step, ids in samples(killed(None)).items() if step > 2}
     assert {step: sorted(set(ids)) for step, ids in samples_of.items()} == wanted

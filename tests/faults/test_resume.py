@@ -79,7 +79,7 @@ def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, cell
     run(pool, task, plan, tmp_path / "whole", save_every=every)
     run(pool, task, plan, tmp_path / "parts", dies_at, save_every=every)
     hashes(tmp_path / "parts", newest)
-    assert f"going on from step {newest}" in run(pool, task, plan, tmp_path / "parts", save_every=every)
+    assert f"resuming from step {newest}" in run(pool, task, plan, tmp_path / "parts", save_every=every)
     whole, parts = hashes(tmp_path / "whole", STEPS), hashes(tmp_path / "parts", STEPS)
     assert {name.partition(".")[0] for name in whole} >= {"json", "model", "optimizer"}
     assert (cell["batchnorm"] == "batchnorm") == any(name.startswith(LOCAL) for name in whole)
@@ -129,7 +129,7 @@ def test_another_world_goes_on_with_the_same_samples(
     folder = tmp_path / "run"
     shutil.copytree(killed(before), folder)
     told = run(pool, WANDERER, after, folder, save_every=2)
-    assert "going on from step 2" in told
+    assert "resuming from step 2" in told
     assert ("changed since: plan: " in told) == (before != after)
     assert samples(folder) == samples(undisturbed)
     gap, name = difference(model(undisturbed), model(folder))
@@ -144,7 +144,7 @@ def test_another_engine_takes_the_weights_over_and_says_so(
     run(pool, task, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
     was = {name: one for name, one in hashes(tmp_path / "run", 4).items() if name.startswith(MODEL)}
     told = run(pool, task, f"engine={after}", tmp_path / "run", steps=5, save_every=1)
-    assert f"from engine {before} to {after}: only the weights go over" in told
+    assert f"from engine {before} to {after}: only the weights are restored" in told
     fresh = Run(tmp_path / "run").latest()
     assert fresh is not None
     tensors = fresh.read_tensors()

@@ -52,7 +52,7 @@ def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, plan
     text = f"engine=deepspeed,{plan.format(disk=disk)}"
     run(pool, task, text, tmp_path / "whole", save_every=2)
     run(pool, task, text, tmp_path / "parts", 5, save_every=2)
-    assert "going on from step 4" in run(pool, task, text, tmp_path / "parts", save_every=2)
+    assert "resuming from step 4" in run(pool, task, text, tmp_path / "parts", save_every=2)
     whole, parts = hashes(tmp_path / "whole", 6), hashes(tmp_path / "parts", 6)
     assert {name.partition(".")[0] for name in whole} >= {"json", "model", "optimizer"}
     assert parts == whole
@@ -110,7 +110,7 @@ def test_another_world_goes_on_with_the_same_samples(
     folder = tmp_path / "run"
     shutil.copytree(killed(before), folder)
     told = run(pool, WANDERER, f"engine=deepspeed,{after}", folder, save_every=2)
-    assert "going on from step 2" in told
+    assert "resuming from step 2" in told
     assert samples(folder) == samples(undisturbed)
     gap, name = difference(model(undisturbed, 12), model(folder, 12))
     assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
@@ -125,6 +125,6 @@ def test_another_engine_takes_the_weights_over_and_says_so(
     run(pool, WANDERER, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
     was = model(tmp_path / "run", 4)
     told = run(pool, WANDERER, f"engine={after}", tmp_path / "run", steps=5, save_every=1)
-    assert "only the weights go over" in told
+    assert "only the weights are restored" in told
     assert set(model(tmp_path / "run", 5)) == set(was)
     assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]

@@ -24,7 +24,7 @@ def test_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, plan: str, rule: s
     run(pool, task, plan, tmp_path / "whole", save_every=2)
     run(pool, task, plan, tmp_path / "parts", 5, save_every=2)
     hashes(tmp_path / "parts", 4)
-    assert "going on from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
+    assert "resuming from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
     assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
     assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
     assert samples(tmp_path / "parts") == samples(tmp_path / "whole")

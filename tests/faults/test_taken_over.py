@@ -1,4 +1,4 @@
-"""What a run of two processes saved is one model for whoever takes it: --from under any plan, load, evaluate."""
+"""Tests that a checkpoint of two processes is one model for every reader: --from under any plan, load, evaluate."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Recorder:
 
 
 def merged(recorders: Sequence[Recorder]) -> Recorder:
-    """What several processes did to one folder at a time, in the order in which it was done."""
+    """Merges the operations of several processes on one folder, in order of time."""
     first, *others = recorders
     for other in others:
         first.is_folder |= other.is_folder
@@ -160,7 +160,7 @@ def recording(root: Path) -> Iterator[Recorder]:
 
 
 def unsynced(operations: list[Operation]) -> list[int]:
-    """Which of the operations nothing has made last yet: a crash may keep or drop each."""
+    """Finds the operations that are not yet flushed: a crash may keep or drop each."""
     last = {one.inode: index for index, one in enumerate(operations) if one.kind == "sync"}
     return [
         index

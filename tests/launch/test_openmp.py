@@ -35,6 +35,23 @@ assert "OMP_WAIT_POLICY" not in os.environ
 """
 
 
+@pytest.fixture(autouse=True)
+def _nobody_has_asked() -> Iterator[None]:
+    openmp._was_busy.cache_clear()
+    yield
+    openmp._was_busy.cache_clear()
+
+
+def test_the_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((False, True))
+    monkeypatch.setattr(openmp, "is_busy", lambda: next(answers))
+    for name in CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):  # for the processes' environment, and for the server that they are forked from
+        with sleeping_threads():
+            assert POLICY not in os.environ
+
+
 def test_a_users_choice_stays() -> None:
     for name in CHOICES:
         environment = {name: "1"}
@@ -89,7 +106,7 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def spins(tmp_path: Path):
-    """How often a waiting thread looks before it sleeps, in each of a command's processes that load OpenMP."""
+    """Reads the spin count of a waiting thread in each of a command's processes that load OpenMP."""
 
     def of(*words: str, **variables: str) -> list[int]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))

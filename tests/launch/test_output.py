@@ -1,4 +1,4 @@
-"""What process 0 says when nobody reads any more."""
+"""Tests of process 0's output when nobody reads any more."""
 
 from __future__ import annotations
 

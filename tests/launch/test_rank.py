@@ -20,7 +20,7 @@ Start = Callable[..., list[Command]]
 
 
 def one_node(rank: int) -> dict[str, str]:
-    """What srun sets for one of two processes."""
+    """Returns srun's variables for one of two processes."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",

@@ -1,4 +1,4 @@
-"""Where a process stands, read from a launcher's variables; what a plan asks of it."""
+"""Tests of a process's rank in a launcher's variables, and of a plan's requirements."""
 
 from __future__ import annotations
 

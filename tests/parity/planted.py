@@ -29,7 +29,7 @@ Planted = Callable[[], contextlib.AbstractContextManager]
 
 
 def runner(pool: Pool, fault: str = "") -> Callable[[str, Any, Plan], Any]:
-    """What starts processes for verify: a pool's, with a fault planted."""
+    """Starts processes for verify: a pool's, with a planted fault."""
 
     def run(function: str, request: Any, plan: Plan) -> Any:
         return pool.run(f"{__name__}:planted", plan.processes, function, request, fault)[0]

@@ -16,7 +16,7 @@ from grappe import Arrays, Task
 
 
 class Seen(Metric):
-    """How many samples there were: a sum, which merging twice would double."""
+    """Metric that counts samples: a sum, which merging twice would double."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def test_fp16_skips_an_infinity_everywhere(pool: Pool, plan: str) -> None:
 
 
 class Steep(Images):
-    """Its loss is finite, and its gradient is not."""
+    """Task with a finite loss and an infinite gradient."""
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return super().loss(output, target) + (output[:, 0] * 0).sqrt()
@@ -119,7 +119,7 @@ def test_a_parameter_that_nothing_reaches_is_named(pool: Pool) -> None:
 
 
 def bits_around(process: ProcessRank, rendezvous_folder: Path, task: Tokens, text: str) -> float:
-    """How far a plain training moves, in the same process, by another that was there before it."""
+    """Computes the difference of two plain trainings with another training between them, in one process."""
     before, _, after = (
         train(
             dataclasses.replace(process, job=f"{process.job}-{turn}"), rendezvous_folder, task, plan, STEPS
@@ -158,6 +158,6 @@ def test_what_would_be_summed_with_something_else_is_refused(
 ) -> None:
     task, text = Forked(both=both), f"engine=deepspeed,{plan}"
     for told in pool.run("tests.engines.told:told", Plan.parse(text).processes, task, text, STEPS):
-        assert told.startswith("TaskError: the model takes different ways for different samples")
+        assert told.startswith("TaskError: the model uses different parameters for different samples")
         assert words in told
         assert "use engine=native" in told

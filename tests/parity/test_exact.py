@@ -169,7 +169,7 @@ def test_killed_under_one_number_of_processes_and_resumed_under_another(
     _part(pool, task, text, second, whole)
     _part(pool, task, text, first, parts, dies_at=4)
     told = _part(pool, task, text, second, parts)
-    assert "going on from step" in told
+    assert "resuming from step" in told
     assert _state(hashes(parts, STEPS)) == _state(hashes(whole, STEPS))
     assert curves(parts) == curves(whole)
 
@@ -183,7 +183,7 @@ def test_killed_and_resumed_with_another_share_of_the_model(
     task, plans = Everything(rule="adam"), [f"exact=8,{one}".rstrip(",") for one in (first, second)]
     _run(pool, task, "exact=8", tmp_path / "whole")
     _run(pool, task, plans[0], tmp_path / "parts", dies_at=4)
-    assert "going on from step" in _run(pool, task, plans[1], tmp_path / "parts")
+    assert "resuming from step" in _run(pool, task, plans[1], tmp_path / "parts")
     assert _state(hashes(tmp_path / "parts", STEPS)) == _state(hashes(tmp_path / "whole", STEPS))
     assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
 

@@ -89,7 +89,7 @@ def test_the_same_plan_goes_on_to_the_same_bits(
     run(pool, task, text, tmp_path / "whole", save_every=every)
     run(pool, task, text, tmp_path / "parts", dies_at, save_every=every)
     at = dies_at - dies_at % every
-    assert f"going on from step {at}" in run(pool, task, text, tmp_path / "parts", save_every=every)
+    assert f"resuming from step {at}" in run(pool, task, text, tmp_path / "parts", save_every=every)
     assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
     assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
     assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
@@ -104,7 +104,7 @@ def test_another_world_goes_on_with_the_same_samples(
     run(pool, task, "", tmp_path / "one", save_every=2)
     run(pool, task, f"{L},{before}", tmp_path / "run", dies_at=3, save_every=2)
     told = run(pool, task, f"{L},{after}".rstrip(","), tmp_path / "run", save_every=2)
-    assert "going on from step 2" in told
+    assert "resuming from step 2" in told
     assert samples(tmp_path / "run") == samples(tmp_path / "one")
     found, wanted = (Run(tmp_path / name).latest() for name in ("run", "one"))
     assert found is not None
@@ -119,7 +119,7 @@ def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) ->
     task = Images(rule="adam")
     run(pool, task, f"{L},replicate=2", tmp_path / "run", steps=4, save_every=2)
     told = run(pool, task, "", tmp_path / "run", steps=5)
-    assert "from engine lightning to native: only the weights go over" in told
+    assert "from engine lightning to native: only the weights are restored" in told
     assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
@@ -139,6 +139,6 @@ def test_offloaded_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     task, plan = Images(dropout=0.3, clip=0.5), f"{L},shard=2,offload=cpu"
     run(pool, task, plan, tmp_path / "whole", save_every=2)
     run(pool, task, plan, tmp_path / "parts", 5, save_every=2)
-    assert "going on from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
+    assert "resuming from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
     assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
     assert samples(tmp_path / "parts") == samples(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""What verify switches off: modules that couple a batch's samples are found, and random draws give their mean."""
+"""Tests of verify's switches: modules that couple a batch's samples are found, and random draws give their mean."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Ways(nn.Module):
 
 
 class Forked(Tokens):
-    """Its first rows' tokens are odd in some slices and even in others, already in the first step."""
+    """Task whose first rows' tokens are odd in some slices and even in others, already in the first step."""
 
     both: bool = True
     batch_size: int = 4

@@ -46,7 +46,7 @@ TASK = Sleeping(load=0.002, forward=0.006, backward=0.009, update=0.007, late=0.
 
 
 class Seen(Watcher):
-    """What a training told its watchers, and the wall time of its steps, taken without the chronometer."""
+    """Data that a training passed to its watchers, and its steps' wall time, taken without the chronometer."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []

@@ -17,7 +17,7 @@ SIZES = ("1-gpu", "1-node", "2-nodes")
 
 
 def gpus(site: Site, size: str) -> int:
-    """How many GPUs a size is on a site; where one GPU cannot be had, its smallest job."""
+    """Returns the GPUs of a size on a site; of the smallest job, if one GPU is not available."""
     assert site.node is not None
     whole = site.node.gpus
     least = whole if site.ask.whole_nodes and 1 not in site.ask.part_nodes else 1
@@ -52,7 +52,7 @@ def script(site: Site, size: str, **changes: int) -> Script:
 
 
 def layout_of(site: Site, size: str) -> Layout:
-    """What the script asks for."""
+    """Returns the resources that a script requests."""
     return script(site, size).layout
 
 

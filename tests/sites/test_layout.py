@@ -68,7 +68,7 @@ def test_gpus_make_a_plan() -> None:
 @pytest.mark.parametrize(
     ("site", "plan", "wish", "words"),
     [
-        ("narval", "", {"account": None}, "wants an account: --account NAME (of the form def-* or rrg-* or rpp-*)"),
+        ("narval", "", {"account": None}, "needs an account: --account NAME (of the form def-* or rrg-* or rpp-*)"),
         ("narval", "", {"account": "mine"}, "--account=mine: accounts of narval are of the form def-*"),
         ("narval", "", {"seconds": 8 * 86400.0}, "at most 168 h"),
         ("narval", "", {"seconds": 60.0}, "at least 5 minutes"),

@@ -20,7 +20,7 @@ PLAN = "replicate=2,threads=1,workers=0,device=cpu"
 
 
 def grappe(*words: str, cwd: Path, code: int | None = 0) -> str:
-    """What `grappe …` printed."""
+    """Runs `grappe …`, and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "grappe", *words],
         cwd=cwd,
@@ -84,7 +84,7 @@ class Job:
         self.until(lambda: self.steps() > beyond, f"it is beyond step {beyond}")
 
     def state(self) -> str:
-        """What Slurm knows of it."""
+        """Returns the job's state from Slurm."""
         return self.cluster.run("scontrol", "show", "job", self.job, check=False)
 
     def said(self) -> str:
@@ -92,11 +92,11 @@ class Job:
         return "".join(file.read_text() for file in sorted((self.run / "logs").glob("job-*.out")))
 
     def restarts(self) -> int:
-        """How often it was started again."""
+        """Returns the job's number of restarts."""
         return int(Run(self.run).read_description()["restarts"]) if Run.is_run(self.run) else 0
 
     def pids(self) -> list[int]:
-        """Its training processes, by what they say of themselves, the newest start's only."""
+        """Reads the ids of the job's training processes from their logs, of the newest start only."""
         lines = [line.split() for line in self.said().splitlines() if "step in" in line]
         newest: dict[str, int] = {}
         for words in lines:

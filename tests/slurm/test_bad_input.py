@@ -26,7 +26,7 @@ def refused(*words: str) -> str:
     ("words", "said"),
     [
         (("--site", "narvall", *TRAIN), "did you mean narval"),
-        (("--site", "narval", *TRAIN), "wants an account"),
+        (("--site", "narval", *TRAIN), "needs an account"),
         (("--site", "narval", "--account", "def-x", "--time", "8d", *TRAIN), "at most 168 h"),
         (
             ("--site", "narval", "--account", "def-x", "--time", "soon", *TRAIN),

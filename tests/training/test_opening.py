@@ -1,4 +1,4 @@
-"""What the start of a run that goes on says of exactness."""
+"""Tests of the messages on exactness when a run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message about memory is made of: what a model takes, and which plans would fit."""
+"""Tests of the parts of an out-of-memory message: a model's needs, and the plans that would fit."""
 
 from __future__ import annotations
 

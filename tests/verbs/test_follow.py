@@ -36,7 +36,7 @@ def test_a_run_is_followed_to_its_end(run: Run) -> None:
     waits = []
 
     def meanwhile(seconds: float) -> None:
-        """What happens while it waits: two halves of a line, a restart that cuts back, the end."""
+        """Writes to the run in the meantime: two halves of a line, a restart that cuts back, the end."""
         waits.append(seconds)
         file = run.folder / "metrics.jsonl"
         with file.open("a") as stream:

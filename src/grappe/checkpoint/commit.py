@@ -1,4 +1,4 @@
-"""Commits a folder in one rename: every file written beside, flushed to disk, and listed with its hash."""
+"""Commits a folder in one rename: every file is written to a temporary folder, flushed, and listed with its hash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fingerprint = dict[str, Any]
 
 
 def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None:
-    """Makes `beside`, whose `files` are on disk already, the folder `folder`: wholly, or not at all."""
+    """Renames the temporary folder `beside`, whose `files` are on disk already, to `folder`: wholly, or not at all."""
     manifest = {"files": files, "xxh3_128": json_hash(files)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush(beside)
@@ -63,12 +63,12 @@ def verify(folder: Path) -> str | None:
 
 
 def json_hash(content: Mapping[str, Any]) -> str:
-    """Hashes what is written as JSON with XXH3, whatever the order of its keys."""
+    """Hashes a JSON value with XXH3; the order of keys does not matter."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
-    """Reads a file's size in bytes and its XXH3 hash; a file that has not the `size` expected is not read."""
+    """Reads a file's size in bytes and its XXH3 hash; a file without the expected `size` is not read."""
     actual = file.stat().st_size
     if size is not None and actual != size:
         return {"bytes": actual}
@@ -80,7 +80,7 @@ def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
 
 
 def write_json(file: Path, content: object) -> None:
-    """Replaces a JSON file in one step, so that nobody ever reads half of it."""
+    """Replaces a JSON file by one rename, so that no reader sees half of the file."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     write_new(beside, (json.dumps(content, indent=1) + "\n").encode())
@@ -92,7 +92,7 @@ def read_json(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """Reads the object in a JSON file of at most `largest` bytes.
 
     Raises:
-        RunError: it cannot be read, or is no JSON object.
+        RunError: the file cannot be read, or is no JSON object.
     """
     try:
         if file.exists() and not file.is_file():
@@ -108,7 +108,7 @@ def read_json(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def flush(folder: Path) -> None:
-    """Waits until what was created, renamed or removed in `folder` is on disk."""
+    """Flushes a folder's entries (fsync), so that files created, renamed or removed in `folder` are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

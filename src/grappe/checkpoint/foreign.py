@@ -26,7 +26,7 @@ def foreign_weights(file: Path) -> Weights:
     runs nothing.
 
     Raises:
-        RunError: there is no such file, it is damaged, or it holds more than weights.
+        RunError: the file is missing, damaged, or holds more than weights.
     """
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")

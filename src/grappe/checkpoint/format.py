@@ -21,17 +21,17 @@ class Checkpoint:
 
     folder: Path
     step: int
-    """Optimizer steps done when it was saved."""
+    """Optimizer steps done when the checkpoint was saved."""
 
     def read_tensors(self) -> TensorFiles:
-        """Opens its files and checks their headers; each tensor is read when asked for."""
+        """Opens the checkpoint's files and checks their headers; each tensor is read when it is requested."""
         from grappe.checkpoint.tensor_file import TensorFiles
 
         names = read_json(self.folder / MANIFEST).get("files", {})
         return TensorFiles([self.folder / name for name in sorted(names) if name.endswith(".safetensors")])
 
     def read_values(self) -> dict[str, Any]:
-        """Reads its JSON."""
+        """Reads the checkpoint's JSON."""
         return read_json(self.folder / STATE)
 
     def read_model(self) -> ModelWeights:
@@ -58,10 +58,10 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """Finds the newest checkpoint that verifies, by its files alone: there is no pointer to it that could be wrong."""
+    """Finds the newest checkpoint that verifies, from the checkpoint folders alone: no pointer can be wrong."""
     return next((one for one in list_checkpoints(folder) if verify(one.folder) is None), None)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint of `step` is committed."""
+    """Returns the folder of the checkpoint of `step`."""
     return folder / f"step-{step:06d}"

@@ -1,4 +1,4 @@
-"""Makes the weights that a training begins with, in a process of their own, and saves them as step 0."""
+"""Makes a training's initial weights in a separate process, and saves them as step 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BYTES_PER_SECOND = 10**8  # of a file that is read, and copied into the model
 
 
 def build(task: Task, checkpoints: Path, given: Path | None) -> None:
-    """Makes the model in a process of its own and saves it as step 0: the builder's memory ends with it.
+    """Makes the model in a separate process and saves it as step 0; the memory of building is freed with that process.
 
     Args:
         given: a run or a file to take the weights from, instead of fresh ones.
@@ -141,7 +141,8 @@ def _copy(model: nn.Module, weights: Weights, given: Path) -> None:
     strangers = [name for name in weights if name not in mine]
     if missing or strangers:
         raise RunError(
-            f"--from {given}: its names are not this model's. Missing: {_some(missing)}. Left over: {_some(strangers)}"
+            f"--from {given}: its parameter names differ from this model's. "
+            f"Missing: {_some(missing)}. Left over: {_some(strangers)}"
         )
     for name, tensor in mine.items():
         if name in weights:

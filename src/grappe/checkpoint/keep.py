@@ -1,4 +1,4 @@
-"""Removes old checkpoints, but for the newest few and the best."""
+"""Removes old checkpoints; keeps the newest few and the best."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grappe.errors import RunError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep:
-    """How many of the newest checkpoints stay, beside the one with the lowest validation loss."""
+    """Number of newest checkpoints to keep, besides the one with the lowest validation loss."""
 
     last: int = 3
 
     def clean(self, folder: Path, committed: int) -> list[Path]:
-        """Removes the others, once the checkpoint of step `committed` is on disk. The folders removed.
+        """Removes old checkpoints, once the checkpoint of step `committed` is on disk; returns the removed folders.
 
-        Those of later steps did not verify when the training went on from before them: they count for nothing,
-        lest they push out what is whole.
+        Checkpoints of later steps did not verify when the training resumed from an earlier step: they are not counted,
+        so that they cannot displace intact ones.
         """
         removed = []
         candidates = [one for one in list_checkpoints(folder) if one.step <= committed]

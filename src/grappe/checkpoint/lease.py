@@ -1,4 +1,4 @@
-"""Keeps a second process from writing a run; another node can tell from the lease file whether its holder lives."""
+"""Keeps a second process from writing a run: a lease file shows, on other nodes too, whether its holder is alive."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Holder:
     host: str
     pid: int
     job: str
-    """The Slurm job that it runs in, or nothing."""
+    """The Slurm job that the process runs in; "" outside a job."""
     restart: int
-    """How often Slurm has restarted that job."""
+    """The number of times that Slurm has restarted the job."""
     beat: float
-    """Seconds since 1970, when it last said that it lives."""
+    """Time of the last heartbeat, in seconds since 1970."""
 
 
 class Lease:
     """Held from `take` to `release`, by process 0; its heartbeat is a thread.
 
     Raises:
-        RunError: on `take`, another process that lives holds it.
+        RunError: on `take`, a live process holds the lease.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,12 +49,13 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Takes the lease, over from a holder that is dead or has been silent for a minute."""
+        """Takes the lease, also from a holder that is dead or sent no heartbeat for a minute."""
         holder = self._holder()
         if holder is not None and _lives(holder):
             raise RunError(
                 f"{self._file.parent} is being written by process {holder.pid} on {holder.host}"
-                f"{f', job {holder.job}' if holder.job else ''}: stop that one first, or wait a minute if it is dead"
+                f"{f', job {holder.job}' if holder.job else ''}: "
+                "stop that process first, or wait a minute if it is dead"
             )
         try:
             self._write()
@@ -76,10 +77,10 @@ class Lease:
                 if holder
                 else "somebody removed the lease; another process"
             )
-            raise RunError(f"{who} writes {self._file.parent} now: this one writes nothing more")
+            raise RunError(f"{who} writes {self._file.parent} now: this process writes nothing more")
 
     def release(self) -> None:
-        """Gives it back."""
+        """Releases the lease."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Chooses which pieces of a state this process writes, so that every byte is written once, by all processes alike."""
+"""Chooses the pieces of a state that this process writes: each byte once, and all processes write equally."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grappe.private_api.torch import local_shape_and_offset
 def pieces_to_write(
     tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World
 ) -> Iterator[Piece]:
-    """Yields this process's pieces: its share of sharded tensors, its turn of replicated ones, and all of its own.
+    """Yields this process's pieces: its shard of sharded tensors, its turn of replicated ones, and all local tensors.
 
-    A pure function of names and shapes, so that processes agree without communication: what several
-    processes have alike is written by the one of them that has the least to write so far.
+    A pure function of names and shapes, so that processes agree without communication: a tensor that several
+    processes have alike is written by the process with the fewest bytes to write so far.
     """
     loads: dict[int, list[int]] = {}
     for name, tensor in tensors.items():
@@ -33,7 +33,7 @@ def pieces_to_write(
 
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
-    """Returns how many processes have what this process has of the tensor, and which of them this one is."""
+    """Returns the number of processes that hold the same part of the tensor, and this process's number among them."""
     split = {"pipeline"}  # what a stage has, no other has
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()

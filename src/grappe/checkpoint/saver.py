@@ -1,6 +1,6 @@
-"""Writes checkpoints in the background, and commits each once all processes' files are on disk.
+"""Writes checkpoints in the background, and commits each when the files of all processes are on disk.
 
-Each process writes a file of its own and then, beside it, the file's fingerprint. Process 0 waits for all the
+Each process writes one file and then that file's fingerprint. Process 0 waits for all the
 fingerprints and commits. Nothing else is sent between processes, so nothing disturbs the steps under way.
 """
 
@@ -37,8 +37,8 @@ class Saver:
     """Saves to `folder`; all methods but `close` are collective.
 
     Args:
-        token: names this start of the run, so that what a dead one left is never taken for ours.
-        may_commit: asked before each commit; it raises RunError when another process writes this run now.
+        token: identifies this start of the run, so that files of an earlier, dead start are never used.
+        may_commit: called before each commit; raises RunError when another process writes this run now.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Saver:
     ) -> str | None:
         """Copies the state and returns; a thread writes the copy.
 
-        With `stream`, which gives the values of `tensors`, they are written while they come, and only the commit
-        is left to the background: they have no room in memory together.
+        With `stream`, which yields the values of `tensors`, the values are written as they come, and only the commit
+        happens in the background: the values do not fit into memory together.
 
         Returns:
-            What went wrong with the save before this one, on any process; None: it is committed.
+            The error of the save before this one, on any process; None: that save is committed.
         """
         before = self.wait()
         pieces, streamed, waits = list(pieces_to_write(tensors, own, self._world)), None, False
@@ -89,7 +89,7 @@ class Saver:
         return before
 
     def wait(self) -> str | None:
-        """Waits for the save under way, if there is one; returns what went wrong with that save, on any process."""
+        """Waits for the running save, if there is one; returns that save's error, on any process."""
         if self._thread is None:
             return None
         self._written.wait()
@@ -108,7 +108,7 @@ class Saver:
     def _stream(
         self, beside: Path, pieces: list[Piece], own: Mapping[str, Tensor], stream: Stream
     ) -> Callable[[], None]:
-        """Writes this process's part now; returns a function for the thread, which raises the error of the write."""
+        """Writes this process's part now; returns a function for the thread, which raises the write's error."""
         values = stream()
         names = {piece.name for piece in pieces}
         chosen = (value for name, value in values if name in names)
@@ -143,7 +143,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _noting(self, step: int, beside: Path) -> Iterator[None]:
-        """Notes what is raised inside: a thread's exception would be lost, and the save taken for committed."""
+        """Context that records an exception: in a thread it would be lost, and the save would count as committed."""
         try:
             yield
         except Exception as error:
@@ -153,7 +153,7 @@ class Saver:
                 self._tidy(beside)
 
     def _tidy(self, beside: Path) -> None:
-        """Makes room. The whole folder is process 0's to remove: others that write in it would tell of that alone."""
+        """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
         if self._world.rank == 0:
             shutil.rmtree(beside)
         else:
@@ -188,7 +188,7 @@ class Saver:
         return read_json(file)
 
     def close(self) -> None:
-        """Gives up on a save under way: the checkpoint before it stays the newest."""
+        """Abandons a running save: the checkpoint before it stays the newest."""
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -200,7 +200,7 @@ def _again(error: Exception | None) -> None:
 
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
-    """Lists the folders and files that killed saves left."""
+    """Lists the folders and files that interrupted saves left on disk."""
     now = time.time()
     left = []
     with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now

@@ -18,9 +18,9 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, pieces: Iterable[Piece]) -> tuple[list[Piece], bool]:
-        """The same pieces on the host, and whether they are copies; what `take` gave before is overwritten.
+        """Returns the pieces on the host, and whether they are copies; overwrites the result of the previous call.
 
-        Where there is no memory for copies, pieces that are on the host are given as they are.
+        Without memory for copies, pieces that are on the host already are returned uncopied.
         """
         given = list(pieces)
         try:

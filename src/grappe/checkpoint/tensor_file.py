@@ -1,7 +1,8 @@
 """Writes and reads tensors in safetensors' format; a file may hold pieces of tensors that are spread over processes.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes, the header's length; the header, JSON; the data.
-We write it ourselves, since the library copies every tensor while holding the interpreter, and training would wait.
+grappe writes the format itself: the library copies every tensor while it holds the interpreter lock, and training
+would wait.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ WRITE_SIZE = 1 << 20  # bytes: what was just written is still in a cache when it
 
 
 class Piece(NamedTuple):
-    """A part of a named tensor, or all of it."""
+    """A part of a named tensor, or the whole tensor."""
 
     name: str
     data: Tensor
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     offset: tuple[int, ...]
-    """Where the part begins in the whole."""
+    """The part's first index in the whole tensor, by dimension."""
 
 
 def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None = None) -> Fingerprint:
     """Writes tensors to a new file and flushes it to disk; returns its fingerprint.
 
     Args:
-        values: the pieces' numbers, in their order, where `pieces` has shapes only; asked for one after the other.
+        values: the pieces' values, in their order, when `pieces` has shapes only; read one after the other.
     """
     header = _header(pieces)
     digest = xxhash.xxh3_128()
@@ -138,19 +139,19 @@ class _Mapped:
         return DTYPES[self._entries[name]["dtype"]]
 
     def integers(self, name: str) -> np.ndarray:
-        """A tensor's bits as integers of its size, for reading only: numpy has not all types."""
+        """Returns a tensor's bits as read-only integers of the same size, since numpy lacks some of torch's types."""
         start, stop = self._entries[name]["data_offsets"]
         kind = INTEGERS[self.dtype(name).itemsize][0]
         return self._data[start:stop].view(kind).reshape(self.shape(name))
 
 
 def _writable(tensor: Tensor) -> np.ndarray:
-    """The same memory as `_Mapped.integers` has it."""
+    """Returns the tensor's memory in the integer type of `_Mapped.integers`."""
     return tensor.view(INTEGERS[tensor.element_size()][1]).numpy()
 
 
 class TensorFiles:
-    """The tensors of several files, put together from their pieces when they are read.
+    """The tensors of several files, assembled from their pieces when they are read.
 
     Raises:
         RunError: a file is no safetensors file, or its pieces do not fit together.
@@ -204,10 +205,10 @@ class TensorFiles:
         return self.read_part(name, shape, (0,) * len(shape))
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        """The part of a tensor that begins at `offset` and has `shape`, reading no more than it needs.
+        """Reads the part of a tensor that begins at `offset` and has `shape`, and no more bytes than needed.
 
         Raises:
-            RunError: the pieces there are do not cover it.
+            RunError: the files' pieces do not cover the part.
         """
         boxes = []
         for mapped, at in self._places[name]:
@@ -226,7 +227,7 @@ class TensorFiles:
 
 
 def _within(box: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
-    """Returns a box as slices of what begins at `offset`."""
+    """Returns a box as slices relative to `offset`."""
     return tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, offset, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Reads named tensors one at a time, from files or from memory, by each process what it needs."""
+"""Reads named tensors one at a time, from files or from memory; each process reads only the parts that it needs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class InMemory:
 
 
 class Under:
-    """The weights whose names start with a prefix, under their names without the prefix."""
+    """The weights whose names start with a prefix; the prefix is removed from the names."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
         self._weights, self._prefix = weights, prefix
@@ -80,7 +80,7 @@ class Under:
 
 
 class Without:
-    """The weights but for those whose names start with a prefix."""
+    """The weights, without those whose names start with a prefix."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
         self._weights, self._prefix = weights, prefix
@@ -102,7 +102,7 @@ class Without:
 
 
 def agreed(buffers: Sequence[Tensor]) -> Tensor:
-    """Returns the mean of the processes' buffers, to the bit the buffer itself where all have the same."""
+    """Returns the mean of the processes' buffers; where all are equal, the buffer itself, bit for bit."""
     first = buffers[0]
     if len(buffers) == 1 or not first.is_floating_point():
         return first
@@ -111,13 +111,13 @@ def agreed(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters and buffers, non-persistent ones too, each once."""
+    """Returns all parameters and buffers, each once, non-persistent buffers included."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @torch.no_grad()
 def read_into(target: Tensor, weights: Weights, name: str) -> None:
-    """Copies the tensor `name`, or this process's part of the tensor where `target` is sharded, into `target`."""
+    """Copies the tensor `name` into `target`; of a sharded `target`, this process's part."""
     if not isinstance(target, DTensor):
         target.copy_(weights.read(name))
         return
@@ -128,7 +128,7 @@ def read_into(target: Tensor, weights: Weights, name: str) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor on the CPU. Collective where the tensor is sharded."""
+    """Returns the whole tensor on the CPU. Collective if the tensor is sharded."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu()

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and how the command line reads a dataclass of options."""
+"""Arguments that several commands share, and the command line's form of a dataclass of options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PlanText = Annotated[
     str,
     Parameter(
         show_default=False,
-        help="How a step is spread: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
+        help="Distribution over processes: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
     ),
 ]
 RunFolder = Annotated[Path, Parameter(help="A run's folder: runs/… (see: grappe runs)")]
-DataFolder = Annotated[Path | None, Parameter(help="Where datasets are. Default: $GRAPPE_DATA, or ./data.")]
+DataFolder = Annotated[Path | None, Parameter(help="Folder of datasets. Default: $GRAPPE_DATA, or ./data.")]
 BaseFolder = Annotated[Path, Parameter(help="The folder of runs.")]
 SWITCH = Parameter(negative="", show_default=False)
 

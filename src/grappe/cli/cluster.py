@@ -29,7 +29,7 @@ def submit(
     ],
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
     test_only: Annotated[
-        bool, SWITCH, Parameter(help="Have sbatch judge the script; submit nothing.")
+        bool, SWITCH, Parameter(help="Test the script with sbatch; submit nothing.")
     ] = False,
     show_: Annotated[
         bool,
@@ -74,8 +74,12 @@ def logs(
     run: RunFolder,
     /,
     *,
-    rank: Annotated[int | None, Parameter(help="Of this process. Default: the job's own.")] = None,
-    follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Until the job ends.")] = False,
+    rank: Annotated[
+        int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")
+    ] = None,
+    follow: Annotated[
+        bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")
+    ] = False,
 ) -> int:
     """Print what a run's job, or one of its processes, wrote."""
     from grappe.verbs.logs import lines
@@ -93,7 +97,7 @@ def wait(run: RunFolder, /) -> int:
 
 
 def cancel(*runs: RunFolder) -> int:
-    """Cancel the jobs of runs. What was saved stays."""
+    """Cancel the jobs of runs. Checkpoints are kept."""
     from grappe.verbs.jobs import cancel as verb
 
     if not runs:
@@ -103,8 +107,8 @@ def cancel(*runs: RunFolder) -> int:
     return EXIT_OK
 
 
-def sites(name: Annotated[str | None, Parameter(help="One of them: all its facts.")] = None, /) -> int:
-    """List the clusters that jobs can be submitted to, or one's facts and where they come from."""
+def sites(name: Annotated[str | None, Parameter(help="A site, to show all its facts.")] = None, /) -> int:
+    """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
     from grappe.verbs.sites import facts, listing
 
     show(facts(name) if name else listing())
@@ -112,11 +116,11 @@ def sites(name: Annotated[str | None, Parameter(help="One of them: all its facts
 
 
 def doctor(
-    task: Annotated[str | None, Parameter(help="Look at this task's sizes too.")] = None,
+    task: Annotated[str | None, Parameter(help="Check this task's sizes too.")] = None,
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    folder: Annotated[Path, Parameter(help="Where runs are written.")] = Path("runs"),
+    folder: Annotated[Path, Parameter(help="Folder in which runs are written.")] = Path("runs"),
     job: Annotated[
         bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
     ] = False,

@@ -71,10 +71,12 @@ def drill(
     texts = split(fields)
     preflight([plan], task)
     from grappe.launch.safe_console import SafeConsole
-    from grappe.training.request import make_request
+    from grappe.plan import as_plan
+    from grappe.training.request import Request, data_folder
+    from grappe.training.task_reference import TaskReference
     from grappe.verbs.drill import drill as verb
 
-    training = make_request(task, plan, data=data, fields=texts)
+    training = Request(task=TaskReference.of(task, texts), plan=as_plan(plan), data=data_folder(data))
     with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
@@ -87,7 +89,7 @@ def evaluate(
     /,
     *,
     split: Annotated[
-        Literal["train", "validation", "test"], Parameter(help="What to score it on.")
+        Literal["train", "validation", "test"], Parameter(help="Split to evaluate on.")
     ] = "validation",
     plan: PlanText = "",
     data: DataFolder = None,
@@ -95,7 +97,7 @@ def evaluate(
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
 ) -> int:
-    """Score a run's newest checkpoint on a split, every sample counted once."""
+    """Evaluate a run's newest checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
 
     if run.is_dir():
@@ -126,7 +128,7 @@ def predict(
         Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
     ] = None,
 ) -> int:
-    """Print what a run's model says of inputs: one JSON line a sample."""
+    """Print the outputs of a run's model for inputs: one JSON line per sample."""
     from grappe.verbs.predict import answer, write
     from grappe.verbs.predict import predict as verb
 
@@ -146,7 +148,7 @@ def runs(
     *,
     base: BaseFolder = Path("runs"),
 ) -> int:
-    """List the runs, or describe one: what it is, where it stands, its checkpoints."""
+    """List the runs, or describe one: its task, plan, progress and checkpoints."""
     from grappe.verbs.runs import describe, listing
 
     show(describe(run) if run is not None else listing(base))
@@ -155,14 +157,16 @@ def runs(
 
 @app.command
 def prune(
-    run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that nobody writes.")] = None,
+    run: Annotated[
+        Path | None, Parameter(help="A run's folder. Default: all that are not being written.")
+    ] = None,
     /,
     *,
     base: BaseFolder = Path("runs"),
-    keep: Annotated[int, Parameter(help="How many of the newest checkpoints stay, beside the best.")] = 1,
-    dry_run: Annotated[bool, SWITCH, Parameter(help="Say what would go, and remove nothing.")] = False,
+    keep: Annotated[int, Parameter(help="Number of newest checkpoints to keep, besides the best.")] = 1,
+    dry_run: Annotated[bool, SWITCH, Parameter(help="List what would be removed; remove nothing.")] = False,
 ) -> int:
-    """Remove checkpoints that nobody will miss, and what killed saves left behind."""
+    """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:
         raise UsageError(f"--keep={keep}: it must be at least 1")
     from grappe.training.run import Run, all_runs

@@ -37,9 +37,7 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        mistake = ProcessDied(
-            f"{type(error).__name__}: {error} (a mistake of grappe's own: --debug shows more)"
-        )
+        mistake = ProcessDied(f"{type(error).__name__}: {error} (a bug in grappe: --debug shows more)")
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
     if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):
@@ -48,8 +46,8 @@ def run(app: App) -> NoReturn:
 
 
 def _leaves_at_once(code: int) -> bool:
-    """Whether not to wait for this process's communication threads: after a failure if it has any, else if a launcher
-    started it (a good local command has none: its processes leave by themselves)."""
+    """Returns whether to end without waiting for communication threads: after a failure, if there are any; else, if a
+    launcher started this process (the processes of a local command end by themselves)."""
     from torch import distributed
 
     if code in (EXIT_FAILURE, EXIT_USAGE):
@@ -61,8 +59,8 @@ def _leaves_at_once(code: int) -> bool:
 
 
 def _leave_communication(code: int) -> NoReturn:
-    """Ends this process now: communication threads of a failed step may never join, and those of a good one may
-    outlive the interpreter, for which torch aborts (PyTorch's pull request 179291). Local processes leave so, too."""
+    """Ends this process now: communication threads of a failed step may never join, and after a successful one they may
+    outlive the interpreter, which makes torch abort (PyTorch's pull request 179291). Local processes end so, too."""
     with contextlib.suppress(OSError):  # a reader who has left
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,12 +81,12 @@ def _code(app: App, arguments: list[str]) -> int:
 
 
 def usage_error(error: CycloptsError) -> UsageError:
-    """The parser's error as one line."""
+    """Formats the parser's error as one line."""
     return UsageError(" ".join(str(error).split()))
 
 
 def _complain(error: GrappeError, debug: bool) -> int:
-    """Prints an error, once however many processes raised it, and returns the exit code."""
+    """Prints an error, once for all processes that raised it, and returns the exit code."""
     from grappe.launch.rank import is_main_process
 
     if error.by or is_main_process():

@@ -38,16 +38,18 @@ def measure(
         list[str] | None,
         Parameter(
             negative="",
-            help="A plan to measure; once for each. The first is what the others are compared with.",
+            help="A plan to measure; repeatable. The first is the baseline.",
         ),
     ] = None,
     options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not try what the first figures suggest.")] = False,
+    no_advice: Annotated[
+        bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")
+    ] = False,
     site: Annotated[
         str | None, Parameter(help="Submit each training as a Slurm job of this cluster (see: grappe sites).")
     ] = None,
-    account: Annotated[str | None, Parameter(help="What such jobs are billed to.")] = None,
-    time: Annotated[str | None, Parameter(help="How long such a job may take: 30m. Default: 1 h.")] = None,
+    account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
+    time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
     show_: Annotated[
         bool,
         Parameter(name="--show", negative="", show_default=False, help="Print the jobs; submit nothing."),
@@ -55,7 +57,9 @@ def measure(
     gather: Annotated[
         list[Path] | None,
         Parameter(
-            negative="", consume_multiple=True, help="Train nothing: take these runs, of such jobs say."
+            negative="",
+            consume_multiple=True,
+            help="Train nothing: read these runs, for example those of such jobs.",
         ),
     ] = None,
     largest_batch: Annotated[
@@ -66,7 +70,7 @@ def measure(
     ] = None,
     data: DataFolder = None,
 ) -> int:
-    """Measure what plans cost and how they scale: speed, memory, energy, and what is lost where."""
+    """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
     from grappe.cli.preflight import preflight
     from grappe.fields import split
 
@@ -76,7 +80,7 @@ def measure(
         from grappe.verbs.measure.jobs import JobRequest
 
         if largest_batch:
-            raise UsageError("--largest-batch looks on this machine: leave it out with --site")
+            raise UsageError("--largest-batch measures on this machine: leave it out with --site")
         return _send(
             JobRequest(
                 task=task,
@@ -127,7 +131,7 @@ def measure(
 
 
 def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
-    """Submits trainings as jobs, and says how to gather them."""
+    """Submits trainings as jobs, and prints the command that gathers their results."""
     from grappe.verbs.measure.jobs import send
 
     runs = []
@@ -156,7 +160,7 @@ def report(
 
 
 def follow(run: RunFolder, /) -> int:
-    """Watch a run as it goes, until it ends; Ctrl-C leaves it alone."""
+    """Watch a run until it ends; Ctrl-C does not disturb the run."""
     from grappe.verbs.follow import follow as verb
 
     verb(run, sys.stdout)
@@ -167,7 +171,7 @@ def curves(
     *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
     out: Annotated[Path | None, Parameter(help="A file. Default: the standard output.")] = None,
 ) -> int:
-    """Print the curves of runs as CSV: a line a step, a line an evaluation."""
+    """Print the curves of runs as CSV: one line per step, one line per evaluation."""
     from grappe.verbs.curves import write_csv
 
     if not runs:

@@ -1,4 +1,4 @@
-"""Checks what a command can refuse before torch is loaded, then has torch loaded in the process server."""
+"""Checks a command's arguments before torch is loaded, then lets the process server load torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def preflight(
     """Checks plans and the task's name without torch; then starts the server that processes are forked from.
 
     Args:
-        once: whether the command starts processes once only: a single one then needs no server to start from.
+        once: whether the command starts processes only once: a single process then needs no server.
 
     Raises:
         UsageError: a plan's text or the task's name is wrong.

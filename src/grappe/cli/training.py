@@ -1,4 +1,4 @@
-"""Defines grappe train, and reads its command line for those who submit it."""
+"""Defines grappe train, and reads its command line for commands that submit a training."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ def train(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    run: Annotated[
-        Path | None, Parameter(help="The run's folder; if it holds a run, goes on with it.")
-    ] = None,
+    run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
     data: DataFolder = None,
     from_: Annotated[
         Path | None,
         Parameter(
             name="--from",
-            help="First weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
+            help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
         ),
     ] = None,
     watch: Annotated[
@@ -50,18 +48,29 @@ def train(
     ] = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     smoke: Annotated[
-        bool, SWITCH, Parameter(help="One step, evaluation, save, resume: do they work under this plan?")
+        bool, SWITCH, Parameter(help="Test one step, evaluation, save and resume under this plan.")
     ] = False,
 ) -> int:
-    """Train a task under a plan, or go on with a run."""
+    """Train a task under a plan, or resume a run."""
     from grappe.cli.preflight import preflight
     from grappe.launch.exit import interrupted
 
     texts = split(fields)
     preflight([plan], task, run, once=not smoke)
+    from grappe.plan import as_plan
+    from grappe.training.request import Request, checked_watchers, data_folder
+    from grappe.training.task_reference import TaskReference
     from grappe.verbs import train as verb
 
-    request = verb.make_request(task, plan, run, data, texts, from_, options, watchers=watch or ())
+    request = Request(
+        task=TaskReference.of(task, texts),
+        plan=as_plan(plan),
+        run=run,
+        data=data_folder(data),
+        weights=from_,
+        options=options,
+        watchers=checked_watchers(watch or ()),
+    )
     if smoke:
         from grappe.verbs.smoke import smoke as check
 
@@ -74,10 +83,10 @@ def train(
 
 
 def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
-    """The submission of `train TASK …`, read by the definitions of grappe train.
+    """Reads `train TASK …` as a submission, with the definitions of grappe train.
 
     Raises:
-        UsageError: the words are no training, or an option is unknown or wrong.
+        UsageError: the words are no `train` command, or an option is unknown or wrong.
     """
     if not words or words[0] != "train":
         raise UsageError(

@@ -24,20 +24,18 @@ def verify(
     task: TaskName,
     /,
     *fields: FieldText,
-    plan: Annotated[
-        list[str] | None, Parameter(negative="", help="A plan to compare; once for each.")
-    ] = None,
+    plan: Annotated[list[str] | None, Parameter(negative="", help="A plan to compare; repeatable.")] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
     json: Annotated[Path | None, Parameter(help="Write the findings to this JSON file.")] = None,
     html: Annotated[Path | None, Parameter(help="Write them to this HTML file.")] = None,
     data: DataFolder = None,
 ) -> int:
-    """Check that plans learn what one plain process learns; if one does not, say why. Exit code 1 then."""
+    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
     from grappe.cli.preflight import preflight
     from grappe.fields import split
 
     if not plan:
-        raise UsageError("verify what? give --plan replicate=2, say, once for each plan")
+        raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
     texts = split(fields)
     preflight(plan, task)
     from grappe.verbs.verify import report

@@ -22,8 +22,8 @@ class Arrays(Dataset):
 
     Args:
         inputs: array or tensor [N, ...], or any nesting of them; small types (uint8) stay small.
-        targets: likewise, of the same N.
-        transform: maps a gathered batch of inputs to what the model takes (normalisation, say); runs on the
+        targets: in the same form, of the same N.
+        transform: maps a gathered batch of inputs to the model's inputs (normalisation, say); runs on the
             device, on [B, ...], and must treat each row by itself.
 
     Raises:
@@ -59,7 +59,7 @@ class Arrays(Dataset):
         return (self.transform(inputs) if self.transform else inputs), targets
 
     def to_device(self, device: torch.device) -> None:
-        """Moves the arrays to a GPU when they take no more than a quarter of its free memory."""
+        """Moves the arrays to a GPU if they take at most a quarter of the GPU's free memory."""
         leaves = tree_flatten((self.inputs, self.targets))[0]
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         if device.type == "cuda" and size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
@@ -67,7 +67,7 @@ class Arrays(Dataset):
 
 
 def in_memory(dataset: Dataset) -> Arrays | None:
-    """Returns the dataset as Arrays where its samples are in memory already; else None."""
+    """Returns the dataset as Arrays if its samples are in memory already; else None."""
     if isinstance(dataset, Arrays):
         return dataset
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:

@@ -19,7 +19,7 @@ class Microbatch(NamedTuple):
     """Tensors [B, ...] on the device, nested as the dataset nests them."""
     targets: Any
     rows: int
-    """How many of the B rows are samples, the first ones; the others are padding rows and count 0."""
+    """The number of rows that are samples, the first of the B rows; the others are padding rows and count 0."""
     weights: Tensor | None
     """The weight of each value of the loss; None: every row counts the same."""
 
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
     epoch: int
     step: int
-    """Steps before this one since the training began."""
+    """The number of steps before this one, since the training began."""
     microbatches: tuple[Microbatch, ...]
     samples: int
     """Samples in the global batch."""

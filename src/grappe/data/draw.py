@@ -1,9 +1,9 @@
-"""Draws random numbers that belong to a sample: the same bits on whatever process, worker, slice or device.
+"""Draws a sample's random numbers: the same bits on any process, data worker, slice or device.
 
-Nothing here has a state. Every number is a hash of what it is for: the finaliser of splitmix64 (Steele, Lea and
+These functions have no state. Every number is a hash of its purpose: the finaliser of splitmix64 (Steele, Lea and
 Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) over a key and a counter.
 
-Shapes: B samples of a slice, n numbers for each.
+Shapes: B samples of a slice, n numbers per sample.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SECOND = 0x94D049BB133111EB
 def mix(*words: int) -> int:
     """Hashes integers, in order, into [0, 2^63): a key or a seed.
 
-    Words are taken modulo 2^64, so negative ones may be given. Where all words but one are the same, no more than
-    two values of that one share a hash: the chain is a bijection of each word, and the last bit is dropped.
+    Words are taken modulo 2^64, so negative ones may be given. If all words but one are the same, no more than
+    two values of that word share a hash: the chain is a bijection of each word, and the last bit is dropped.
     """
     return _chain(len(words), words) >> 1
 
@@ -77,7 +77,7 @@ def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tenso
     """Pairs the `n` rows of a slice for mixup: int64 (n,), rows 2j and 2j+1 with each other.
 
     The last row of an odd slice is paired with itself. Since `grappe.data.order.cut` starts slices at even
-    positions, these are the pairs of the global batch, however it was divided.
+    positions, these are the pairs of the global batch, for any number of slices.
     """
     import torch
 
@@ -85,7 +85,7 @@ def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tenso
 
 
 def _chain(count: int, words: Iterable[int]) -> int:
-    """The hash of the first of `count` words; the count keeps a hash from being a longer one's beginning."""
+    """Hashes the first of `count` words; the count keeps a short hash from being the beginning of a longer one."""
     bits = count
     for word in words:
         bits = ((bits ^ (int(word) & _WORD)) + _GAMMA) & _WORD  # NumPy's integers hold no _WORD
@@ -96,10 +96,10 @@ def _chain(count: int, words: Iterable[int]) -> int:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """A logical shift to the right: torch's own repeats the sign."""
+    """Shifts to the right logically: torch's own shift repeats the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same bits: torch refuses larger numbers, and its product keeps the low 64 bits."""
+    """Returns the int64 with the same bits: torch rejects larger numbers, and its product keeps the low 64 bits."""
     return word - (1 << 64)

@@ -1,4 +1,4 @@
-"""Readers of datasets' official files: MNIST's IDX, CIFAR-10's binary and Python versions. None is ever run.
+"""Readers of datasets' official files: MNIST's IDX, CIFAR-10's binary and Python versions. No file is executed.
 
 Shapes: N images of a file, or of several together.
 """
@@ -34,15 +34,15 @@ _PIXELS = 3 * _SIDE * _SIDE
 def locate(
     names: Sequence[str], folder: Path, inside: Sequence[str], source: str, endings: Sequence[str] = ("",)
 ) -> list[Path]:
-    """The files `names`, all from the first of the folders `inside` `folder` that has them all.
+    """Finds the files `names` in the first of the folders `inside` `folder` that has all of them.
 
     Args:
-        inside: places below `folder` to look in; "" is `folder` itself.
-        source: where one gets the files, for the message.
-        endings: what a name may end with, the first that is there: ("", ".gz").
+        inside: folders below `folder` to look in; "" is `folder` itself.
+        source: the files' download address, for the message.
+        endings: suffixes that a name may have, in order of preference: ("", ".gz").
 
     Raises:
-        DataError: no folder has them all; the message is about the one that has the most.
+        DataError: no folder has all files; the message is about the folder that has the most.
     """
     absent, where = list(names), folder
     for place in (folder / name for name in inside):
@@ -58,7 +58,7 @@ def locate(
 
 
 def missing(files: Sequence[str], folder: Path, source: str) -> DataError:
-    """The error that says which files are not in `folder`, where to get them and where to put them."""
+    """Returns the error that names the files missing in `folder`, their source, and the folder to put them in."""
     return DataError(
         f"not found in {folder.absolute()}: {', '.join(files)}. They come from {source}. Unpack them there, "
         "or name their folder with --data. Compute nodes often have no internet: fetch them on a login node"
@@ -66,7 +66,7 @@ def missing(files: Sequence[str], folder: Path, source: str) -> DataError:
 
 
 def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPLES) -> NDArray[np.uint8]:
-    """An IDX file of unsigned bytes, gzipped or not, in the shape that its header gives.
+    """Reads an IDX file of unsigned bytes, gzipped or not, in the shape that its header gives.
 
     The format is at the foot of LeCun's MNIST page, https://yann.lecun.com/exdb/mnist/.
 
@@ -76,7 +76,7 @@ def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPL
             at before more is unpacked.
 
     Raises:
-        DataError: it cannot be read, is no such file, or holds less or more than its header says.
+        DataError: the file cannot be read, is not IDX, or holds less or more than its header says.
     """
     raw = _bytes_of(path)
     expected = _Expected(inner, most)
@@ -93,10 +93,10 @@ def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPL
 
 
 def mnist(images: Path, labels: Path, most: int = MOST_SAMPLES) -> tuple[Images, Labels]:
-    """A pair of IDX files of MNIST's or Fashion-MNIST's: images uint8 [N, 1, 28, 28] and labels int64 [N].
+    """Reads a pair of IDX files of MNIST or Fashion-MNIST: images uint8 [N, 1, 28, 28] and labels int64 [N].
 
     Raises:
-        DataError: as `idx` does, or these are not N images of 28 x 28 and N labels of 0 to 9.
+        DataError: for the reasons of `idx`, or the files are not N images of 28 x 28 and N labels of 0 to 9.
     """
     pixels = idx(images, (28, 28), most)
     classes = idx(labels, None, len(pixels))
@@ -107,7 +107,7 @@ def mnist(images: Path, labels: Path, most: int = MOST_SAMPLES) -> tuple[Images,
 
 
 def cifar10_binary(paths: Sequence[Path]) -> tuple[Images, Labels]:
-    """CIFAR-10's binary version (data_batch_1.bin): images uint8 [N, 3, 32, 32] and labels int64 [N].
+    """Reads CIFAR-10's binary version (data_batch_1.bin): images uint8 [N, 3, 32, 32] and labels int64 [N].
 
     Raises:
         DataError: a file cannot be read, or is not whole records of a label and 3,072 pixels.
@@ -124,12 +124,12 @@ def cifar10_binary(paths: Sequence[Path]) -> tuple[Images, Labels]:
 
 
 def cifar10_python(paths: Sequence[Path]) -> tuple[Images, Labels]:
-    """CIFAR-10's Python version (data_batch_1): images uint8 [N, 3, 32, 32] and labels int64 [N].
+    """Reads CIFAR-10's Python version (data_batch_1): images uint8 [N, 3, 32, 32] and labels int64 [N].
 
-    The files are pickles, which could run anything: see `grappe.data.pickles` for why these cannot.
+    The files are pickles, which could execute any code: `grappe.data.pickles` says why that cannot happen here.
 
     Raises:
-        DataError: a file cannot be read, is damaged, carries code, or holds anything but such a batch.
+        DataError: a file cannot be read, is damaged, contains code, or holds anything but such a batch.
     """
     images, labels = [], []
     for path in paths:
@@ -150,7 +150,7 @@ def cifar10_python(paths: Sequence[Path]) -> tuple[Images, Labels]:
 
 
 def _pixels(found: object, path: Path) -> NDArray[np.uint8]:
-    """The array [N, 3072] that numpy's own functions would have made, from its raw bytes."""
+    """Makes the array [N, 3072] from its raw bytes, without calling the functions that the pickle names."""
     match found:
         # as numpy's ndarray.__reduce__ and dtype.__reduce__ lay them out
         case Rebuilt(
@@ -190,7 +190,7 @@ class _Expected(NamedTuple):
 
 
 def _idx_header(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> tuple[tuple[int, ...], int]:
-    """The shape, and where the data begin."""
+    """Reads the header: the shape, and the offset of the data."""
     zeros, kind, dimensions = (raw[:2].tolist(), *raw[2:4].tolist()) if raw.size >= 4 else ([], 0, 0)
     start = 4 + 4 * dimensions
     if zeros != [0, 0] or kind != _UNSIGNED_BYTES or not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -202,14 +202,14 @@ def _idx_header(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> tupl
         raise _damaged(path, f"truncated in its header: {raw.size} bytes of {start}")
     shape = tuple(raw[4:start].view(">u4").tolist())
     if 0 in shape:
-        raise _damaged(path, f"its header, {_dims(shape)}, says that it is empty")
+        raise _damaged(path, f"its header, {_dims(shape)}, has a dimension of 0")
     if expected.inner is not None and shape[1:] != expected.inner:
         raise _damaged(path, f"expected images, N x {_dims(expected.inner)}, found {_dims(shape)}")
     return shape, start
 
 
 def _gunzipped(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> NDArray[np.uint8]:
-    """What is in a gzip file of IDX, never more than one byte beyond what the header inside promises."""
+    """Unpacks a gzip file of IDX, at most one byte more than its inner header announces."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         out = stream.decompress(raw.data, 4 + 4 * _MOST_DIMENSIONS)

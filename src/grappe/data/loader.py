@@ -34,14 +34,14 @@ class Slice(NamedTuple):
     samples: int
     ids: np.ndarray
     pieces: tuple[np.ndarray, ...]
-    """Sample ids by microbatch; an empty piece gets one padding row, which counts 0."""
+    """Sample ids by microbatch; an empty piece gets one padding row, whose weight is 0."""
 
 
 class BatchLoader:
     """The batches of one split for this process.
 
     Args:
-        training: whether to augment, and to know the global count before the first backward.
+        training: whether to augment, and to compute the global count before the first backward.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BatchLoader:
 
     @property
     def loading(self) -> int | None:
-        """How many data workers this process has; None: the samples are in memory."""
+        """The number of this process's data workers; None: the samples are in memory."""
         return None if self._arrays is not None else self._workers()
 
     def _workers(self) -> int:
@@ -227,7 +227,7 @@ class _Requests:
 
 
 def padded(ids: np.ndarray) -> np.ndarray:
-    """Returns `ids`, or sample 0 as a padding row where there are none: an empty batch cannot go through the model."""
+    """Returns `ids`; without any, sample 0 as a padding row, since a model cannot take an empty batch."""
     return ids if len(ids) else np.zeros(1, dtype=np.int64)
 
 
@@ -235,7 +235,7 @@ def check(dataset: object, split: str, task: Task) -> int:
     """Returns the dataset's length.
 
     Raises:
-        TaskError: it is not map-style, or it is empty.
+        TaskError: the dataset is not map-style, or is empty.
     """
     name = type(task).__name__
     if isinstance(dataset, IterableDataset):
@@ -263,7 +263,7 @@ def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> B
 
 
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
-    """Loads all samples once, in order, in batches twice a training microbatch: no gradients are kept."""
+    """Loads all samples once, in order, in batches of twice a training microbatch, since no gradients are kept."""
     ways = plan.exact or plan.data_parallel
     micro = -(-task.batch_size // (ways * plan.microbatches))
     order = SampleOrder(

@@ -1,6 +1,6 @@
-"""Computes which samples a step sees: a pure function of seed, epoch, step, batch size and dataset length.
+"""Computes the samples of a step: a pure function of seed, epoch, step, batch size and dataset length.
 
-Nothing is stored that a resumed run would have to read back, and the place in the order costs nothing to find:
+A resumed run needs no stored state, and finds its position in the order at no cost:
 an epoch's order is a permutation chosen by a key, evaluated only at the positions that are read.
 """
 
@@ -31,8 +31,8 @@ def permute(positions: NDArray[np.int64], *, key: int, length: int) -> NDArray[n
 
     A Feistel network over the cells of a nearly square grid that holds `length` (1 to 2^62), walked along its
     cycle until it is back in range (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
-    A cell in sqrt(length) is out of range, so few walk, and the cost depends on neither position nor length; over
-    a power of two up to half would. It shuffles; it hides nothing.
+    One cell in sqrt(length) is out of range, so few walk, and the cost depends on neither position nor length; over
+    a power of two up to half would. The permutation shuffles; it is no encryption.
     """
     columns = isqrt(length - 1) + 1
     rows = -(-length // columns)
@@ -48,7 +48,7 @@ def permute(positions: NDArray[np.int64], *, key: int, length: int) -> NDArray[n
 
 
 def _feistel(cells: NDArray[np.uint64], keys: list[np.uint64], rows: int, columns: int) -> NDArray[np.uint64]:
-    """A permutation of range(rows * columns) at `cells`, uint64 (n,); the number of `keys` is even."""
+    """Evaluates a permutation of range(rows * columns) at `cells`, uint64 (n,); the number of `keys` is even."""
     width, other_width = np.uint64(rows), np.uint64(columns)
     half = cells // other_width
     other = cells - half * other_width
@@ -74,7 +74,7 @@ def _feistel(cells: NDArray[np.uint64], keys: list[np.uint64], rows: int, column
 
 
 def cut(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns where slice `part` of `parts` begins and ends in `size` rows; the slice may be empty.
+    """Returns the begin and the end of slice `part` of `parts` in `size` rows; the slice may be empty.
 
     The slices cover the rows in order, each once, and differ by at most one pair of rows. They are cut at even
     positions only, so rows 2j and 2j+1, which are mixed with each other, stay together; so they do when a slice
@@ -85,7 +85,7 @@ def cut(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 class _Block:
-    """The stretch of an order that was evaluated last."""
+    """The part of an order that was evaluated last."""
 
     def __init__(self) -> None:
         nothing = np.empty(0, np.int64)
@@ -101,7 +101,7 @@ class SampleOrder:
     """Order in which every epoch sees each sample once.
 
     `length` samples (1 to 2^62), `batch_size` of them a step over the whole world (at least 1), the last step of
-    an epoch taking what is left. With `shuffle` off the order is 0, 1, 2, ... in every epoch.
+    an epoch has the remaining samples. With `shuffle` off the order is 0, 1, 2, ... in every epoch.
     """
 
     seed: int
@@ -118,7 +118,7 @@ class SampleOrder:
     def ids(self, epoch: int, step_in_epoch: int) -> NDArray[np.int64]:
         """Returns the ids of a step's global batch, in order: int64 (batch_size,), shorter at an epoch's end.
 
-        Steps may be read in any order; reading them one after the other is what is fast.
+        Steps may be read in any order; consecutive steps are fastest.
         """
         start = step_in_epoch * self.batch_size
         stop = min(start + self.batch_size, self.length)
@@ -137,7 +137,7 @@ class SampleOrder:
         return permute(positions, key=mix(self.seed, epoch), length=self.length)
 
     def _evaluate(self, epoch: int, start: int) -> tuple[int, NDArray[np.int64]]:
-        """Evaluate and keep the block that begins at `start`: small after a jump, larger as reading goes on."""
+        """Evaluates and keeps the block that begins at `start`: small after a jump, larger for consecutive reads."""
         assert 0 <= start < self.length, f"position {start} of {self.length}"
         held_epoch, _, last, size, _ = self._block.held
         at_the_end = last == self.length

@@ -1,8 +1,8 @@
-"""What a pickle of plain values and numpy arrays holds, read without unpickling it: nothing can be run.
+"""Reads a pickle of plain values and numpy arrays without unpickling it, so that no code can be executed.
 
 Unpickling calls what the file names. A restricted `pickle.Unpickler` would still hash tuples that share their
 parts for hours, reserve 64 GB for one index of its memo, and trust numpy's __setstate__ with any shape. Here
-pickletools, which runs nothing, decodes the opcodes, and a call leaves only a note of itself: `Rebuilt`.
+pickletools, which executes nothing, decodes the opcodes, and a call is only recorded: `Rebuilt`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FUNCTIONS = {
 
 
 class Refused(Exception):
-    """The pickle carries code; the message says which."""
+    """The pickle contains code; the message names it."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # either could take for ever on what a hostile file nests
 class Rebuilt:
-    """What a call in a pickle would have made, never made: `function` is a value of the table above."""
+    """A call in a pickle, recorded and never made: `function` is a value of the table above."""
 
     function: str
     arguments: tuple[Any, ...] = ()
@@ -34,14 +34,14 @@ class Rebuilt:
 
 
 def values(pickled: bytes) -> Any:
-    """The pickle's object, of lists, tuples, dictionaries with text as keys, numbers, text and `Rebuilt`.
+    """Reads the pickle's object, of lists, tuples, dictionaries with text as keys, numbers, text and `Rebuilt`.
 
-    Python 2's strings, which are bytes, come as text of the same codes (latin-1). Time and memory are
+    Python 2's strings, which are bytes, become text of the same codes (latin-1). Time and memory are
     proportional to the pickle's length.
 
     Raises:
-        Refused: it names a function or class other than those that numpy's arrays need.
-        ValueError: it is damaged, or uses what plain values do not need.
+        Refused: the pickle names a function or class other than those that numpy's arrays need.
+        ValueError: the pickle is damaged, or has opcodes that plain values do not need.
     """
     machine = _Machine()
     try:
@@ -53,7 +53,7 @@ def values(pickled: bytes) -> Any:
 
 
 class _Machine:
-    """The stack machine that a pickle is a program for; names of opcodes are pickletools'."""
+    """The stack machine that a pickle is a program for; the opcodes have pickletools' names."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -129,7 +129,7 @@ def _function(name: str) -> Rebuilt:
 
 
 def _called(function: Any, arguments: Any) -> Any:
-    """A note of the call; text that Python 3 wrapped to keep bytes apart is unwrapped."""
+    """Records the call; text that Python 3 wrapped to distinguish it from bytes is unwrapped."""
     if not isinstance(arguments, tuple):
         raise TypeError
     if _noted(function).function != "encode":
@@ -147,7 +147,7 @@ def _noted(found: Any) -> Rebuilt:
 
 
 def _text(found: Any) -> str:
-    """`found`, which has to be text: as a key, a nested tuple could take for ever to hash."""
+    """Returns `found`, which must be text: a nested tuple as a key could take very long to hash."""
     if isinstance(found, bytes):
         return found.decode("latin-1")
     if not isinstance(found, str):

@@ -1,4 +1,4 @@
-"""ExactPieces: the fixed pieces that an exact plan cuts each global batch into, and which data slice has which.
+"""ExactPieces: the fixed pieces into which an exact plan cuts each global batch, and their distribution over slices.
 
 Shapes: V pieces of a global batch over W data slices, V / W of them in each.
 """
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactPieces:
-    """How the pieces of a global batch are distributed over data slices."""
+    """The distribution of a global batch's pieces over data slices."""
 
     pieces: int
     slices: int
     interleaved: bool
-    """Whether a slice has every `slices`-th piece, not consecutive ones."""
+    """Whether a slice has every `slices`-th piece instead of consecutive pieces."""
 
     @classmethod
     def of(cls, plan: Plan) -> ExactPieces | None:
-        """The plan's; None where it is not exact."""
+        """Returns the plan's pieces; None if the plan is not exact."""
         if not plan.exact:
             return None
         # With sharding, pieces that are reduced together must be neighbours in the summation tree.
         return cls(pieces=plan.exact, slices=plan.data_parallel, interleaved=plan.shard > 1)
 
     def places(self, data_rank: int) -> range:
-        """Which pieces a data slice has."""
+        """Returns the numbers of a data slice's pieces."""
         if self.interleaved:
             return range(data_rank, self.pieces, self.slices)
         share = self.pieces // self.slices
         return range(data_rank * share, (data_rank + 1) * share)
 
     def order(self) -> list[int]:
-        """Where each piece is among those of slice 0, then slice 1, and so on."""
+        """Returns each piece's position in the concatenation of slice 0's pieces, slice 1's pieces, and so on."""
         there = [piece for rank in range(self.slices) for piece in self.places(rank)]
         return sorted(range(self.pieces), key=there.__getitem__)
 
     def cut(self, everyone: np.ndarray, data_rank: int) -> tuple[np.ndarray, ...]:
-        """The pieces of a slice, of the sample ids of the *global* batch; together they are the slice."""
+        """Cuts the *global* batch's sample ids into the pieces of one slice."""
         bounds = [cut(len(everyone), self.pieces, piece) for piece in self.places(data_rank)]
         return tuple(everyone[a:b] for a, b in bounds)
 
     def gathered(self, mine: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Everyone's rows [V, ...] in the order of pieces, from this slice's [V / W, ...]. Collective."""
+        """Gathers all slices' rows [V, ...] in the order of pieces, from this slice's [V / W, ...]. Collective."""
         if group is None:
             return mine
         rows = mine.new_empty(self.pieces, *mine.shape[1:])

@@ -15,10 +15,10 @@ from grappe.data.draw import mix
 
 
 class SeededDataset(Dataset[Any]):
-    """Map-style dataset indexed by (epoch, id), whose random draws are the same on whatever process loads the sample.
+    """Map-style dataset indexed by (epoch, id), whose random draws do not depend on the process that loads the sample.
 
     Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
-    `mix(seed, epoch, id)`; after each batch the three are as they were, since dropout draws from torch's in the
+    `mix(seed, epoch, id)`; after each batch the three are restored, since dropout draws from torch's in the
     same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not. A
     generator that the dataset made for itself cannot be reached.
     """
@@ -37,7 +37,7 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, requests: Sequence[tuple[int, int]]) -> list[Any]:
         """Loads the samples of a batch, in order, for requests (epoch, id).
 
-        One by one even where the dataset has a `__getitems__` of its own: inside that, no sample could be seeded.
+        One by one, even if the dataset has its own `__getitems__`, in which single samples could not be seeded.
         """
         samples = []
         with _generators_kept():
@@ -49,14 +49,14 @@ class SeededDataset(Dataset[Any]):
 
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
-    """Context in which the three global generators are seeded from `key`; afterwards they are as they were."""
+    """Context in which the three global generators are seeded from `key`; afterwards they are restored."""
     with _generators_kept():
         _seed_generators(key)
         yield
 
 
 def _seed_generators(key: int) -> None:
-    """Seed the three global generators from a key of 63 bits."""
+    """Seeds the three global generators from a key of 63 bits."""
     random.seed(key)
     # NumPy's and torch's are Mersenne Twisters seeded alike by 32 bits: from the same 32 they would draw the same
     np.random.seed(key >> 31)
@@ -65,7 +65,7 @@ def _seed_generators(key: int) -> None:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Leave the three global generators as they were found."""
+    """Context that restores the three global generators at its end."""
     of_python, of_numpy, of_torch = (
         random.getstate(),
         np.random.get_state(),

@@ -1,4 +1,4 @@
-"""Finds engines, which execute optimizer steps, by their file's name: adding one is adding one file."""
+"""Finds engines, which execute optimizer steps, by file name: to add an engine, add one file."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ NOT_ENGINES = frozenset({"base", "shared"})
 
 
 def names() -> list[str]:
-    """The engines there are."""
+    """Lists the engines' names."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NOT_ENGINES)
 
 
 def check_name(name: str) -> None:
-    """Raises PlanError when there is no such engine; loads nothing."""
+    """Raises PlanError if there is no such engine; imports no engine."""
     if name not in names():
         raise PlanError(f"there is no engine '{name}': {nearest(name, names())}")
 
 
 def find(name: str) -> type[Engine]:
-    """The engine class of file `engines/NAME.py`.
+    """Finds the engine class of file `engines/NAME.py`.
 
     Raises:
-        PlanError: there is no such engine, or what it needs is not installed.
+        PlanError: there is no such engine, or a package that it needs is not installed.
     """
     check_name(name)
     return importlib.import_module(f"{__name__}.{name}").ENGINE
 
 
 def check(plan: Plan) -> type[Engine]:
-    """The plan's engine, if it can honour every key of the plan. Pure: no process is started.
+    """Returns the plan's engine if the engine supports every key of the plan. Pure: starts no process.
 
     Raises:
-        PlanError: it cannot; the message names engines that can.
+        PlanError: a key is not supported; the message names engines that support it.
     """
     engine = find(plan.engine)
     for key in sorted(plan.changed_keys() - {"engine"} - engine.supported_keys):

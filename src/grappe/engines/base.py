@@ -1,4 +1,4 @@
-"""Engine: what executes optimizer steps of a task under a plan."""
+"""Engine: executes optimizer steps of a task under a plan."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def _ignore_phase(phase: int) -> None:
-    """Takes no time."""
+    """Ignores a phase: no clock is running."""
 
 
 def _ignore_optimizer(optimizer: Optimizer, named: Named) -> None:
-    """Takes no note of an optimizer."""
+    """Ignores an optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """What an engine is made from."""
+    """The inputs that an engine is made from."""
 
     task: Task
     plan: Plan
@@ -46,39 +46,39 @@ class EngineSetup:
     stop_requested: Callable[[], float]
     """Returns more than 0 when all processes should stop after this step (signal or time limit)."""
     on_phase: Callable[[int], None] = _ignore_phase
-    """Called in a training step when a phase begins: FORWARD with each microbatch, BACKWARD once the loss's values
+    """Callback at the start of a training step's phase: FORWARD with each microbatch, BACKWARD once the loss's values
     are there, UPDATE before clipping and stepping, COMMUNICATION before a wait that is not torch.distributed's."""
     on_optimizer: Callable[[Optimizer, Named], None] = _ignore_optimizer
-    """Called once, when the optimizer is made: the optimizer that steps, and this process's trained parameters."""
+    """Callback when the optimizer is made: the optimizer that steps, and this process's trained parameters."""
     sample_inputs: Any = None
-    """Inputs of a sample or two, on the CPU: to count the work of a pipeline's stages by."""
+    """Inputs of one or two samples, on the CPU, by which the work of pipeline stages is counted."""
     samples: int = 0
-    """Of the training data; 0 where nothing is trained."""
+    """Number of training samples; 0 if nothing is trained."""
 
 
 class Engine(ABC):
     """Executes optimizer steps; made from an EngineSetup. Collective in all it does.
 
-    To write: `__init__`, which sets `train_state`, `train` (or `Stepper.step`) and `evaluate`; where it applies,
+    Methods to write: `__init__`, which sets `train_state`, `train` (or `Stepper.step`) and `evaluate`; if needed,
     `close`, `remarks`, `unsupported_reason` and `offloaded_to_disk`.
     """
 
     supported_keys: ClassVar[frozenset[str]]
-    """The keys of a plan that it can honour; the support table is made from it."""
+    """The plan keys that the engine supports; the support table is made from them."""
     about: ClassVar[str]
     """One line for the table of engines."""
 
     train_state: TrainState
-    """What is trained."""
+    """The model, its optimizer and schedule, to be saved and restored."""
 
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:
-        """Why a combination of supported keys cannot be honoured. Pure."""
+        """Returns the reason why a combination of supported keys does not work; None if it works. Pure."""
         return None
 
     @classmethod
     def offloaded_to_disk(cls, plan: Plan, needs: Needs) -> tuple[str, float] | None:
-        """`plan` with offload to a disk, and the bytes of memory that a process then needs; None: not supported."""
+        """Returns `plan` with offload to a disk, and a process's bytes of memory under it; None: not supported."""
         return None
 
     @abstractmethod
@@ -86,33 +86,33 @@ class Engine(ABC):
 
     @abstractmethod
     def train(self, batches: Iterator[Batch], after: After) -> None:
-        """Steps through `batches`, calling `after` after each step, until they end or it returns True."""
+        """Takes a step for each of `batches` and then calls `after`, until `batches` end or `after` returns True."""
 
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The scores over all data slices, `samples` in all; callable from inside `after`."""
+        """Computes the scores over all data slices, `samples` in total; may be called inside `after`."""
 
     @final
     def state(self) -> State:
-        """What to save."""
+        """Returns the state to save."""
         return self.train_state.state()
 
     @final
     def restore(self, saved: SavedState) -> None:
-        """Continues from what `state` gave, perhaps under another plan; before the first step."""
+        """Restores a state that `state` returned, perhaps under another plan; before the first step."""
         self.train_state.restore(saved)
 
     @final
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
+        """Yields whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
         return self.train_state.export()
 
     def close(self) -> None:
-        """Releases what it holds; nothing else may be called afterwards."""
+        """Releases the engine's resources; no other method may be called afterwards."""
         del self.train_state
 
     def remarks(self) -> Sequence[str]:
-        """What the user should know of how the plan was carried out, for the run's summary."""
+        """Returns remarks on the plan's execution for the run's summary."""
         return ()
 
 
@@ -121,7 +121,7 @@ class Stepper(Engine):
 
     @abstractmethod
     def step(self, batch: Batch) -> StepResult:
-        """One optimizer step."""
+        """Takes one optimizer step."""
 
     @final
     def train(self, batches: Iterator[Batch], after: After) -> None:

@@ -1,9 +1,9 @@
 """The horovod engine: replication by Horovod's DistributedOptimizer, whose gradients are summed while backward runs.
 
-Horovod was last released in 2023 and is not maintained; its control servers have unfixed holes through which whoever
-reaches them can run code. So it is started by grappe and not by horovodrun, and its one server, where the processes
-find each other, listens on the loopback interface when they are all on one machine, else on this machine's address
-in the network that the processes meet in: use it in private networks only.
+Horovod was last released in 2023 and is not maintained; its control servers have unfixed vulnerabilities: whoever
+reaches these servers can run code. So grappe starts Horovod, not horovodrun, and the one server, where the processes
+find each other, listens on the loopback interface if all are on one machine, else on this machine's address
+in the network that connects the processes: use Horovod in private networks only.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Horovod(Stepper):
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
 
     def _broadcast(self) -> None:
-        """Broadcasts process 0's state before the first step: all processes have read the same, and this ensures it.
+        """Broadcasts process 0's state before the first step, to ensure that all processes start from the same state.
 
-        A checkpoint is read after its commit, which is the barrier that Horovod's own examples put before this.
+        A checkpoint is read after its commit, which replaces the barrier of Horovod's own examples.
         """
         self._hvd.broadcast_parameters(dict(self._model.named_parameters()), root_rank=0)
         if self._optimizer.state:
@@ -114,7 +114,7 @@ class Horovod(Stepper):
         self._alike = True
 
     def _backward(self, batch: Batch, micro: Microbatch) -> Tensor:
-        """Adds a microbatch's share to the gradients; the sum of its losses. A padding row counts nothing."""
+        """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""
         self._setup.on_phase(FORWARD)
         with contextlib.nullcontext() if micro.rows else statistics_frozen(self._model):
             loss = self._losses(self._model(micro.inputs), micro, batch)
@@ -123,7 +123,7 @@ class Horovod(Stepper):
 
     @torch.no_grad()
     def _sum(self, total: Tensor) -> Sums:
-        """Waits for the gradients' sums; a parameter that no process reached keeps none, so that nothing moves it."""
+        """Waits for the gradients' sums; a parameter with no gradient on any process keeps none, and is not updated."""
         without = [parameter for parameter in self._parameters if parameter.grad is None]
         reached = [float(parameter.grad is not None) for parameter in self._parameters]
         notes = torch.cat([total.reshape(1).cpu(), torch.tensor([self._setup.stop_requested(), *reached])])
@@ -146,10 +146,10 @@ class Horovod(Stepper):
 
 
 def _started(world: World) -> Any:
-    """horovod.torch, initialised over the processes of `world` without horovodrun. Collective.
+    """Initialises horovod.torch over the processes of `world` without horovodrun, and returns it. Collective.
 
     Raises:
-        PlanError: it is not installed, or it was built for another torch.
+        PlanError: Horovod is not installed, or was built for another torch.
     """
     try:
         hvd = importlib.import_module("horovod.torch")
@@ -168,7 +168,7 @@ def _started(world: World) -> Any:
 
 
 def _serve(world: World) -> tuple[Any, tuple[str, int]]:
-    """The server through which the processes find each other, as horovodrun would start it on every interface."""
+    """Starts the server through which the processes find each other; horovodrun would start it on every interface."""
     http_server = importlib.import_module("horovod.runner.http.http_server")
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
     alone = world.size == world.process.local_size
@@ -181,7 +181,7 @@ def _serve(world: World) -> tuple[Any, tuple[str, int]]:
 
 
 def _environment(world: World, address: tuple[str, int] | None) -> dict[str, str]:
-    """What horovodrun would have set."""
+    """Returns the environment variables that horovodrun would set."""
     assert address is not None
     process = world.process
     found = {

@@ -1,4 +1,4 @@
-"""The textbook engine: data parallelism with nothing hidden, to be read from top to bottom.
+"""The textbook engine: data parallelism in plain code, to be read from top to bottom.
 
 It builds what the section "Training on Multiple GPUs" of Dive into Deep Learning (Zhang, Lipton, Li, Smola)
 builds, on processes where the book has one process with several GPUs. Every process holds the whole model:
@@ -43,11 +43,11 @@ from grappe.task import Task
 
 
 def get_params(task: Task, weights: Weights, device: torch.device) -> nn.Module:
-    """The model with the values of `weights`, on `device`.
+    """Makes the model with the values of `weights`, on `device`.
 
-    The book copies from one GPU to the others. Here every process makes the model without values and reads
-    the same ones, so nothing is sent. From then on the models stay the same because their updates are the
-    same: to the last bit, or they would drift apart.
+    The book copies parameters from one GPU to the others. Here every process makes the model without values and reads
+    the same values, so nothing is sent. Then the models stay the same because their updates are the
+    same, to the last bit: otherwise the models would diverge.
     """
     model = on_meta(task)
     fill(model, weights, device)
@@ -58,7 +58,7 @@ def get_params(task: Task, weights: Weights, device: torch.device) -> nn.Module:
 
 
 def naive_all_reduce(vector: Tensor, rank: int, size: int) -> None:
-    """Replaces `vector` [n] by its sum over the processes, as the book does: process 0 does all the work.
+    """Replaces `vector` [n] by its sum over the processes, as in the book: process 0 does all the work.
 
     First W - 1 vectors come in, one after the other, then W - 1 go out: 2 (W - 1) n numbers pass over the
     link of process 0, while the others wait. With each process that joins, everybody waits longer.
@@ -107,7 +107,7 @@ def ring_all_reduce(vector: Tensor, rank: int, size: int) -> None:
     """Replaces `vector` [n] by its sum over the processes: reduce-scatter, then all-gather.
 
     Where W does not divide n, the first n mod W chunks are longer by one; where n < W, some are empty. A
-    process that is alone has one chunk, no turn, and its vector as it was.
+    single process has one chunk, no turn, and an unchanged vector.
     """
     chunks = torch.tensor_split(vector, size)  # views: what is written to them is written to the vector
     reduce_scatter(chunks, rank)
@@ -115,7 +115,7 @@ def ring_all_reduce(vector: Tensor, rank: int, size: int) -> None:
 
 
 def reduce_scatter(chunks: tuple[Tensor, ...], rank: int) -> None:
-    """After it, process r has the sum of chunk r + 1, and sums of some processes in the others."""
+    """Sums chunks around the ring: process r then has the sum of chunk r + 1, and partial sums in the others."""
     size = len(chunks)
     room = torch.empty_like(chunks[0])  # the first is the longest
     for turn in range(size - 1):
@@ -126,7 +126,7 @@ def reduce_scatter(chunks: tuple[Tensor, ...], rank: int) -> None:
 
 
 def all_gather(chunks: tuple[Tensor, ...], rank: int) -> None:
-    """From process r, which has chunk r + 1, to every process, which has them all."""
+    """Sends the sums around the ring, from process r, which has that of chunk r + 1, until every process has all."""
     size = len(chunks)
     for turn in range(size - 1):
         pass_on(chunks[(rank + 1 - turn) % size], chunks[(rank - turn) % size], rank, size)
@@ -135,7 +135,7 @@ def all_gather(chunks: tuple[Tensor, ...], rank: int) -> None:
 def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
     """Sends to the right neighbour and receives from the left one, both at once.
 
-    If everybody first sent and then received, each could wait for ever for its neighbour to start receiving.
+    If all processes first sent and then received, each could wait for ever until its neighbour starts to receive.
     """
     right, left = (rank + 1) % size, (rank - 1) % size
     both = [dist.P2POp(dist.isend, outgoing, right), dist.P2POp(dist.irecv, incoming, left)]
@@ -147,7 +147,7 @@ def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
 
 
 class Textbook(Stepper):
-    """The whole model on every process, and the gradients summed by hand between backward and update."""
+    """Engine with the whole model on every process, which sums the gradients by hand between backward and update."""
 
     supported_keys = COMMON | {"replicate", "microbatches", "exact"}
     about = "replication written out by hand, with a ring all-reduce of its own: for reading"
@@ -203,9 +203,9 @@ class Textbook(Stepper):
         return self._sum_over_processes(loss)
 
     def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
-        """The same sum in an order that does not depend on W, so that neither do its bits: see step/exact.
+        """Computes the same sum in an order that is independent of W, and so are its bits: see step/exact.
 
-        Neither the ring nor microbatches that add up as they come will do: (a + b) + c is not a + (b + c).
+        Neither the ring nor plain gradient accumulation has this property: (a + b) + c is not a + (b + c).
         """
         for index, micro in enumerate(batch.microbatches):
             loss = None
@@ -223,11 +223,11 @@ class Textbook(Stepper):
         return sums, norm
 
     def _gradients(self, batch: Batch, micro: Microbatch) -> Tensor:
-        """Adds a microbatch's share to the gradients; the sum of its losses.
+        """Adds a microbatch's part to the gradients; returns the sum of its losses.
 
         The book sums the losses and has its optimizer divide by the batch size. Here backward starts, for
         each loss, from 1 over the count of the *global* batch: the same, and any optimizer will do. The
-        processes' mean of means over their slices would be wrong as soon as two slices differ in size.
+        mean of the slices' means would be wrong if two slices differ in size.
         """
         loss = self._losses(self._forward(micro.inputs), micro, batch)
         loss.values.backward(loss.output_gradient)
@@ -235,14 +235,14 @@ class Textbook(Stepper):
 
     @torch.no_grad()
     def _sum_over_processes(self, loss: Tensor) -> tuple[Sums, Tensor | None]:
-        """Replaces each gradient by its sum over the processes, clipped; the loss's sum, the gradient's norm.
+        """Replaces each gradient by its clipped sum over the processes; returns the loss's sum and the gradient's norm.
 
-        The book sums one parameter after the other. A message has a price of its own, however short, so here
-        all of them travel as one vector, and what else is to be summed rides along:
+        The book sums one parameter after the other. Every message has a fixed cost, even a short one, so here
+        all gradients are sent as one vector, together with the other sums:
 
             [ gradient of parameter 1 | ... | gradient of parameter P | loss, flag | reached, P numbers ]
 
-        `flag` is above 0 where this process is to stop; `reached` is 1 where a parameter has a gradient.
+        `flag` is above 0 if this process should stop; `reached` is 1 for a parameter with a gradient.
         """
         wire = self._flat(loss).to(self._wire)
         self._all_reduce(wire, self._world.rank, self._world.size)
@@ -264,7 +264,7 @@ class Textbook(Stepper):
         return torch.cat([*(piece.reshape(-1) for piece in pieces), loss.reshape(1), notes])
 
     def _clip(self, gradient: Tensor) -> Tensor | None:
-        """Scales the whole gradient, in place, to a norm of at most `clip`; its norm before."""
+        """Scales the whole gradient, in place, to a norm of at most `clip`; returns the norm before."""
         if self._task.clip is None:
             return None
         # In float64: on a CPU, torch's float32 norm of 20 million numbers is wrong by a thousandth.
@@ -277,10 +277,10 @@ class Textbook(Stepper):
     # ---- 4. Evaluation: the book's exercise 4 --------------------------------------------------------------
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The book evaluates on one GPU and calls it inefficient. Here each process scores its own slice.
+        """Evaluates each process's own slice; the book evaluates on one GPU, and calls that inefficient.
 
-        Sums and counts are added up over processes, and divided once. The models are the same, but for what
-        they keep of the samples that they saw, batch normalisation's statistics: their mean is used.
+        Sums and counts are added over processes, and divided once. The models are the same, except for statistics
+        of their own samples (batch normalisation's), whose mean is used.
         """
         return evaluate(self._model, self._setup, batches, samples)
 
@@ -288,7 +288,7 @@ class Textbook(Stepper):
 
 
 def _wire(setup: EngineSetup) -> torch.device:
-    """Where the vector must lie to be sent. Gloo's sends and receives know the CPU's memory only."""
+    """Returns the device for sending the vector: gloo's sends and receives support the CPU's memory only."""
     device = setup.world.device
     direct = setup.world.size == 1 or choose_backend(setup.plan, device) == "nccl"
     return device if direct else torch.device("cpu")

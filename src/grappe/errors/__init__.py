@@ -1,6 +1,6 @@
-"""Defines every error that grappe raises on purpose, and the exit codes it ends with.
+"""Defines every error that grappe raises on purpose, and the exit codes of the command line.
 
-GrappeError                 something asked for cannot be done; the message says what to do instead
+GrappeError                 a request cannot be carried out; the message says what to do instead
 ├── UsageError              the command line, a plan or a field is wrong
 │   ├── TaskError           a task cannot be found, loaded, or breaks its contract
 │   ├── PlanError           a plan is malformed, or this world or engine cannot honour it
@@ -8,7 +8,7 @@ GrappeError                 something asked for cannot be done; the message says
 ├── DataError               a data file is missing, truncated or hostile
 ├── DivergedError           the loss is not a number any more
 ├── OutOfMemory             a process may not take as much memory as the plan needs
-└── ProcessDied             one of the processes ended without being asked to
+└── ProcessDied             one of the processes ended unexpectedly
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved before the end, start 
 
 
 class GrappeError(Exception):
-    """Something asked for cannot be done. `str(error)` is the whole message for the user."""
+    """Error for the user: a request cannot be carried out. `str(error)` is the whole message."""
 
     exit_code = EXIT_USAGE
     by = ""
-    """The process that raised it, where a launcher started several."""
+    """The process that raised the error, if a launcher started several."""
     details = ""
-    """The traceback, where another process raised it."""
+    """The traceback, if another process raised the error."""
 
 
 class UsageError(GrappeError):
@@ -53,7 +53,7 @@ class DataError(GrappeError):
 
 
 class DivergedError(GrappeError):
-    """The loss is not a number any more; nothing was saved over."""
+    """The loss is not a number any more; the saved checkpoints are unchanged."""
 
 
 class OutOfMemory(GrappeError):
@@ -61,7 +61,7 @@ class OutOfMemory(GrappeError):
 
 
 class ProcessDied(GrappeError):
-    """One of the processes ended without being asked to."""
+    """One of the processes ended unexpectedly."""
 
     exit_code = EXIT_FAILURE
 
@@ -72,7 +72,7 @@ def of_file(error: OSError) -> UsageError:
 
 
 def nearest(wrong: str, right: Iterable[str]) -> str:
-    """The hint that follows a mistyped name: the nearest right ones, or all of them."""
+    """Returns the hint for a mistyped name: the most similar names, or all names."""
     names = sorted(right)
     close = difflib.get_close_matches(wrong, names, n=3, cutoff=0.5)
     if close:

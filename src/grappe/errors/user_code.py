@@ -1,4 +1,4 @@
-"""User code: finds the line of the user's own code that an exception came through, and names it in the message."""
+"""User code: finds the line of the user's own code that raised or passed on an exception, for the message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the user's code, as messages show it."""
+    """A line of the user's code, in the form that messages show."""
 
     file: str
     number: int
@@ -49,7 +49,7 @@ class Line:
 
 
 def line_of(error: BaseException) -> Line | None:
-    """The innermost line of a user's own code that `error` came through, in a data worker too."""
+    """Finds the innermost line of the user's own code in `error`'s traceback, also a data worker's."""
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
         return Line(error.filename, error.lineno or 0, "<module>")
     lines = [Line(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
@@ -60,7 +60,7 @@ def line_of(error: BaseException) -> Line | None:
 
 
 def layer_of(error: BaseException) -> str | None:
-    """The layer of torch.nn whose forward raised the exception."""
+    """Names the layer of torch.nn whose forward raised the exception."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or LAYERS not in frames[-1].f_code.co_filename:
         return None
@@ -68,7 +68,7 @@ def layer_of(error: BaseException) -> str | None:
 
 
 def part_of(error: BaseException) -> str | None:
-    """The part of a task that an exception came out of, without a line of the user's: a list for a dataset, say."""
+    """Finds the part of a task that an exception came from, without a line of the user's: a list for a dataset, say."""
     places = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if WORKER.match(str(error)):
         places += [(file, name) for file, _, name in FRAME.findall(str(error))]
@@ -77,25 +77,25 @@ def part_of(error: BaseException) -> str | None:
 
 
 def _room(file: str) -> str:
-    """A file of grappe's own, from its package: data/seeded.py."""
+    """Returns the path of a file in the package: data/seeded.py."""
     path = Path(file)
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether `error` came through the user's own code, or out of what it gives: layers, samples, metrics."""
+    """Returns whether `error` comes from the user's own code, or from what the code gives: layers, samples, metrics."""
     return line_of(error) is not None or layer_of(error) is not None or part_of(error) is not None
 
 
 def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of a user's own code that a stack is in; the innermost of all where there is none."""
+    """Finds the innermost line of the user's own code in a stack; without one, the innermost line."""
     lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
     own = [line for line in lines if not _is_library(line.file)]
     return str((own or lines)[-1]) if lines else "nowhere"
 
 
 def sentence(error: BaseException) -> str:
-    """`error` in one line, with the user's own line that led to it."""
+    """Formats `error` as one line, with the user's own line that led to it."""
     text = str(error)
     name = type(error).__name__
     if isinstance(error, SyntaxError):
@@ -107,7 +107,7 @@ def sentence(error: BaseException) -> str:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a frame's file is Python's, an installed package's, or grappe's own."""
+    """Returns whether a frame's file belongs to Python, to an installed package, or to grappe."""
     if file.startswith("<"):
         return not file.startswith(TYPED)
     if "site-packages" in file or "dist-packages" in file:
@@ -121,7 +121,7 @@ def _is_library(file: str) -> bool:
 
 @contextlib.contextmanager
 def naming_user_line(task: object) -> Iterator[None]:
-    """Context in which an exception that came through the task's own code becomes one message that names its line."""
+    """Context in which an exception from the task's own code becomes one message that names the line."""
     try:
         yield
     except Exception as error:
@@ -131,7 +131,7 @@ def naming_user_line(task: object) -> Iterator[None]:
 
 
 def user_call(task: object, method: str, *arguments: Any) -> Any:
-    """Calls a method of the task; an exception in it becomes one message that names its line."""
+    """Calls a method of the task; an exception in the method becomes one message that names the line."""
     try:
         return getattr(task, method)(*arguments)
     except GrappeError:

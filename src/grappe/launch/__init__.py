@@ -1,1 +1,1 @@
-"""Starts processes, here or under torchrun and srun, and connects them: ranks, rendezvous, signals."""
+"""Starts processes, locally or under torchrun and srun, and connects them: ranks, rendezvous, signals."""

@@ -1,4 +1,4 @@
-"""Runs one process of a local launch: from its first instruction to its report to the command that started it."""
+"""Runs one process of a local launch: from its first instruction to its report to the command."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ STARTED = "--- started "  # opens each start's part of a log
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a process reports at its end."""
+    """The report of a process at its end."""
 
     kind: str
-    """"returned", "error" (one of ours, with a message for the user) or "crashed" (any other exception)."""
+    """"returned", "error" (a GrappeError, with a message for the user) or "crashed" (any other exception)."""
     when: float = dataclasses.field(default_factory=time.time)
     value: Any = None
     error: str = ""
-    """The class of the error."""
+    """The error's class."""
     message: str = ""
     details: str = ""
 
 
 class Terminal:
-    """A file descriptor of the command's, its own to close, that travels to a new process."""
+    """A duplicate of one of the command's file descriptors, passed to a new process."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def close(self) -> None:
-        """Closes the descriptor here, once the process has started."""
+        """Closes the command's duplicate, once the process has started."""
         os.close(self.descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,12 +100,12 @@ def run(
 
 
 def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
-    """The file that a process's output goes to until there is a run; afterwards a link to the run's log."""
+    """Returns the file for a process's output before there is a run; afterwards a link to the run's log."""
     return rendezvous_folder / f"rank-{process.rank}.log"
 
 
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
-    """Ends this process from any thread, with a message for the user: its main thread may never come back."""
+    """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever."""
     if process.launcher == "grappe":
         _last_words(early_log(rendezvous_folder, process)).write_text(message)
     else:
@@ -114,7 +114,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
 
 
 def last_words(log: Path) -> Report | None:
-    """The report of a process that `end_now` ended; `log` is its early log."""
+    """Makes the report of a process that `end_now` ended; `log` is its early log."""
     try:
         return Report(kind="error", error="ProcessDied", message=_last_words(log).read_text())
     except OSError:
@@ -126,7 +126,7 @@ def _last_words(log: Path) -> Path:
 
 
 def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None:
-    """Appends this process's standard output and error to `log`, with what `early` holds already."""
+    """Appends this process's standard output and error to `log`, after the content of `early`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -146,7 +146,7 @@ def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None
 
 
 def end_with_parent() -> None:
-    """Kills this process when the one that started it ends, however that came, so that no orphan survives."""
+    """Kills this process when its parent process ends for any reason, so that no orphan survives."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         # It was forked by the command, or by a server that outlives the command: so the command is watched as well.

@@ -1,4 +1,4 @@
-"""Command: runs one of the system's programs, never through a shell; its output, or why there is none."""
+"""Command: runs a program of the system, never through a shell; returns its output, or raises the reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ANSWER_SECONDS = 60.0
 
 
 class Missing(GrappeError):
-    """There is no such program on the PATH."""
+    """The program is not on the PATH."""
 
 
 class Failed(GrappeError):
-    """The program failed or gave no answer; the message is its own, whole."""
+    """The program failed or gave no answer; the message is the program's own, complete."""
 
 
 def run(
@@ -26,11 +26,11 @@ def run(
     words: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """The standard output of a program that reads `words`; with `both`, its standard error too.
+    """Runs the program and arguments `words`; returns its standard output, with `both` its standard error too.
 
     Raises:
-        Missing: it is not on the PATH.
-        Failed: its exit code is not 0, or it took longer than `seconds`.
+        Missing: the program is not on the PATH.
+        Failed: the exit code is not 0, or the program took longer than `seconds`.
     """
     if shutil.which(command[0]) is None:
         raise Missing(f"{command[0]} is not on the PATH")

@@ -1,4 +1,4 @@
-"""How a launcher's processes end: an error is reported once, and exit codes come through torchrun and srun."""
+"""Ends a launcher's processes: an error is reported once, and exit codes pass through torchrun and srun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's e
 
 
 def reported_once(error: Exception, process: ProcessRank) -> BaseException:
-    """`error` for the user, in one process; SystemExit in the others."""
+    """Returns `error` for the user in one process; SystemExit in the others."""
     from grappe.launch.rendezvous import claims_error_report
 
     if isinstance(error, OSError) and error.filename is not None:
@@ -39,14 +39,14 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
 
 
 def _leave_code(code: int) -> None:
-    """Writes the exit code for the batch script: srun tells it only that the others were killed when one fails."""
+    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
     if file := os.environ.get(FAILURE):
         with contextlib.suppress(OSError):
             Path(file).write_text(str(code))
 
 
 def _lost_another(error: Exception) -> bool:
-    """Whether an error follows from another process's end."""
+    """Returns whether an error follows from another process's end."""
     return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
@@ -57,9 +57,9 @@ def _how_it_failed(error: Exception) -> str:
 
 
 def interrupted() -> int:
-    """The exit code of an interrupted training: 75 from process 0, once the others have left with 0.
+    """Returns the exit code of an interrupted training: 75 on process 0, once the others have ended with 0.
 
-    `srun --kill-on-bad-exit` would end them at the first 75, and torchrun turns any failure into 1.
+    `srun --kill-on-bad-exit` would kill the others at the first 75, and torchrun turns any failure into 1.
     """
     process = rank_from_environment()
     if process is None or process.size == 1:

@@ -1,4 +1,4 @@
-"""Failure: the error to show when local processes have failed: which failed first, how it ended, its last lines."""
+"""Failure: the error to show when local processes have failed: the first one to fail, its end, its last lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST_LINES = 12
 
 
 def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
-    """The error of the process that failed first, since the others' errors may follow from it."""
+    """Returns the error of the process that failed first, since the others' errors may follow from it."""
     # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
     first = min(
         failed, key=lambda one: (one.exit_code >= 0 or one.exit_code == -signal.SIGABRT, one.report.when)
@@ -46,7 +46,7 @@ def _signal_name(number: int) -> str:
 
 
 def last_lines(log: Path) -> str:
-    """The end of a process's log, of this start only, ready to follow a message."""
+    """Formats the end of a process's log, of this start only, to follow a message."""
     try:
         lines = log.read_text(errors="replace").rstrip().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Folders that all processes of one start see: where they meet, and scratch space."""
+"""Folders that all processes of one start share: for the rendezvous, and for scratch files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RUNS = Path("runs")
 
 
 def rendezvous_folder_of(process: ProcessRank, run: Path | None) -> Path:
-    """Where the processes meet: between nodes the run's folder, else one that is private to this machine.
+    """Returns the rendezvous folder: the run's folder for several nodes, else a private folder of this machine.
 
     Raises:
-        UsageError: the private folder is not ours alone.
+        UsageError: the private folder belongs to another user, or others may write there.
     """
     if process.size > process.local_size:
         return run or RUNS
@@ -38,7 +38,7 @@ def rendezvous_folder_of(process: ProcessRank, run: Path | None) -> Path:
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """Makes a folder that all processes of this start see; process 0 removes it in the end."""
+    """Makes a folder that all processes of this start share; process 0 removes it in the end."""
     process = rank_from_environment()
     if process is None:
         with tempfile.TemporaryDirectory(prefix=f"grappe-{name}-") as folder:

@@ -1,4 +1,4 @@
-"""Calls a function in a forked process, whose memory is freed with its end."""
+"""Calls a function in a forked process, whose memory is freed when it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
     """Calls `work` in a forked process, under `limits`, and waits for it.
 
     Raises:
-        GrappeError: what `work` raised, or that the process died.
+        GrappeError: `work` raised an error, or the process died.
         LimitReached: it took more than it may.
     """
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Local launch: starts a plan's processes on this machine, waits for them, and returns what process 0 returns."""
+"""Local launch: starts a plan's processes on this machine, waits for them, and returns process 0's result."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ TASKS = Path("/proc/self/task")  # a folder for each thread
 
 
 def start_server(*, metrics: bool = True) -> None:
-    """Starts the server that processes are forked from, if there is none: it imports torch while we go on.
+    """Starts the server that processes are forked from, unless it runs: the server imports torch in the background.
 
     Args:
-        metrics: whether it imports torchmetrics too, which takes a second. Else each process does that needs it.
+        metrics: whether the server imports torchmetrics too, which takes a second. Else each process that needs
+            torchmetrics imports it.
     """
     multiprocessing.set_forkserver_preload([*PRELOADED, *[METRICS] * metrics])
     # A signal to the whole group must not end the server either.
@@ -50,18 +51,18 @@ def start_server(*, metrics: bool = True) -> None:
 def local(function: str, argument: Any, processes: int, *, saves: bool = False) -> Any:
     """Runs `function` ("package.module:name") as function(argument, process, rendezvous_folder) in new processes.
 
-    They are forked from a server that has torch imported and no threads started, so that they start in about
-    a second; a single one is forked from this process where that is as clean. `argument` travels by value,
-    classes of a notebook too.
+    The processes are forked from a server that has torch imported and no threads started, so that they start in about
+    a second; a single process is forked from this one if this one is as clean. `argument` is pickled by value,
+    including classes of a notebook.
 
     Args:
         saves: whether a signal makes the function save and return (see StopSignal); else the processes are ended.
 
     Returns:
-        What process 0 returned.
+        The result of process 0.
 
     Raises:
-        GrappeError: raised by one of them; ProcessDied when one ended unasked, named with its last lines.
+        GrappeError: a process raised it; ProcessDied if a process ended unexpectedly, with its name and last lines.
         KeyboardInterrupt: after Ctrl-C; with `saves`, after the second one.
     """
     if multiprocessing.current_process().name.startswith(NAME):
@@ -101,9 +102,9 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
 
 
 def _context(processes: int) -> BaseContext:
-    """How to start them: a single one by forking this process, where nothing of it can disturb a training.
+    """Chooses how to start processes: a single one is forked from this process, if nothing here can disturb a training.
 
-    A server costs the start of another interpreter, and is worth it for processes that share its imports, now or
+    A server costs the start of another interpreter, which pays off for processes that share its imports, now or
     later in this command.
     """
     if processes == 1 and _is_clean() and not _server_runs():
@@ -113,7 +114,7 @@ def _context(processes: int) -> BaseContext:
 
 
 def _is_clean() -> bool:
-    """Whether there is no other thread here, whose locks a fork would leave held, and no torch that a caller set up."""
+    """Returns whether a fork is safe: no other thread, whose locks would stay held, and no torch set up by a caller."""
     try:
         threads = len(list(TASKS.iterdir()))
     except OSError:  # not on macOS, whose libraries do not bear a fork either
@@ -126,7 +127,7 @@ def _server_runs() -> bool:
 
 
 def _watch(processes: Sequence[LocalProcess]) -> Any:
-    """Waits for all; when one fails, the others get a short grace to report, and are ended."""
+    """Waits for all processes; if one fails, the others get a short time to report, and are then ended."""
     living = {one.process.sentinel: one for one in processes}
     failed: list[LocalProcess] = []
     deadline: float | None = None

@@ -1,4 +1,4 @@
-"""LocalProcess: one process of a local launch as the command sees it: its start, its report, its end."""
+"""LocalProcess: one process of a local launch, seen from the command: its start, its report, its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "grappe-rank-"
 
 
 class LocalProcess:
-    """A process that runs one rank, and the pipe on which the process reports."""
+    """A process of one rank, and the pipe for its report."""
 
     def __init__(self, rank: ProcessRank, rendezvous_folder: Path) -> None:
         self._rank = rank
@@ -46,16 +46,16 @@ class LocalProcess:
 
     @property
     def name(self) -> str:
-        """What messages call the process."""
+        """Returns the process's name for messages."""
         return f"process {self._rank.rank} of {self._rank.size} on {os.uname().nodename}"
 
     @property
     def reporting(self) -> bool:
-        """Whether the report is still to come."""
+        """Returns whether the report is still to come."""
         return self.report.kind == "none yet"
 
     def read_report(self) -> None:
-        """Reads the report, if it is there."""
+        """Reads the report, if it has arrived."""
         try:
             if self.reporting and self.pipe.poll():
                 self.report = self.pipe.recv()
@@ -63,7 +63,7 @@ class LocalProcess:
             self.report = Report(kind="silent")
 
     def join(self) -> None:
-        """Waits for the process's end, and reads what it left: its report, or the last words of `child.end_now`."""
+        """Waits for the process's end, and reads its report, or the message of `child.end_now`."""
         self.process.join()
         self._ended = True
         self.read_report()
@@ -78,13 +78,13 @@ class LocalProcess:
         return self.process.exitcode or 0
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process, if it lives."""
+        """Sends a signal to the process, if it is alive."""
         if self.process is not None and self.process.pid and not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kills the process, if it lives, and waits for its end."""
+        """Kills the process, if it is alive, and waits for its end."""
         self.signal(signal.SIGKILL)
         if self.process is not None and self.process.pid:
             self.process.join()
@@ -103,7 +103,7 @@ def without_main() -> Iterator[None]:
 
 
 def _terminal() -> Terminal | None:
-    """A duplicate of this process's standard output; None where it is closed."""
+    """Duplicates this process's standard output; None if it is closed."""
     stream = sys.stdout
     # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1, it shows.
     descriptor = stream.fileno() if isinstance(stream, io.TextIOWrapper) else 1

@@ -1,4 +1,4 @@
-"""MPS: NVIDIA's service through which processes share a GPU. Started and ended by us, in private folders."""
+"""MPS: starts and ends NVIDIA's service through which processes share a GPU, in private folders."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 def shared_gpus(
     plan: Plan, process: ProcessRank | None, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """The service runs while processes of `plan` share GPUs on this node; does nothing for other plans.
+    """Context in which the service runs, if processes of `plan` share GPUs on this node.
 
-    It is started by the process that starts the others, or by the first of each node under a launcher, before any
-    of them has touched a GPU. Where the service is not installed, processes take turns on the GPU.
+    The process that starts the others starts the service, or under a launcher the first of each node, before any
+    of them uses a GPU. If the service is not installed, processes take turns on the GPU.
 
     Raises:
-        PlanError: more processes on a GPU than the service takes.
+        PlanError: more processes on a GPU than the service supports.
         UsageError: the service does not start.
     """
     if not wanted(plan):
@@ -60,7 +60,7 @@ def shared_gpus(
 
 @contextlib.contextmanager
 def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[None]:
-    """The variables of clients, and afterwards those that were there before: a notebook goes on."""
+    """Context with the clients' environment variables; afterwards the previous ones are restored, for a notebook."""
     before = {name: environment.get(name) for name in (*variables(folder), DEVICES)}
     environment.update(variables(folder))
     environment.pop(DEVICES, None)  # the daemon has numbered the devices that it names from 0
@@ -74,7 +74,7 @@ def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[Non
 
 
 def wanted(plan: Plan) -> bool:
-    """Whether processes of `plan` share GPUs of this machine, and the service is installed."""
+    """Returns whether processes of `plan` share GPUs of this machine, and the service is installed."""
     on_gpu = plan.device == "cuda" or (
         plan.device == "auto" and bool(list(Path("/dev").glob("nvidia[0-9]*")))
     )
@@ -82,7 +82,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The variables by which the daemon and its clients find each other, and no other user's."""
+    """Returns the variables by which the daemon and its clients find each other, separate from other users'."""
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
@@ -93,7 +93,7 @@ def start(folder: Path, environment: MutableMapping[str, str]) -> None:
     """Starts the daemon: `nvidia-cuda-mps-control -d`.
 
     Raises:
-        UsageError: it does not start; its own words.
+        UsageError: the daemon does not start; the message is the daemon's own.
     """
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("pipe", "log"):
@@ -108,14 +108,14 @@ def start(folder: Path, environment: MutableMapping[str, str]) -> None:
 
 
 def stop(folder: Path) -> None:
-    """Ends the daemon: `quit` on the standard input of `nvidia-cuda-mps-control`; and removes its folders."""
+    """Ends the daemon (`quit` on the standard input of `nvidia-cuda-mps-control`), and removes its folders."""
     with contextlib.suppress(command.Failed, command.Missing):  # it may have ended with its GPU
         command.run(PROGRAM, words="quit\n", environment={**os.environ, **variables(folder)})
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder(process: ProcessRank | None) -> Path:
-    """Private to this user, node and start, and short: a socket's name has 108 letters at most."""
+    """Returns a folder for this user, node and start; short, since a socket's path has at most 108 characters."""
     base = Path(tempfile.gettempdir()) / f"grappe-mps-{os.getuid()}"
     base.mkdir(exist_ok=True, mode=0o700)
     if base.lstat().st_uid != os.getuid() or base.is_symlink():
@@ -138,7 +138,7 @@ def _wait_for(folder: Path) -> None:
 
 
 def _end_orphans(base: Path) -> None:
-    """Daemons whose owner was killed before it could end them."""
+    """Ends daemons whose owner was killed before it could end them."""
     for owner in base.glob(f"*/{OWNER}"):
         with contextlib.suppress(ValueError, OSError):
             if not Path(f"/proc/{int(owner.read_text())}").exists():

@@ -1,8 +1,9 @@
-"""Lets OpenMP's threads sleep while they wait on a busy machine, where the user has not chosen."""
+"""Lets OpenMP's threads sleep while they wait on a busy machine, unless the user has chosen a wait policy."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator, MutableMapping
@@ -20,10 +21,10 @@ LOOKS, LOOK_SECONDS = 5, 0.004
 
 
 def is_busy() -> bool:
-    """Whether other programs run on so many cores that our threads would have to share one.
+    """Returns whether other programs run on so many cores that this process's threads would have to share one.
 
-    A Slurm job has its cores for itself, and counts as quiet. The least of several looks is taken: a program that runs
-    for a moment is no reason. False where the system does not say how many run (macOS).
+    A Slurm job has its cores for itself, and counts as quiet. The lowest of several samples counts: a program that runs
+    only for a moment does not matter. False if the system does not report the number of running threads (macOS).
     """
     if "SLURM_JOB_ID" in os.environ:
         return False
@@ -39,7 +40,7 @@ def is_busy() -> bool:
 
 
 def _running() -> int:
-    """How many threads of the whole machine run or want to, this one included."""
+    """Counts the whole machine's running and runnable threads, this one included."""
     try:
         lines = STAT.read_text().splitlines()
     except OSError:
@@ -47,19 +48,25 @@ def _running() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), 1)
 
 
-def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes threads that wait leave their core to others on a busy machine; OpenMP reads it once, when torch is loaded.
+@functools.cache
+def _was_busy() -> bool:
+    """Asks `is_busy` once, so that a command's server and all its processes get the same answer."""
+    return is_busy()
 
-    By default a thread spins for milliseconds at the end of each parallel section. Where others use its core too, it
+
+def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets OMP_WAIT_POLICY=passive on a busy machine; OpenMP reads the variable once, when torch is loaded.
+
+    By default a thread spins for milliseconds at the end of each parallel section. If others use its core too, it
     spins while the thread that it waits for has none; on a quiet machine spinning is quicker than waking up.
     """
-    if not any(name in environment for name in CHOICES) and is_busy():
+    if not any(name in environment for name in CHOICES) and _was_busy():
         environment[POLICY] = "passive"
 
 
 @contextlib.contextmanager
 def sleeping_threads() -> Iterator[None]:
-    """Does the same for the processes that are started meanwhile, and leaves our own environment as it was."""
+    """Context in which started processes inherit sleeping threads; this process's own environment is restored."""
     before = os.environ.get(POLICY)
     let_threads_sleep()
     try:

@@ -1,4 +1,4 @@
-"""UserStream: the stream on which process 0 writes to the user. A reader who leaves does not end the training."""
+"""UserStream: the stream on which process 0 writes to the user; a closed pipe or terminal does not end the training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grappe.launch.rank import ProcessRank
 
 
 class UserStream:
-    """Drops what is written once nobody can read it: the pipe led into `head`, or the terminal was closed."""
+    """Stream that drops its text once nobody can read it, as after `| head`, or on a closed terminal."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -21,7 +21,7 @@ class UserStream:
         """Whether a write is under way: it may take as long as the terminal is paused."""
 
     def write(self, text: str) -> int:
-        """Writes `text`, if anyone still reads."""
+        """Writes `text`, if the stream still has a reader."""
         if self._open:
             self.writing = True
             try:
@@ -33,7 +33,7 @@ class UserStream:
         return len(text)
 
     def flush(self) -> None:
-        """Sends what was written."""
+        """Flushes the stream."""
         if self._open:
             self.writing = True
             try:
@@ -54,7 +54,7 @@ class UserStream:
 
 
 def user_stream(process: ProcessRank) -> UserStream | None:
-    """The stream to the user, though process 0's own output may go to a log; None for other processes."""
+    """Returns process 0's stream to the user, even if its standard output goes to a log; None for other processes."""
     if process.rank != 0:
         return None
     handle = os.environ.pop(TERMINAL, None)

@@ -1,4 +1,4 @@
-"""ProcessRank: this process's rank and the world size, as torchrun or srun put them into the environment."""
+"""ProcessRank: this process's rank and the world size, from torchrun's or srun's environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERACTIVE_STEPS = 0xFFFFFFF0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessRank:
-    """Rank and size of this process, globally and on its node, before any of the processes communicate."""
+    """Rank and world size, globally and on the node, known before the processes communicate."""
 
     rank: int = 0
     size: int = 1
@@ -22,19 +22,19 @@ class ProcessRank:
     local_size: int = 1
     launcher: str = "grappe"
     cores: int | None = None
-    """Cores that the launcher gave this process, where it says so."""
+    """Cores that the launcher gave this process; None if unknown."""
     job: str = ""
-    """Names this start of this job, so that two starts do not read each other's rendezvous."""
+    """Identifies this start of this job, so that two starts do not read each other's rendezvous."""
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> ProcessRank | None:
-    """The rank that torchrun or srun gave this process; None when neither started it.
+    """Reads the rank from torchrun's or srun's variables; None if neither started this process.
 
-    torchrun wins, as it may itself have been started by srun. A step of one process is left to our own
-    launch, as a laptop is.
+    torchrun takes precedence, as srun may have started torchrun. A step of one process is left to grappe's own
+    local launch, as on a laptop.
 
     Raises:
-        UsageError: a launcher's variables are set, and make no sense.
+        UsageError: a launcher's variables contradict each other.
     """
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -50,7 +50,7 @@ def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Proces
 
 
 def is_main_process() -> bool:
-    """Whether this process is process 0, or the only one: the one that prints results."""
+    """Returns whether this process is process 0 or the only one, which prints results."""
     try:
         process = rank_from_environment()
     except UsageError:  # which the user is about to read
@@ -91,10 +91,10 @@ def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of a step's.
+    """Returns whether srun started this process as part of a step.
 
-    Known by SLURM_STEP_ID with SLURM_PROCID, never by the job's name: inside salloc or a bare batch shell one
-    of them is missing. A shell of `srun --pty` has both, and what is typed in it is no part of the step.
+    Judged by SLURM_STEP_ID with SLURM_PROCID, never by the job's name: inside salloc or a batch shell one
+    of the two is missing. A shell of `srun --pty` has both, but commands typed there are no part of the step.
     """
     step = environment.get("SLURM_STEP_ID", "")
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
@@ -107,7 +107,7 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 
 
 def _local_tasks(environment: Mapping[str, str]) -> int:
-    """How many of the step's processes are on this node, from a text like `2(x2),1`."""
+    """Reads the number of the step's processes on this node from a text like `2(x2),1`."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, repeat = part.partition("(x")

@@ -1,4 +1,4 @@
-"""Rendezvous: makes torch's process group of processes that find each other without a port fixed in advance."""
+"""Rendezvous: makes torch's process group; the processes find each other without a port fixed in advance."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def start(
     """Makes torch's default process group. Collective.
 
     Args:
-        rendezvous_folder: a folder that every process sees, where process 0 publishes its address.
-        timeout: of every wait for another process, now and in the collectives that follow.
+        rendezvous_folder: a folder shared by all processes, where process 0 publishes its address.
+        timeout: of every wait for another process, now and in later collectives.
 
     Raises:
-        UsageError: process 0 did not publish it in time.
+        UsageError: process 0 did not publish its address in time.
     """
     import torch.distributed as dist
 
@@ -71,7 +71,7 @@ def start(
 
 
 def claims_error_report(process: ProcessRank) -> bool:
-    """Whether this process is to report an error: the first to ask. Others have the same error, or its consequence."""
+    """Returns whether this process must report an error: only the first caller; the others' errors are the same."""
     import torch.distributed as dist
 
     from grappe.private_api.torch import default_store
@@ -94,7 +94,7 @@ def claims_error_report(process: ProcessRank) -> bool:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torch writes a stack trace to standard error where a store has gone, before it raises."""
+    """Context without torch's warnings: for a lost store, torch prints a stack trace before it raises."""
     error, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -116,7 +116,7 @@ def _env_store(process: ProcessRank) -> Store:
 
 
 def _published_store(process: ProcessRank, address: Path, timeout: timedelta) -> Store:
-    """A TCP store on a port of the system's choice, its address published by process 0."""
+    """Makes a TCP store on a port that the system chooses; process 0 publishes the address."""
     import torch.distributed as dist
 
     if process.rank == 0:

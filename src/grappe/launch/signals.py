@@ -1,4 +1,4 @@
-"""Signals: in the command, passed on to its processes; in a training, remembered, so that it saves and ends."""
+"""Signals: the command forwards them to its processes; a training remembers them, saves and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPARE_SAVES = 2.0  # a save may take twice as long as the slowest so far
 
 
 def handled() -> tuple[signal.Signals, ...]:
-    """The signals that ask a training to save and end: SIGHUP not under nohup, which has it ignored."""
+    """Returns the signals on which a training saves and ends; SIGHUP not under nohup, which ignores it."""
     return tuple(
         number
         for number in SIGNALS
@@ -26,7 +26,7 @@ def handled() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Context in which SIGNALS are held back, also in processes that are started in it."""
+    """Context in which SIGNALS are blocked, also in processes started inside."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -35,10 +35,10 @@ def signals_blocked() -> Iterator[None]:
 
 
 class StopSignal:
-    """Remembers that a signal came, or that time is up; the step under way tells the other processes.
+    """Remembers a signal or the end of the time limit; the running step informs the other processes.
 
     Args:
-        time_limit: seconds from now; None: Slurm's end time, if there is one.
+        time_limit: seconds from now; None: until Slurm's end time, if there is one.
     """
 
     def __init__(self, time_limit: float | None = None, environment: Mapping[str, str] = os.environ) -> None:
@@ -52,13 +52,13 @@ class StopSignal:
         self._margin = SPARE_SECONDS
 
     def reserve(self, *, step: float = 0.0, saving: float = 0.0) -> None:
-        """Learns from a step's or a save's seconds how long before the end to stop."""
+        """Records a step's or a save's seconds, from which the time reserved before the end follows."""
         if step > self._step or saving > self._saving:
             self._step, self._saving = max(step, self._step), max(saving, self._saving)
             self._margin = SPARE_SECONDS + 2 * self._step + SPARE_SAVES * self._saving
 
     def install(self) -> None:
-        """Handles the signals in this process, those that came while it started and were held back too."""
+        """Installs the signal handlers in this process; blocked signals from its start are then delivered."""
         for number in handled():
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -67,14 +67,14 @@ class StopSignal:
         self._received = 1.0
 
     def flag(self) -> float:
-        """1.0 once a signal came or time is up, else 0.0."""
+        """Returns 1.0 after a signal or the end of the time limit, else 0.0."""
         if self._deadline is not None and time.time() + self._margin > self._deadline:
             return 1.0
         return self._received
 
 
 class Signalled(Protocol):
-    """A process that takes signals."""
+    """A process that can receive signals."""
 
     def signal(self, number: int) -> None:
         """Sends `number` to the process."""
@@ -85,10 +85,10 @@ class _EndAtOnce(BaseException):
 
 
 class SignalForwarding:
-    """What signals to the command do while its processes run.
+    """Forwards the command's signals to its processes while they run.
 
-    The first is passed on to processes that save and end; a second Ctrl-C, or any signal to processes that
-    have nothing to save, ends them at once, and then has the effect that it would have had without us.
+    The first signal goes to processes that save and end; a second Ctrl-C, or any signal to processes that
+    have nothing to save, ends them at once, and then has its usual effect on the command.
     """
 
     def __init__(self, processes: Sequence[Signalled], saves: bool) -> None:
@@ -115,7 +115,7 @@ class SignalForwarding:
             process.signal(number)
 
     def catch_up(self, process: Signalled) -> None:
-        """Sends a new process the signals that came before its start."""
+        """Sends a new process the signals that came before it started."""
         for number in self._received:
             process.signal(number)
 

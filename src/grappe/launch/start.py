@@ -1,4 +1,4 @@
-"""Starts a function on a plan's processes: those of torchrun or srun, or local ones."""
+"""Starts a function on a plan's processes: torchrun's or srun's, or local ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grappe.plan import Plan
 
 
 class Request(Protocol):
-    """What a function is asked to do; it travels to the processes by value."""
+    """The argument of a function on other processes, pickled by value."""
 
     @property
     def run(self) -> Path | None:
-        """The run's folder, where processes of several nodes meet; None where there is none yet."""
+        """Returns the run's folder, used for the rendezvous of several nodes; None if there is none yet."""
 
 
 def start(function: str, request: Request, plan: Plan, *, saves: bool = False) -> Any:
@@ -29,10 +29,10 @@ def start(function: str, request: Request, plan: Plan, *, saves: bool = False) -
         saves: whether a signal makes the function save and return.
 
     Returns:
-        What process 0 returned; under a launcher, what this process did.
+        The result of process 0; under a launcher, of this process.
 
     Raises:
-        GrappeError: what went wrong. Under a launcher one process raises it, and the others SystemExit.
+        GrappeError: the function failed. Under a launcher one process raises it, and the others SystemExit.
     """
     process = rank_from_environment()
     if process is None:

@@ -1,4 +1,4 @@
-"""World: a process's rank, device, threads and mesh, the collectives over all processes, and how to join them."""
+"""World: a process's rank, device, threads and mesh, the collectives over all processes, and the joining."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 
 
 def cores() -> int:
-    """How many cores this process really has: its affinity mask, capped by its cgroup's quota."""
+    """Counts this process's usable cores: its affinity mask, capped by its cgroup's quota."""
     try:
         mine = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -34,14 +34,14 @@ def cores() -> int:
 
 
 def own_cores(process: ProcessRank) -> int:
-    """How many cores are this process's: what srun gave it, else its part of what its node's processes share."""
+    """Counts the cores for this process alone: those that srun gave it, else its share of the node's cores."""
     if process.cores is not None:
         return min(cores(), process.cores)  # it may be bound to them already, and then sees no others
     return max(1, cores() // process.local_size)
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Whole cores of the cgroup's CPU quota, version 2 or 1; None without one."""
+    """Reads the cgroup's CPU quota (version 2 or 1) in whole cores; None without a quota."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among those of a plan: rank, device, mesh, process groups."""
+    """This process's rank, device, mesh and process groups under a plan."""
 
     process: ProcessRank
     device: torch.device
@@ -73,16 +73,16 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 to size - 1."""
+        """Returns this process's rank, 0 to size - 1."""
         return self.process.rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Returns the world size: the number of processes."""
         return self.process.size
 
     def coordinates(self) -> dict[str, tuple[int, int]]:
-        """By axis: where this process is along it, and how many there are."""
+        """Returns, by mesh axis, this process's coordinate and the axis's size."""
         if self.mesh is None:
             return dict.fromkeys(AXES, (0, 1))
         process = self.mesh.get_coordinate()
@@ -91,11 +91,11 @@ class World:
 
     @property
     def speaks_for_buffers(self) -> bool:
-        """Whether this process is the first of those that have the same buffers, of the same slice and stage."""
+        """Returns whether this process is the first of those with the same buffers (same data slice, same stage)."""
         return self.coordinates()["tensor"][0] == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every process's `value`, by rank. Collective."""
+        """Gathers every process's `value`, by rank. Collective."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -105,7 +105,7 @@ class World:
         return box
 
     def share(self, value: T) -> T:
-        """Process 0's `value`, on every process. Collective."""
+        """Broadcasts process 0's `value` to every process. Collective."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -115,7 +115,7 @@ class World:
         return box[0]
 
     def gather_data(self, value: T) -> list[T]:
-        """Every data slice's `value`, in the order of the slices. Collective over the data axes."""
+        """Gathers every data slice's `value`, in the order of the slices. Collective over the data axes."""
         if self.data_group is None:
             return [value]
         import torch.distributed as dist
@@ -125,7 +125,7 @@ class World:
         return box  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Waits until every process is here. Collective."""
+        """Waits until every process has called it. Collective."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -154,11 +154,11 @@ def join(
     """Joins the other processes; returns this one's World. Collective.
 
     Args:
-        rendezvous_folder: a folder that every process sees, where process 0 publishes its address.
+        rendezvous_folder: a folder shared by all processes, where process 0 publishes its address.
         timeout: of every wait for another process.
 
     Raises:
-        PlanError: the plan's product is not the number of processes, or it asks for what is not here.
+        PlanError: the plan's product is not the number of processes, or its device or backend is not available.
     """
     import torch
 
@@ -175,7 +175,7 @@ def join(
 
 
 def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
-    """The plan's device for this process: its own GPU, or a shared one when `per_device` says so."""
+    """Chooses this process's device: its own GPU, or with the plan key `per_device` a shared one."""
     import torch
 
     if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
@@ -201,7 +201,7 @@ def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
 
 
 def choose_backend(plan: Plan, device: torch.device) -> str:
-    """The communication library of a plan on `device`: gloo on CPU; NCCL on GPU, one process to each."""
+    """Chooses the communication library of a plan on `device`: gloo on CPU; NCCL on GPU, with one process per GPU."""
     import torch.distributed as dist
 
     backend = plan.backend

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keeps only the inputs of each unit, and runs it again in backward."""
+"""Activation checkpointing: keeps only each unit's inputs, and runs the unit's forward again in backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grappe.private_api.torch import BatchNormBase
 
 
 def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
-    """Wraps each unit's forward where the plan has `recompute`, so that names and hooks stay as they are."""
+    """Wraps each unit's forward if the plan has `recompute`; names and hooks stay the same."""
     for unit in units if plan.recompute else ():
         contexts = functools.partial(_contexts, unit)
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
@@ -26,7 +26,7 @@ def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, conte
 
 @contextlib.contextmanager
 def _statistics_kept(unit: nn.Module) -> Iterator[None]:
-    """The second forward must not count its batch into the running statistics again."""
+    """Context of the second forward, which must not update the running statistics again."""
     kept = [
         (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
         for module in unit.modules()

@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch, on any device, and agreement of per-process statistics.
+"""Batch normalisation over the global batch, on any device, and averaging of per-process statistics.
 
 Shapes: x [B, C, ...]; per-channel vectors [C]; W processes.
 """
@@ -20,7 +20,7 @@ from grappe.private_api.torch import BatchNormBase, module_buffers
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / std with mean and variance over all processes' rows, and its gradient."""
+    """Normalises x to (x - mean) / std, with mean and variance over all processes' rows; has its own backward."""
 
     @staticmethod
     def forward(
@@ -59,7 +59,7 @@ class _Normalise(torch.autograd.Function):
 def _combine(
     mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count over all processes, from each one's own.
+    """Combines each process's mean, biased variance and count over all processes.
 
     Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
     """
@@ -110,7 +110,7 @@ def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
 
 @torch.no_grad()
 def _track(module: BatchNormBase, mean: Tensor, variance: Tensor) -> None:
-    """Running statistics as nn.BatchNorm keeps them, the variance unbiased."""
+    """Updates running statistics as nn.BatchNorm does, with the unbiased variance."""
     batches, running_mean, running_var = module.num_batches_tracked, module.running_mean, module.running_var
     assert batches is not None and running_mean is not None and running_var is not None
     batches.add_(1)
@@ -121,7 +121,7 @@ def _track(module: BatchNormBase, mean: Tensor, variance: Tensor) -> None:
 
 @contextlib.contextmanager
 def statistics_frozen(model: nn.Module) -> Iterator[None]:
-    """Context in which batch normalisation neither uses nor changes the statistics of the rows it sees."""
+    """Context in which batch normalisation does not use its input's statistics, nor update the running ones."""
     modules = [module for module in model.modules() if isinstance(module, BatchNormBase) and module.training]
     for module in modules:
         module.eval()
@@ -154,7 +154,7 @@ Kept = list[tuple[nn.Module, str, Tensor, Tensor]]
 
 
 def kept_buffers(module: nn.Module) -> Kept:
-    """Every buffer as it is now: its module, its name there, itself, its values."""
+    """Copies every buffer: its module, its name there, the tensor, its values."""
     return [
         (one, name, buffer, buffer.clone())
         for one in module.modules()
@@ -165,21 +165,21 @@ def kept_buffers(module: nn.Module) -> Kept:
 
 @torch.no_grad()
 def put_back(kept: Kept) -> None:
-    """Makes the buffers what they were, also where a forward has put another tensor in their place."""
+    """Restores the buffers' values, also where a forward has replaced the tensor."""
     for module, name, buffer, values in kept:
         buffer.copy_(values)
         module_buffers(module)[name] = buffer
 
 
 def replace_buffers(kept: Kept) -> None:
-    """As `put_back`, in new tensors: what a backward may still read stays as it is."""
+    """Restores the buffers as new tensors, since a backward may still read the old ones."""
     for module, name, _, values in kept:
         module_buffers(module)[name] = values.clone()
 
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Context of a dry run: a forward changes no buffer, and uses no statistics of the rows it sees."""
+    """Context of a dry run: a forward changes no buffer, and does not use its input's statistics."""
     with statistics_frozen(model), buffers_kept(model):
         yield
 
@@ -212,7 +212,7 @@ def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[Non
 
 
 def agreed_between(buffer: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean of the processes' buffers, or the buffer itself where all have the same. Collective."""
+    """Returns the mean of the processes' buffers, or the buffer itself if all are equal. Collective."""
     everyone = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, buffer.contiguous(), group=group)
     return agreed(everyone)

@@ -8,6 +8,6 @@ from torch import nn
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compiles each unit by itself: equal blocks are compiled once, and names stay as they are."""
+    """Compiles each unit separately: equal blocks are compiled once, and names stay the same."""
     for unit in units:
         unit.compile()

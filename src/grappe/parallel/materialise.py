@@ -1,4 +1,4 @@
-"""Makes a task's model on the meta device, and gives it memory and values once it is parallelized."""
+"""Makes a task's model on the meta device; gives it memory and values after parallelization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grappe.task import Task
 
 
 def on_meta(task: Task) -> nn.Module:
-    """The task's model without memory or values; on the CPU where a model cannot be made so."""
+    """Makes the task's model without memory or values; on the CPU if the meta device is not possible."""
     try:
         with torch.device("meta"):
             model = model_of(task)
@@ -27,7 +27,7 @@ def on_meta(task: Task) -> nn.Module:
 
 
 def _has_loose_tensors(model: nn.Module) -> bool:
-    """Whether a module keeps a tensor that is neither parameter nor buffer: nothing would fill it."""
+    """Returns whether a module has a tensor that is neither parameter nor buffer, which would stay without values."""
     return any(
         isinstance(value, torch.Tensor) and value.is_meta
         for module in model.modules()

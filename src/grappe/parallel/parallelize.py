@@ -1,7 +1,7 @@
-"""parallelize: spreads a task's model over processes, by one function a file, applied in a fixed order.
+"""parallelize: spreads a task's model over processes, by functions of one file each, applied in a fixed order.
 
 tensor -> activation checkpointing -> compile -> shard -> weights -> batch normalisation. A degree of 1 does nothing.
-Replication wraps the model rather than changing it: see replicate.
+Replication wraps the model instead of changing it: see replicate.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Keep = Callable[[nn.Module, list[nn.Module]], Sequence[tuple[nn.Module, list[nn.
 def parallelize(
     task: Task, plan: Plan, world: World, weights: Weights, keep: Keep = lambda model, units: [(model, units)]
 ) -> nn.Module:
-    """The task's model, spread over `world`'s processes, its values read from `weights`. Collective.
+    """Makes the task's model, spread over `world`'s processes, with values from `weights`. Collective.
 
     Returns:
-        The task's own modules and names; parameters may be sharded. It is in training mode.
+        The task's own modules and names, in training mode; parameters may be sharded.
     """
     model = on_meta(task)
     units = list(task.units(model))

@@ -22,10 +22,10 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else 
 
 
 def ddp_arguments(find_unused: bool) -> dict[str, bool]:
-    """DDP's arguments wherever it is made.
+    """Returns DDP's arguments, for the native and the Lightning engine alike.
 
     Args:
-        find_unused: look, at each step, for parameters that get no gradient; without, DDP fails where there are any.
+        find_unused: look, at each step, for parameters without a gradient; else DDP fails if there are any.
     """
     return {
         "init_sync": False,  # every process has read the same weights
@@ -36,7 +36,7 @@ def ddp_arguments(find_unused: bool) -> dict[str, bool]:
 
 
 class Carrier(nn.Module):
-    """A model and, last so that it is in the first bucket, a parameter whose gradient carries the step's sums."""
+    """A model and a parameter whose gradient carries the step's sums; registered last, it is in DDP's first bucket."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -52,10 +52,11 @@ DryRun = Callable[[Callable[[Any], Any], Roots], None]
 
 
 class Replicas:
-    """DDP around a model, made at the first step, when it is known whether every parameter gets a gradient.
+    """DDP for a model, made at the first step, when it is known whether every parameter gets a gradient.
 
-    DDP fails at its second step where one gets none, unless it looks for such parameters at every step, which costs a
-    walk through the graph and a reduction of its own. See decision 50.
+    DDP fails at its second step if a parameter gets no gradient, unless DDP looks for such parameters at every step,
+    which costs a
+    walk through the graph and an extra reduction. See decision 50.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -64,14 +65,14 @@ class Replicas:
         self._wrapped: DistributedDataParallel | None = None
 
     def wrap(self, dry_run: DryRun) -> LossReduction:
-        """Wraps the model in DDP, with a dry run of a step before it and one after it. Collective.
+        """Wraps the model in DDP, with a dry run of a step before and another one after. Collective.
 
-        DDP puts gradients into other buckets once it has seen in which order they come. Sums of three or more
+        DDP rebuilds its buckets once it has seen the order of the gradients. Sums of three or more
         processes' gradients then have other bits; after a dry run they are the same from the first step on, in a
-        resumed training as in one that never stopped.
+        resumed training as in an uninterrupted one.
 
         Returns:
-            What sums the loss: DDP itself, unless it looks for unused parameters and would find one more.
+            The loss reduction: by DDP itself, unless DDP looks for unused parameters and would find one more.
         """
         model, carried = self._carrier.model, self._carrier.sums
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,18 +94,18 @@ class Replicas:
         return self._wrapped(inputs)
 
     def reduce_in_next_backward(self, last: bool) -> None:
-        """Whether the next backward reduces gradients: that of a step's last microbatch."""
+        """Sets whether the next backward reduces gradients, as that of a step's last microbatch does."""
         assert self._wrapped is not None
         self._wrapped.require_backward_grad_sync = last
 
 
 def uses_replicas(plan: Plan, world: World) -> bool:
-    """Whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
+    """Returns whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
     return world.data_group is not None and not uses_shard(plan) and plan.pipeline == 1 and not plan.exact
 
 
 def wrap(model: nn.Module, world: World, *, find_unused: bool = False) -> DistributedDataParallel:
-    """`model`, which has the same weights everywhere, in DDP over the processes with slices of their own."""
+    """Wraps `model`, which has the same weights on all processes, in DDP over the data-parallel processes."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

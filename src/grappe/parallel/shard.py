@@ -13,12 +13,12 @@ from grappe.plan import Plan
 
 
 def uses_shard(plan: Plan) -> bool:
-    """Whether the plan needs fully_shard: to shard, to replicate beside tensors, or to offload."""
+    """Returns whether the plan needs fully_shard: to shard, to replicate with tensor parallelism, or to offload."""
     return plan.shard > 1 or plan.offload != "none" or (plan.replicate > 1 and plan.tensor > 1)
 
 
 def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
-    """Shards each unit, then what is left with the root. Gradients are summed, never averaged. Collective."""
+    """Shards each unit, then the root's remaining parameters. Gradients are summed, never averaged. Collective."""
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     mesh = _mesh(plan, world)
@@ -38,17 +38,18 @@ def _mesh(plan: Plan, world: World) -> DeviceMesh:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees whole parameters: for zero=1 and 2 an evaluation, which has no backward, leaves them whole."""
+    """Frees gathered parameters: with zero=1 and 2 an evaluation, which has no backward, leaves them gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | None:
-    """Called before each microbatch with whether it is the step's last; None: every backward may reduce.
+    """Returns a callback for the start of each microbatch (argument: is it the last?); None: every backward may reduce.
 
-    For zero=1 gradients add up whole and are reduced once a step; for 2 and 3 at each microbatch. With replicas the
-    all-reduce between them waits for the last microbatch either way.
+    With zero=1, unsharded gradients accumulate and are reduced once a step; with 2 and 3, at each microbatch.
+    The
+    all-reduce over replicas always waits for the last microbatch.
     """
     if plan.microbatches == 1 or not uses_shard(plan):
         return None

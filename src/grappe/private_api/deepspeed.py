@@ -1,4 +1,4 @@
-"""Private names of DeepSpeed, which is imported when a function needs it."""
+"""Private names of DeepSpeed, which is imported only when a function needs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USED = tuple(
 def forget_previous_trainings() -> None:
     """Resets DeepSpeed's counters and groups.
 
-    Processes number modules and parameters alike, and compare: whatever one of them has trained before.
+    Processes compare their numbers of modules and parameters, which must not depend on earlier trainings.
     """
     from deepspeed.comm import comm as module
     from deepspeed.runtime.zero import Init
@@ -52,7 +52,7 @@ def forget_previous_trainings() -> None:
 
 
 def is_swapped(optimizer: Any, group: int) -> bool:
-    """Whether ZeRO 3's optimizer keeps the state of its parameter group `group` on a disk."""
+    """Returns whether ZeRO 3's optimizer keeps the state of its parameter group `group` on a disk."""
     return optimizer._swappable_optimizer_subgroup(group)
 
 
@@ -67,11 +67,11 @@ def swap_out(optimizer: Any, group: int) -> None:
 
 
 def state_partition(optimizer: Any, parameter: nn.Parameter, key: str | None) -> tuple[Tensor, int]:
-    """This process's part of the state `key` of a parameter, swapped in, and its group; None: of the weights."""
+    """Returns this process's part of a parameter's swapped-in state `key` (None: its weights), and its group."""
     return optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
 
 
 def link_states(optimizer: Any) -> None:
-    """Tells the optimizer of ZeRO 1 and 2 where each parameter's state lies in the flat ones, though it was told."""
+    """Links each parameter's state to the flat state of ZeRO 1 and 2 again, although DeepSpeed has linked it."""
     optimizer._hp_optimizer_states_linked = False
     optimizer._lazy_init_hp_params_optimizer_state()

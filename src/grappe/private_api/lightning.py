@@ -1,4 +1,4 @@
-"""Private names of Lightning, which is imported when a function needs it."""
+"""Private names of Lightning, which is imported only when a function needs it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ USED = tuple(
 
 
 def set_trainer(module: Any, trainer: object) -> None:
-    """Gives a LightningModule a trainer that is none of Lightning's; the public setter keeps a weak reference only."""
+    """Gives a LightningModule a trainer that is not Lightning's; the public setter keeps only a weak reference."""
     module._trainer = trainer
 
 
 def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
-    """Replaces what installs the Trainer's signal handlers."""
+    """Replaces the object that installs the Trainer's signal handlers."""
     trainer._signal_connector = connector
 
 
 def configured_optimizers(module: LightningModule) -> tuple[list[Any], list[Any]]:
-    """Calls configure_optimizers: the optimizers, and the configurations of their schedules."""
+    """Calls configure_optimizers; returns the optimizers, and the configurations of their schedules."""
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 
     return _init_optimizers_and_lr_schedulers(module)

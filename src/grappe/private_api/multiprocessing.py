@@ -15,5 +15,5 @@ USED = (
 
 
 def forkserver_is_running() -> bool:
-    """Whether this process has started the server that processes are forked from; ensure_running() starts it."""
+    """Returns whether this process has started the fork server; ensure_running() starts it."""
     return getattr(forkserver._forkserver, "_forkserver_pid", None) is not None  # type: ignore[attr-defined]

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class PrivateName(NamedTuple):
-    """A private name of a library, and the versions of the library that were seen to have it."""
+    """A private name of a library, and the library's versions that have it."""
 
     where: str
-    """The module or class that has the name."""
+    """The module or class with the name."""
     name: str
     versions: str
-    """Releases in whose source the name was found; tests run with the pinned one."""
+    """Releases whose source contains the name; tests run with the pinned release."""

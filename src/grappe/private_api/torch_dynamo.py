@@ -1,7 +1,7 @@
 """Keeps torch's optimizers from importing torch._dynamo in a process that compiles nothing. Seen in torch 2.11 to 2.13.
 
-torch takes as long to import torch._dynamo as to import all of itself. Its optimizers import it when one is made and at
-each step, only to tell a compiler to leave them alone; while it is not loaded there is no compiler to tell.
+The import of torch._dynamo takes as long as that of torch itself. torch's optimizers import it when one is made and at
+each step, only to exclude themselves from compilation; while torch._dynamo is not loaded, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = "_use_grad"  # what torch.optim.optimizer wraps each step in
 
 
 def leave_unloaded() -> None:
-    """Has torch's optimizers do the same without torch._dynamo in this process, until somebody else loads it."""
+    """Makes torch's optimizers work without torch._dynamo in this process, until other code imports it."""
     if DYNAMO in sys.modules:
         return
     import torch
@@ -35,13 +35,13 @@ def leave_unloaded() -> None:
 
 
 def is_wrapped(step: Any) -> bool:
-    """Whether `step` has torch's wrapper that imports torch._dynamo."""
+    """Returns whether `step` has torch's wrapper that imports torch._dynamo."""
     code = getattr(step, "__code__", None)
     return code is not None and code.co_name == STEP and hasattr(step, "__wrapped__")
 
 
 def _leave_enabled(method: Any) -> None:
-    """Calls `method` as it is until torch._dynamo is loaded, and from then on as torch does."""
+    """Calls `method` directly until torch._dynamo is loaded, and from then on as torch does."""
     inside = getattr(method, "__wrapped__", None)
     if inside is None or hasattr(inside, MARK):
         return
@@ -56,7 +56,7 @@ def _leave_enabled(method: Any) -> None:
 
 
 def _without_dynamo(step: Any) -> Callable[..., Any]:
-    """What torch's wrapper does, less its messages to a compiler."""
+    """Does the same as torch's wrapper, without its calls to the compiler."""
     import torch
 
     inside = step.__wrapped__

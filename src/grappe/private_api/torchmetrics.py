@@ -16,31 +16,31 @@ USED = tuple(
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """What `reset` gives each state, by name."""
+    """Returns each state's value after `reset`, by name."""
     return metric._defaults
 
 
 def set_default_states(metric: Any, defaults: dict[str, Any]) -> None:
-    """Replaces what `reset` gives each state."""
+    """Replaces each state's value after `reset`."""
     metric._defaults = defaults
 
 
 def reductions(metric: Any) -> Mapping[str, Callable[[Any], Any] | None]:
-    """How each state is merged over processes, by name."""
+    """Returns each state's reduction over processes, by name."""
     return metric._reductions
 
 
 def never_synchronise(metric: Any) -> None:
-    """Keeps `compute` from merging over processes; the metric looks at `sync_on_compute` only when it is made."""
+    """Keeps `compute` from merging over processes; a metric reads `sync_on_compute` only when it is made."""
     metric.sync_on_compute = metric._to_sync = False
 
 
 def states_were_set(metric: Any) -> None:
-    """Says that the states are not those of a metric that was never updated, and that no result is known."""
+    """Marks the metric as updated, and as without a computed result."""
     metric._update_count = max(metric._update_count, 1)
     metric._computed = None
 
 
 def last_batch_value(metric: Any) -> Any:
-    """What the last call returned, of its batch alone; None: not called since it was reset, only updated."""
+    """Returns the last call's result, which is of its batch alone; None: not called since the reset, only updated."""
     return metric._forward_cache

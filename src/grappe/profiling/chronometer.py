@@ -37,7 +37,7 @@ ORDER_STEPS = 3  # steps after which it is known which gradient comes last
 class Chronometer:
     """A clock that is always in one phase; `switch` costs a tenth of a microsecond.
 
-    Whoever begins a phase announces it: the training's loop when it asks for a batch and when it has one, the engine
+    The code that begins a phase announces it: the training loop before and after it requests a batch, the engine
     when backward and update begin, `communication.waits_counted` around each wait for other processes. Communication
     that overlaps with computation is not waited for, and so is not counted.
 
@@ -72,18 +72,18 @@ class Chronometer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes all hooks."""
+        """Removes all hooks, at the end of the context."""
         self._last_gradient.close()
         if self._held_hook is not None:
             self._held_hook.remove()
 
     @property
     def phase(self) -> int:
-        """The phase that the time now counts as."""
+        """Returns the phase that the time now counts as."""
         return self._phase if self._around is None else self._around
 
     def switch(self, phase: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Ends the present phase and begins `phase`."""
+        """Ends the current phase and begins `phase`."""
         now = clock()
         self._row[self._phase] += now - self._at
         self._at = now
@@ -93,7 +93,7 @@ class Chronometer:
 
     @contextlib.contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Context whose whole time counts as `phase`, whatever is announced inside."""
+        """Context whose whole time counts as `phase`; phases announced inside are ignored."""
         before, row = self._phase, self._row
         self.switch(phase)
         began, self._row, self._around = self._at, NOTHING.copy(), phase
@@ -105,7 +105,7 @@ class Chronometer:
             row[phase] += self._at - began
 
     def begin(self) -> None:
-        """Begins a step now: the time so far is in the totals, and in no step."""
+        """Begins a step now: the time before counts in the totals, and in no step."""
         self.switch(WATCHING)
         self._totals = [a + b for a, b in zip(self._totals, self._row, strict=True)]
         self._row = NOTHING.copy()
@@ -132,7 +132,7 @@ class Chronometer:
         return seconds
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Any]]) -> None:
-        """Takes note of the engine's optimizer and of the parameters that it trains, by name."""
+        """Records the engine's optimizer and the parameters that it trains, by name."""
         self.optimizer, self.parameters = optimizer, list(named)
         if self._data_parallel:
             self._last_gradient.look_for([parameter for _, parameter in named])
@@ -162,7 +162,7 @@ class Chronometer:
         return timing(clock, rows if self._steps else rows[:0], totals)
 
     def _upkeep(self) -> None:
-        """Does what is not needed after each step; with CUDA some of it is."""
+        """Does work that not every step needs; with CUDA, some of it after every step."""
         if self._record is not None:
             self._record(WATCHING)
         if self._steps == ORDER_STEPS:
@@ -177,7 +177,7 @@ class Chronometer:
             self._next_upkeep = self._steps + KEPT - len(self._rows) // len(PHASES)
 
     def _computed(self, last: Any) -> None:
-        """The last gradient is there: backward has nothing more to compute."""
+        """Begins waiting: the last gradient has arrived, and backward has nothing more to compute."""
         if self._phase == BACKWARD:
             self.switch(COMMUNICATION)
 

@@ -14,7 +14,7 @@ from grappe.profiling.phases import COMMUNICATION, WATCHING
 def waits_counted(chronometer: Chronometer) -> Iterator[None]:
     """Context in which a wait for other processes inside a step is `chronometer`'s COMMUNICATION.
 
-    torch has no hook for it, so the two functions in which Python code waits are replaced meanwhile: Work.wait, of
+    torch has no hook for waits, so the two functions in which Python code waits are replaced meanwhile: Work.wait, of
     collectives, sends and receives, and wait_tensor, of the functional collectives (FSDP2, tensor parallelism).
     """
     import torch.distributed as dist

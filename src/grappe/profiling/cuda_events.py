@@ -22,7 +22,7 @@ class CudaStepTimer:
         self._rows: deque[list[float]] = deque(maxlen=KEPT)
 
     def lap(self, step: int) -> Callable[[int], None] | None:
-        """Ends step number `step`; returns what to call at each phase of the next one, None if that is not timed."""
+        """Ends step number `step`; returns the callback for the next step's phases, None if that step is not timed."""
         if self._events:
             self._pending.append(self._events)
             self._events = []
@@ -33,7 +33,7 @@ class CudaStepTimer:
         return self.record
 
     def record(self, phase: int) -> None:
-        """Records an event on the stream: `phase` begins there."""
+        """Records an event on the stream, at which `phase` begins."""
         import torch
 
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -41,7 +41,7 @@ class CudaStepTimer:
         self._events.append((phase, event))
 
     def rows(self) -> list[list[float]]:
-        """Returns seconds by phase of each step that was timed."""
+        """Returns the seconds by phase of each timed step."""
         self._harvest()
         return list(self._rows)
 

@@ -1,4 +1,4 @@
-"""Reads the hardware's energy counters; where there are none, says why."""
+"""Reads the hardware's energy counters; gives the reason if there are none."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Counter(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """The counters that can be read, and why others cannot."""
+    """The readable counters, and the reasons why others cannot be read."""
 
     counters: tuple[Counter, ...]
     missing: str = ""
-    """Why nothing, or less than all, can be measured; empty if all can."""
+    """The reason why nothing, or not everything, can be measured; empty if everything can."""
 
 
 class Powercap:
     """A zone of Linux's powercap tree (RAPL): a processor package, or its memory.
 
-    The zone's counter wraps at `max_energy_range_uj`, 262 kJ on many machines: 45 minutes at 100 W.
+    A zone's counter wraps at `max_energy_range_uj`, 262 kJ on many machines: 45 minutes at 100 W.
     See Documentation/power/powercap/powercap.rst in Linux's source.
     """
 
@@ -112,7 +112,7 @@ def gpu_counters(index: int) -> Found:
 
 
 def total(counters: tuple[Counter, ...]) -> float | None:
-    """Adds up the joules of all counters; None if there is no counter, or one cannot be read any more."""
+    """Sums the joules of all counters; None if there is no counter, or one cannot be read any more."""
     if not counters:
         return None
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Detection of the gradient that comes last in backward: after it a process only waits for other processes."""
+"""Detection of the last gradient in backward: after the last gradient a process only waits for other processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class LastGradient:
-    """Finds out in the first steps which parameter's gradient comes last; from then on calls `arrived` with it.
+    """Finds the parameter whose gradient comes last, in the first steps; then calls `arrived` with that gradient.
 
-    DistributedDataParallel waits for its all-reduces in C++, where no Python code can see it. What follows the last
-    gradient is that wait.
+    DistributedDataParallel waits for its all-reduces in C++, invisible to Python code. The time after the last
+    gradient is this wait.
     """
 
     def __init__(self, arrived: Callable[[Any], None]) -> None:
@@ -19,7 +19,7 @@ class LastGradient:
         self._last: Any = None
 
     def look_for(self, parameters: Sequence[Any]) -> None:
-        """Hooks all parameters, to see which one's gradient comes last."""
+        """Hooks all parameters, to find the one whose gradient comes last."""
         self._handles += [
             parameter.register_post_accumulate_grad_hook(self._came)
             for parameter in parameters

@@ -19,7 +19,7 @@ CEILING = 32 << 20  # bytes: as high as glibc lets its threshold for mmap rise b
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Adds up the bytes of this process's part of `tensors`; None among them counts nothing."""
+    """Sums the bytes of this process's part of `tensors`; None counts 0."""
     total = 0
     for tensor in tensors:
         if tensor is not None and not tensor.is_meta:
@@ -31,10 +31,10 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 
 
 def held(optimizer: torch.optim.Optimizer, model: Iterable[torch.nn.Parameter] = ()) -> dict[str, int]:
-    """Measures bytes by kind: parameters, their present gradients, and the optimizer's state.
+    """Measures bytes by kind: parameters, their current gradients, and the optimizer's state.
 
     Args:
-        model: the model's parameters, where the optimizer may have copies of its own.
+        model: the model's parameters, if the optimizer may have its own copies.
     """
     import torch
 
@@ -67,7 +67,7 @@ def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
 
 
 def data_size() -> int:
-    """Returns the bytes of this process that RLIMIT_DATA counts; 0 if the system does not tell."""
+    """Returns the bytes of this process that RLIMIT_DATA counts; 0 if the system does not report them."""
     with contextlib.suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmData:"):
@@ -76,10 +76,10 @@ def data_size() -> int:
 
 
 def heed_limit() -> None:
-    """Has glibc return freed memory at once if RLIMIT_DATA limits this process.
+    """Makes glibc return freed memory at once if RLIMIT_DATA limits this process.
 
     glibc keeps freed blocks of up to 32 MB, in several heaps: a sharded model, whose parameters are gathered and freed,
-    took 60 % more memory for that. Returning blocks costs page faults, so it is not done without a limit.
+    took 60 % more memory for that reason. Returning blocks costs page faults, so grappe does so only under a limit.
     """
     if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
         return
@@ -90,8 +90,8 @@ def heed_limit() -> None:
 def reused() -> Iterator[None]:
     """Context in which glibc keeps what a batch frees for the next one; with RLIMIT_DATA it changes nothing.
 
-    A pass without gradients frees all that it allocated, 50 MB a batch, and glibc returned that to the system each
-    time, only to fault it in again, page by page: a third of an evaluation's time on a CPU.
+    A pass without gradients frees all its memory, 50 MB per batch, and glibc would return it to the system each
+    time and fault it in again, page by page: a third of an evaluation's time on a CPU.
     """
     limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     if not limited:
@@ -104,7 +104,7 @@ def reused() -> Iterator[None]:
 
 
 def mallopt(*, mmap: int, trim: int | None = None) -> None:
-    """Sets from how many bytes on glibc maps a block, and how much may stay free at the heap's end."""
+    """Sets glibc's two limits: the size from which a block is mapped, and the free bytes kept at the heap's end."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         glibc = ctypes.CDLL(None).mallopt
         glibc(M_MMAP_THRESHOLD, mmap)
@@ -113,7 +113,7 @@ def mallopt(*, mmap: int, trim: int | None = None) -> None:
 
 
 def found_by_kind() -> dict[str, int]:
-    """Measures, as `held`, all parameters and optimizers of this process, whoever made them."""
+    """Measures the bytes of all parameters and optimizers found in this process, by kind, like `held`."""
     import torch
 
     parameters: dict[int, Any] = {}
@@ -133,7 +133,7 @@ def found_by_kind() -> dict[str, int]:
 
 
 def size(number: float) -> str:
-    """Formats a number of bytes for people: 247 kB, 101 MB, 1.3 GB."""
+    """Formats a number of bytes for users: 247 kB, 101 MB, 1.3 GB."""
     if number >= 999.5e6:
         return f"{number / 1e9:.1f} GB"
     return f"{number / 1e6:.0f} MB" if not 0 < number < 999.5e3 else f"{number / 1e3:.0f} kB"

@@ -1,4 +1,4 @@
-"""The phases that a training's time is divided into, and how many steps are kept."""
+"""The phases of a training's time, and the number of steps that are kept."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from grappe.profiling.phases import IN_A_STEP, PHASES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quartiles:
-    """Seconds a step: half of the steps lie between `low` and `high`."""
+    """Quartiles of the seconds per step: half of the steps lie between `low` and `high`."""
 
     median: float
     low: float
@@ -20,20 +20,20 @@ class Quartiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One process's time."""
+    """Summary of one process's time."""
 
     clock: str
     """"host", or "device" if the phases of steps were timed by events on a GPU."""
     steps: int
-    """Steps that the medians are over, without warm-up."""
+    """Number of steps in the medians, without warm-up."""
     step: Quartiles
-    """Whole steps, without evaluation and saving."""
+    """Seconds of whole steps, without evaluation and saving."""
     phases: Mapping[str, Quartiles]
-    """By phase of a step."""
+    """Seconds by phase of a step."""
     means: Mapping[str, float]
-    """By phase of a step: mean seconds over the same steps; they add up to the mean step."""
+    """Mean seconds by phase of a step, over the same steps; their sum is the mean step."""
     totals: Mapping[str, float]
-    """By phase: host seconds of the whole training, with warm-up. On a GPU the host runs ahead of the device."""
+    """Host seconds of the whole training by phase, with warm-up. On a GPU the host runs ahead of the device."""
 
 
 def timing(clock: str, rows: Any, totals: Sequence[float]) -> StepTimes:

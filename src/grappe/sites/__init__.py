@@ -20,7 +20,7 @@ LARGEST = 1 << 16  # bytes
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
+    """Returns the folder of a user's own sites: $XDG_CONFIG_HOME/grappe/sites."""
     base = Path(environment.get("XDG_CONFIG_HOME") or "")
     if not base.is_absolute():  # as its specification says
         try:
@@ -43,7 +43,7 @@ def find(name: str) -> Site:
     """Reads the site called `name`.
 
     Raises:
-        UsageError: there is none, or its file is wrong.
+        UsageError: there is no such site, or its file is wrong.
     """
     known = files()
     if name not in known:
@@ -82,7 +82,7 @@ def _text(file: Path) -> str:
 
 
 def current(environment: Mapping[str, str] = os.environ) -> str:
-    """The site whose login node this machine is, by environment variables; else generic."""
+    """Detects the site of this login node by environment variables; else returns the generic site."""
     for name in files():
         try:
             expected = find(name).detect

@@ -1,4 +1,4 @@
-"""Lays a plan out on a site's nodes: how many nodes, processes, cores, and how much memory, or why it does not fit."""
+"""Distributes a plan over a site's nodes: nodes, processes, cores and memory, or the reason why it does not fit."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ class Layout:
 
     nodes: int
     processes: int
-    """On each node."""
+    """Processes on each node."""
     gpus: int
-    """On each node; 0: none."""
+    """GPUs on each node; 0: none."""
     cores: int
-    """Of each process."""
+    """Cores of each process."""
     memory_gb: int | None
-    """On each node; None: not requested."""
+    """Memory of each node in GB; None: not requested."""
     seconds: int
     queue: Queue | None
 
     @property
     def gpu_hours(self) -> float:
-        """What the job costs, if it takes all of its time."""
+        """Computes the job's cost in GPU-hours, if it uses all of its time."""
         return self.nodes * self.gpus * self.seconds / 3600
 
     @property
     def core_hours(self) -> float:
-        """The same in cores, for jobs without GPUs."""
+        """Computes the job's cost in core-hours, for jobs without GPUs."""
         return self.nodes * self.processes * self.cores * self.seconds / 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResourceRequest:
-    """The resources that the user requests, beside the plan."""
+    """The resources that the user requests, besides the plan."""
 
     nodes: int | None = None
     gpus: int | None = None
-    """On all nodes together."""
+    """GPUs on all nodes together."""
     seconds: float | None = None
     queue: str | None = None
     account: str | None = None
 
 
 def fit(plan: Plan, wish: ResourceRequest) -> Plan:
-    """Fits the plan to the requested number of GPUs: a plan of one process becomes as many copies.
+    """Fits the plan to the requested number of GPUs: a plan of one process becomes one replica per GPU.
 
     Raises:
-        PlanError: the plan says another number.
+        PlanError: the plan needs another number of GPUs.
     """
     if wish.gpus is None:
         return plan
@@ -72,14 +72,14 @@ def fit(plan: Plan, wish: ResourceRequest) -> Plan:
 
 
 def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
-    """The resources of a job for `plan` on `site`, checked against the site's rules.
+    """Computes the resources of a job for `plan` on `site`, checked against the site's rules.
 
     Raises:
         PlanError: the plan does not divide into nodes.
-        UsageError: the site forbids it; the message says what it allows.
+        UsageError: the site forbids the job; the message says what the site allows.
     """
     if site.retired:
-        raise UsageError(f"{site.name} is no more: {site.retired}. There is: grappe sites")
+        raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     node = site.node
     assert node is not None, "a probed site has its node by now"
     check_account(site, wish.account)
@@ -103,11 +103,11 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
 
 
 def check_account(site: Site, account: str | None) -> None:
-    """Raises UsageError when the account is missing, or has not the form of this site's."""
+    """Raises UsageError if the account is missing, or does not have the form of this site's accounts."""
     forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""
     if account is None:
         if site.ask.account == "required":
-            raise UsageError(f"{site.name} wants an account: --account NAME{forms}")
+            raise UsageError(f"{site.name} needs an account: --account NAME{forms}")
         return
     if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
         raise UsageError(
@@ -130,7 +130,7 @@ def _gpus(plan: Plan, site: Site) -> int:
 
 
 def _nodes(plan: Plan, site: Site, node: Node, requested: int | None, gpus: int) -> int:
-    """The number of nodes: as requested, or as few as hold the plan."""
+    """Computes the number of nodes: as requested, or the smallest that the plan fits on."""
     what, units, holds = ("GPUs", gpus, node.gpus) if gpus else ("processes", plan.processes, node.cores)
     if gpus and not node.gpus:
         raise UsageError(f"the nodes of {site.name} have no GPU: add device=cpu to the plan")
@@ -215,7 +215,7 @@ def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: 
 
 
 def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
-    """Each process's cores: those that come with its GPU; without GPUs, what its threads and workers need."""
+    """Computes each process's cores: its GPU's share of the node; without GPUs, one per thread and data worker."""
     if gpus:
         total = node.cores if gpus == node.gpus else gpus * (node.cores_per_gpu or node.cores // node.gpus)
         cores = total // processes

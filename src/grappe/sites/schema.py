@@ -1,4 +1,4 @@
-"""Defines what a site's TOML file may say; values are checked when read, so that none reaches a shell as code."""
+"""Defines the content of a site's TOML file; values are checked when read, so that no value reaches a shell as code."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ LONGEST, MOST_ENTRIES, LARGEST = 500, 100, 1e6  # of a text, of a list or table,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:
-    """One of the site's GPU nodes."""
+    """Description of one of the site's GPU nodes."""
 
     gpus: int
     gpu: str
-    """The model, for people: "A100, 40 GB"."""
+    """The GPU's model, for users: "A100, 40 GB"."""
     cores: int
     memory_gb: int | None = None
-    """What jobs may ask of a node; None: memory follows the cores, and is not asked for."""
+    """Memory that jobs may request on a node; None: memory follows the cores, and is not requested."""
     count: int | None = None
-    """How many such nodes there are, where it is known."""
+    """Number of such nodes; None if unknown."""
     cores_per_gpu: int | None = None
     memory_per_gpu_gb: int | None = None
     network: str = ""
@@ -52,19 +52,19 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ask:
-    """How a job asks for them."""
+    """The form in which a job requests nodes and GPUs."""
 
     gpus: str
-    """The option for GPUs on each node, with {gpus} for their number."""
+    """The option for GPUs on each node, with {gpus} for the number."""
     options: tuple[str, ...] = ()
-    """Options of every job."""
+    """Options that every job has."""
     account: Literal["required", "optional", "none"] = "optional"
     accounts: tuple[str, ...] = ()
-    """Forms that accounts have: "def-*"."""
+    """Patterns of account names: "def-*"."""
     whole_nodes: bool = False
-    """Whether several GPUs come as whole nodes only."""
+    """Whether several GPUs are available only as whole nodes."""
     part_nodes: tuple[int, ...] = ()
-    """With whole_nodes: numbers of GPUs that may be had all the same."""
+    """With whole_nodes: numbers of GPUs below a whole node that are available nevertheless."""
     max_hours: float | None = None
     default_minutes: int = 60
     """The time limit when the user gives none."""
@@ -74,7 +74,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-    """A partition or quality of service; the first that admits a job is taken, when the user names none."""
+    """A partition or quality of service; by default a job gets the first that admits it."""
 
     name: str
     options: tuple[str, ...]
@@ -83,59 +83,59 @@ class Queue:
     max_nodes: int | None = None
     only_when_named: bool = False
     whole_nodes: bool | None = None
-    """Overrides that of the site."""
+    """Overrides the site's whole_nodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a job finds on a node, and what it may do there."""
+    """The environment of a job on a node, and the rules there."""
 
     environment: Literal["here", "virtualenv", "module"] = "here"
-    """here: that of the submitting command. virtualenv: made on every node. module: the modules hold torch."""
+    """here: the submitting command's environment. virtualenv: made on every node. module: the modules contain torch."""
     modules: tuple[str, ...] = ()
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requeue: bool = True
-    """Whether a job may put itself back into the queue."""
+    """Whether a job may requeue itself."""
     local: str = ""
-    """Local scratch of a node, where data can be staged."""
+    """Local scratch folder of a node, to which data can be staged."""
     scratch: str = ""
-    """The shared file system where runs belong."""
+    """The shared file system for runs."""
     submit_from: str = ""
-    """Where jobs must be submitted from, and write."""
+    """The folder from which jobs must be submitted, and into which they write."""
     internet: bool | None = None
-    """Whether compute nodes reach it."""
+    """Whether compute nodes can reach the internet."""
     mps: tuple[str, ...] = ()
     """Options that MPS needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where jobs are submitted: one cluster's one kind of node."""
+    """One kind of node of one cluster, to which jobs are submitted."""
 
     name: str
     title: str
     source: str
-    """Where its facts were read."""
+    """The source of the site's facts."""
     date: datetime.date
-    """When."""
+    """The date on which the facts were read."""
     ask: Ask
     node: Node | None = None
-    """None: asked of the cluster (see `probe`)."""
+    """The kind of node; None: read from the cluster (see `probe`)."""
     job: Job = Job()
     queue: tuple[Queue, ...] = ()
     probe: Literal["", "sinfo"] = ""
     retired: str = ""
-    """Why there is nothing to submit to any more."""
+    """The reason why the site no longer accepts jobs; "" if it does."""
     detect: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables, and their values, on its login nodes."""
+    """Environment variables, and their values, on the site's login nodes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For facts that were read elsewhere: `node.network` and the like, and where."""
+    """Sources of facts from elsewhere, by the fact's name, like `node.network`."""
     unconfirmed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Facts that nobody confirmed, and where they come from."""
+    """Unconfirmed facts, and their sources."""
 
 
 def site(name: str, content: Mapping[str, Any], file: str) -> Site:
-    """The Site that a TOML file's content describes.
+    """Makes the Site that a TOML file's content describes.
 
     Raises:
         UsageError: a key is unknown, missing, or of the wrong type or form; the message names the file and the key.
@@ -214,7 +214,7 @@ def _word(kind: Any) -> str:
 
 
 def _check(made: Site, wrong: Wrong) -> None:
-    """Everything that reaches the script has a form that no shell can take for more."""
+    """Checks that no value that reaches the script can be more than a word for a shell."""
     options = {
         "ask.gpus": (made.ask.gpus.replace(GPUS, "1"),),
         "ask.options": made.ask.options,

@@ -22,41 +22,41 @@ LEAST_NOTICE, MOST_NOTICE = 20, 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Script:
-    """All that a job's script depends on."""
+    """The input of a job's script."""
 
     site: Site
     layout: Layout
     plan: Plan
     name: str
     arguments: tuple[str, ...]
-    """What grappe is called with: train, a task, its fields and options, without --run and --data."""
+    """Arguments of grappe: train, a task, its fields and options, without --run and --data."""
     task: tuple[str, ...]
     """The task's name and its fields, for the doctor."""
     run: Path
     folder: Path
-    """Where it was submitted from, and runs."""
+    """The folder of submission, in which the job runs."""
     data: str
     python: str
     """The interpreter of the submitting command."""
     account: str | None = None
     environment: str = ""
-    """here, virtualenv, module, conda:NAME, a virtual environment's folder, or an image; "": the site's own."""
+    """Environment: here, virtualenv, module, conda:NAME, a virtual environment's folder, an image; "": the site's."""
     wheels: Path | None = None
     stage: Path | None = None
-    """A tar archive that is unpacked to local scratch on every node, and is the data there."""
+    """A tar archive of the data, unpacked to local scratch on every node."""
     chain: int = 0
-    """Submit so many jobs, one after the other, instead of requeueing."""
+    """Number of jobs to submit, one after the other, instead of requeueing."""
     restarts: int = 50
     doctor: bool = True
     command: str = ""
-    """The command that made the script, for the reader."""
+    """The command that made the script, as a comment for the reader."""
 
 
 def render(script: Script) -> str:
-    """The script's text.
+    """Renders the script's text.
 
     Raises:
-        UsageError: a name or a path that sbatch or a shell could take for something else.
+        UsageError: sbatch or a shell could read a name or a path as something else.
     """
     _check(script)
     over = parts.CHAIN_END.format(chain=script.chain)
@@ -78,19 +78,19 @@ def render(script: Script) -> str:
 
 
 def notice(seconds: int) -> int:
-    """How many seconds before its end a job is told, for a job of `seconds`."""
+    """Returns the seconds before its end at which a job of `seconds` gets a signal."""
     return max(LEAST_NOTICE, min(MOST_NOTICE, seconds // 20))
 
 
 def clock(seconds: int) -> str:
-    """`5400` to `01:30:00`, as sbatch reads it."""
+    """Formats seconds for sbatch: `5400` as `01:30:00`."""
     days, rest = divmod(seconds, 86400)
     text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text
 
 
 def cost(layout: Layout) -> str:
-    """What a job costs at most, in words."""
+    """Describes a job's maximal cost in words."""
     if layout.gpus:
         count = layout.nodes * layout.gpus
         what = f"{count} GPU{'s' if count > 1 else ''}"
@@ -158,7 +158,7 @@ def _options(script: Script) -> list[str]:
 
 
 def _environment(script: Script) -> str:
-    """Modules, variables, and which python."""
+    """Renders the environment: modules, variables, and the Python interpreter."""
     site, kind = script.site, script.environment or script.site.job.environment
     lines = []
     if site.job.modules and kind in ("virtualenv", "module"):
@@ -187,7 +187,7 @@ def _grappe(script: Script, kind: str) -> str:
 
 
 def _steps(script: Script) -> str:
-    """The steps of the job: each node made ready, examined, then the training; the first that fails ends it."""
+    """Renders the job's steps: prepare and examine each node, then train; the first step that fails ends the job."""
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
     steps = ["run_step --label --kill-on-bad-exit=1 --wait=60" + gpus + ' "${grappe[@]}" "${command[@]}"']
     if script.doctor:
@@ -200,7 +200,7 @@ def _steps(script: Script) -> str:
 
 
 def _once(script: Script) -> list[str]:
-    """What happens once on every node, before anything starts: the environment made, the data staged."""
+    """Renders the preparation of every node: makes the environment, stages the data."""
     local, kind = script.site.job.local, script.environment or script.site.job.environment
     commands = []
     if kind == "virtualenv":

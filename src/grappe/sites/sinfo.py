@@ -28,7 +28,7 @@ class Row:
 
 
 def rows(text: str) -> list[Row]:
-    """What `sinfo -h -o FORMAT` printed, a row each line; a line of another form is skipped."""
+    """Parses the output of `sinfo -h -o FORMAT`, one row per line; skips lines of another form."""
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -56,10 +56,10 @@ def rows(text: str) -> list[Row]:
 
 
 def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) -> Site:
-    """`site` with the node and the limits of a partition: the one named, the default one, or the first that fits.
+    """Completes `site` with a partition's node and limits: the named, the default, or the first fitting partition.
 
     Raises:
-        UsageError: there is no such partition, or none with GPUs.
+        UsageError: there is no such partition, or no partition with GPUs.
     """
     known = rows(text)
     if not known:
@@ -92,7 +92,7 @@ def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) ->
 
 
 def _gpus(gres: str) -> tuple[int, str]:
-    """`gpu:a100:4(S:0-1),tmp:1` to 4 and "a100"."""
+    """Parses `gpu:a100:4(S:0-1),tmp:1` to 4 and "a100"."""
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         kind, *rest = part.split(":")
         if kind == "gpu" and rest and re.fullmatch(r"\d{1,4}", rest[-1], re.ASCII):
@@ -101,7 +101,7 @@ def _gpus(gres: str) -> tuple[int, str]:
 
 
 def _hours(limit: str) -> float | None:
-    """`7-00:00:00` to 168; None for no limit."""
+    """Parses `7-00:00:00` to 168 hours; None for no limit."""
     found = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(\d{1,6}):(\d{1,6})", limit, re.ASCII)
     if not found:
         return None

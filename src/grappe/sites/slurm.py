@@ -1,4 +1,4 @@
-"""Runs Slurm's commands: parses their output, and raises their errors whole, with what to change."""
+"""Runs Slurm's commands: parses their output; raises their complete errors, with the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMEDIES = {
 
 
 class SlurmError(GrappeError):
-    """One of Slurm's commands failed; the message is its own, whole."""
+    """One of Slurm's commands failed; the message is the command's own, complete."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,15 @@ class Entry:
     state: str
     reason: str
     start: str
-    """When it started or is expected to; "N/A"."""
+    """Time of the job's real or expected start; "N/A" if unknown."""
     left: str
-    """The time it has left."""
+    """The job's remaining time."""
     nodes: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """How a job ended."""
+    """The end of a job."""
 
     state: str
     code: int
@@ -59,11 +59,11 @@ class End:
 
 
 def run(*words: str, both: bool = False) -> str:
-    """The standard output of one of Slurm's commands; with `both`, its standard error too.
+    """Runs one of Slurm's commands; returns its standard output, with `both` its standard error too.
 
     Raises:
-        UsageError: there is no Slurm here.
-        SlurmError: it failed, or gave no answer.
+        UsageError: Slurm is not installed.
+        SlurmError: the command failed, or gave no answer.
     """
     try:
         return command.run(*words, both=both)
@@ -77,10 +77,10 @@ def run(*words: str, both: bool = False) -> str:
 
 
 def submit(script: Path, *, test_only: bool = False) -> str:
-    """Submits a script; the job's id. With `test_only`, what sbatch says it would do.
+    """Submits a script; returns the job's id, with `test_only` sbatch's estimate instead.
 
     Raises:
-        SlurmError: sbatch refuses; all that it said, and what to change.
+        SlurmError: sbatch rejects the script; its complete message, and the remedy.
     """
     options = ("--test-only",) if test_only else ("--parsable",)
     try:
@@ -91,7 +91,7 @@ def submit(script: Path, *, test_only: bool = False) -> str:
 
 
 def remedy(refusal: str) -> str:
-    """What to change after a refusal, on a line of its own; nothing where it is unknown."""
+    """Returns the remedy for a rejection, on a new line; "" if it is unknown."""
     said = refusal.lower()
     known = [advice for words, advice in REMEDIES.items() if words in said]
     return f"\n  {known[0]}" if known else ""
@@ -101,7 +101,7 @@ FORMAT = "%i|%j|%T|%r|%S|%L|%D"
 
 
 def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
-    """The user's jobs in the queue, or those of `jobs` that are still there: one query."""
+    """Lists the user's jobs in the queue, or those of `jobs` still in it; one query."""
     which = ("--me",) if jobs is None else (f"--jobs={','.join(jobs)}",)
     try:
         text = run("squeue", "--noheader", *which, "--format", FORMAT)
@@ -113,7 +113,7 @@ def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
 
 
 def entries(text: str) -> list[Entry]:
-    """What squeue printed in FORMAT; a name with a `|` in it is put together again."""
+    """Parses squeue's output in FORMAT; rejoins a name that contains `|`."""
     found = []
     for line in text.splitlines():
         job, *name, state, reason, start, left, nodes = line.split("|")
@@ -132,7 +132,7 @@ def entries(text: str) -> list[Entry]:
 
 
 def ended(job: str) -> End | None:
-    """How a job ended: from accounting, or what the controller still remembers; None when neither knows."""
+    """Returns a job's end, from Slurm's accounting or its controller; None if neither knows the job."""
     for ask in (_accounted, _remembered):
         try:
             found = ask(job)
@@ -164,11 +164,11 @@ def _end(state: str, code: str) -> End:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancels jobs; one that has ended already is no error."""
+    """Cancels jobs; a job that has ended already is no error."""
     if jobs:
         run("scancel", "--quiet", *jobs)
 
 
 def sinfo(layout: str) -> str:
-    """What sinfo prints in this format."""
+    """Runs sinfo; returns its output in this format."""
     return run("sinfo", "--noheader", "--format", layout)

@@ -1,4 +1,4 @@
-"""Gradient clipping: the norm of the whole gradient, wherever its parts are, and what follows from it."""
+"""Gradient clipping: the norm of the whole gradient, sharded or not, and the scaling of gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Clipping:
     """Unscales and clips the gradients of a step, and counts it for the loss scale. Collective.
 
     Args:
-        bound: on the norm; None: none.
-        norm: gives the norm of the whole gradient as it is on `parameters`; alike on every process.
+        bound: on the norm; None: no clipping.
+        norm: computes the norm of the whole gradient on `parameters`; the same on every process.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Clipping:
         self._parameters, self._norm = parameters, norm
 
     def __call__(self) -> tuple[Tensor, bool]:
-        """The norm before clipping, and whether an fp16 step is to be skipped: its gradient has an infinity."""
+        """Returns the norm before clipping, and whether to skip an fp16 step, whose gradient has an infinity."""
         loss_scale = self._loss_scale.value
         norm = self._norm() / loss_scale
         skipped = self._loss_scale.is_dynamic and not torch.isfinite(norm)
@@ -58,25 +58,25 @@ def clipping(
     parameters: Sequence[nn.Parameter],
     norm: Callable[[], Tensor],
 ) -> Clipping | None:
-    """What is to be done with gradients before the update; None: nothing."""
+    """Makes the Clipping between backward and update; None if a step needs none."""
     if not needs_norm(task, plan):
         return None
     return Clipping(task.clip, loss_scale, parameters, norm)
 
 
 def needs_norm(task: Task, plan: Plan) -> bool:
-    """Whether a step needs the gradient's norm: to clip, or to see an infinity."""
+    """Returns whether a step needs the gradient's norm: to clip, or to detect an infinity."""
     return task.clip is not None or plan.precision == "fp16"
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients together, a scalar alike on every process. Collective where they are sharded.
+    """Computes the 2-norm of all gradients together: a scalar, the same on every process. Collective if sharded.
 
-    A gradient that is sharded over mesh axes is summed over those axes' processes; one that is replicated
-    over an axis is there on each of them and counts once.
+    The square of a gradient sharded over mesh axes is summed over those axes' processes; a gradient replicated
+    over an axis counts once.
 
     Args:
-        stages: the processes that hold the model's other parameters, where each has some.
+        stages: the processes that hold the other parts of the model, under a pipeline.
     """
     by_axes: dict[tuple[int, ...], list[Tensor]] = {}
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
@@ -103,9 +103,9 @@ def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup 
 
 
 def _square(gradients: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares, a float64 scalar.
+    """Sums all squares to a float64 scalar.
 
-    By pieces, the pieces' norms in float64: on a CPU torch's float32 norm of 20 million numbers is wrong by a
+    The pieces' norms are summed in float64: on a CPU torch's float32 norm of 20 million numbers is wrong by a
     thousandth, so that a sharded and a whole gradient would be clipped differently.
     """
     pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(PIECE)]
@@ -113,12 +113,12 @@ def _square(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def local_part(gradient: Tensor) -> Tensor:
-    """What this process has of a gradient."""
+    """Returns this process's part of a gradient."""
     return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
-    """The processes over which a gradient is sharded, a group for each axis of the mesh."""
+    """Returns the process groups over which a gradient is sharded, one for each axis of the mesh."""
     if not isinstance(gradient, DTensor):
         return []
     mesh = gradient.device_mesh
@@ -130,7 +130,7 @@ def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
 
 
 def bounding(norm: Tensor, bound: float) -> Tensor:
-    """What a gradient of this norm is multiplied by to have at most `bound`, as in torch's clip_grad_norm_."""
+    """Returns the factor that reduces a gradient of this norm to at most `bound`, as in torch's clip_grad_norm_."""
     return torch.clamp(bound / (norm + 1e-6), max=1.0)
 
 

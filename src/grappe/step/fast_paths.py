@@ -1,4 +1,4 @@
-"""Fast paths: what torch does at every step, without the checks, wrappers and messages around it.
+"""Fast paths: torch's work at every step, without torch's checks, wrappers and messages.
 
 Seeding of random generators, backward, and the optimizer's step; each has the same bits as torch's own.
 """
@@ -33,7 +33,7 @@ def seed_dropout(seed: int, step: int, world: World, *place: int) -> None:
     Dropout's stream is a function of (seed, step, data slice), so that resuming needs no generator's state.
 
     Args:
-        place: what else distinguishes this process from others of the same slice.
+        place: distinguishes this process from others of the same slice.
     """
     seed_generators(
         _seeds(seed, step // SEEDS_AT_ONCE, world.data_rank, *place)[step % SEEDS_AT_ONCE], world.device
@@ -41,7 +41,7 @@ def seed_dropout(seed: int, step: int, world: World, *place: int) -> None:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seeds the CPU's generator and the device's."""
+    """Seeds the generators of the CPU and of the device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -49,7 +49,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _seeds(seed: int, number: int, *words: int) -> list[int]:
-    """The seeds of SEEDS_AT_ONCE steps: one by one they take 5 microseconds each."""
+    """Computes the seeds of SEEDS_AT_ONCE steps: one by one, each seed would take 5 microseconds."""
     return mix_steps(seed, number * SEEDS_AT_ONCE, SEEDS_AT_ONCE, *words)
 
 
@@ -57,9 +57,9 @@ def _seeds(seed: int, number: int, *words: int) -> list[int]:
 
 
 def backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Adds the gradient of sum(root . gradient) to the leaves; each gradient has its root's shape and type.
+    """Adds the gradient of sum(root . gradient) to the leaves (backward); gradients have their roots' shapes and types.
 
-    torch.autograd.backward takes 35 microseconds to check what is known here to be right.
+    torch.autograd.backward takes 35 microseconds for checks that are not needed here.
     """
     if run_backward is None or torch.compiler.is_compiling():
         torch.autograd.backward(roots, gradients)

@@ -1,4 +1,4 @@
-"""HostCopy: copies a tensor from the device now, to be read a step later, so that neither waits for the other."""
+"""HostCopy: copies a tensor from the device now, to be read a step later, so that host and device do not wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> Tensor:
-        """The tensor on the CPU; waits for the end of the copy."""
+        """Returns the tensor on the CPU; waits for the end of the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._values

@@ -1,4 +1,4 @@
-"""Losses: from a model's output to what backward starts from, and to the sum that is reported.
+"""Losses: computes the output gradient for backward, and the reported sum, from a model's output.
 
 Shapes: values [B, ...], one per example or token; weights and output_gradient the same.
 """
@@ -24,12 +24,12 @@ class Loss(NamedTuple):
 
     values: Tensor
     output_gradient: Tensor
-    """The gradient of the global batch's mean loss with respect to `values`: what backward starts from."""
+    """The gradient of the global batch's mean loss with respect to `values`, from which backward starts."""
     total: Tensor
     """The sum of the microbatch's losses, a float32 scalar without a gradient."""
 
     def scalar(self) -> Tensor:
-        """A scalar whose gradient with respect to `values` is `output_gradient`; its own value means nothing."""
+        """Returns a scalar whose gradient with respect to `values` is `output_gradient`; its value has no meaning."""
         return (self.values.float() * self.output_gradient.float()).sum()
 
 
@@ -37,7 +37,7 @@ class Losses:
     """Calls `task.loss`, checks its contract, and divides by the count of the global batch.
 
     Args:
-        on_phase: called with BACKWARD once a training microbatch has its values.
+        on_phase: callback, called with BACKWARD once the loss values of a training microbatch are known.
     """
 
     def __init__(self, task: Task, on_phase: Callable[[int], None] | None = None) -> None:
@@ -47,14 +47,14 @@ class Losses:
     def __call__(
         self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0, rows: int = 0
     ) -> Loss:
-        """The loss of a microbatch of `batch`.
+        """Computes the loss of a microbatch of `batch`.
 
         Args:
-            scale: what the output gradient is multiplied by: a loss scale, or what will be divided by.
-            rows: of the microbatch's tensors, where padding rows follow its samples.
+            scale: factor of the output gradient: the loss scale, or a later divisor of the gradients.
+            rows: the number of rows of the microbatch's tensors, padding rows included.
 
         Raises:
-            TaskError: as `values`.
+            TaskError: for the reasons of `values`.
         """
         rows = rows or micro.rows or rows_of(micro.targets)
         values = self.values(output, micro, rows)
@@ -66,7 +66,7 @@ class Losses:
         )
 
     def values(self, output: object, micro: Microbatch, rows: int) -> Tensor:
-        """The loss's values for a microbatch whose tensors have `rows` rows.
+        """Computes the loss's values for a microbatch whose tensors have `rows` rows.
 
         Raises:
             TaskError: the loss is a mean, or not one value per example or token.
@@ -93,7 +93,7 @@ class Losses:
     def _output_gradient(
         self, values: Tensor, micro: Microbatch, batch: Batch, rows: int, scale: float
     ) -> Tensor:
-        """The gradient of (sum of losses / global count) x `scale` with respect to `values`."""
+        """Computes the gradient of (sum of losses / global count) x `scale` with respect to `values`."""
         if micro.weights is not None:
             return (micro.weights * (scale / batch.count)).to(values.dtype)
         per_row = values.numel() // rows
@@ -110,7 +110,7 @@ class Losses:
 
     @staticmethod
     def total(values: Tensor, micro: Microbatch, rows: int) -> Tensor:
-        """The sum of the microbatch's losses, a float32 scalar; a row's values without weights count as their mean."""
+        """Sums the microbatch's losses to a float32 scalar; without weights, a row counts as the mean of its values."""
         values = values.detach()
         if micro.weights is not None:
             return (values.float() * micro.weights).sum()

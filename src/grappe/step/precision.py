@@ -12,7 +12,7 @@ GROWTH_STEPS = 2000  # as torch.amp.GradScaler
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The forward's context, which does nothing in fp32. Parameters and reductions stay fp32 in every precision."""
+    """Context of the forward, which does nothing in fp32. Parameters and reductions stay fp32 in every precision."""
     if precision not in LOWER:
         return contextlib.nullcontext()
     # The cache would keep casts of parameters alive across FSDP's resharding, and across steps of our own loop.
@@ -20,17 +20,18 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 
 def set_tf32(precision: str) -> None:
-    """TF32 in matrix products and convolutions with precision=tf32, in neither without."""
+    """Enables TF32 in matrix products and convolutions with precision=tf32; disables it otherwise."""
     allowed = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 class LossScale:
-    """Keeps fp16 gradients within range: halved after an infinity, doubled after 2,000 good steps.
+    """Loss scaling, which keeps fp16 gradients in range: the scale halves after an infinity, doubles after 2,000 good
+    steps.
 
-    As torch.amp.GradScaler, but whether a step is skipped is judged from the norm of the whole gradient,
-    which every process has alike.
+    Works like torch.amp.GradScaler, but a step is skipped depending on the norm of the whole gradient,
+    which is the same on every process.
     """
 
     def __init__(self, precision: str) -> None:
@@ -39,7 +40,7 @@ class LossScale:
         self._good = 0
 
     def update(self, skipped: bool) -> None:
-        """Counts a step, and changes the scale where that is due."""
+        """Counts a step, and changes the scale if necessary."""
         if not self.is_dynamic:
             return
         self._good = 0 if skipped else self._good + 1
@@ -49,10 +50,10 @@ class LossScale:
             self.value, self._good = self.value * 2, 0
 
     def state(self) -> dict[str, Any]:
-        """JSON for a checkpoint."""
+        """Returns JSON for a checkpoint."""
         return {"value": self.value, "good": self._good}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's."""
+        """Restores a checkpoint's JSON."""
         if self.is_dynamic and state:
             self.value, self._good = float(state["value"]), int(state["good"])

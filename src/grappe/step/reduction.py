@@ -17,7 +17,7 @@ NO_ROOTS: Roots = ((), ())
 
 
 class Sums:
-    """The global sums of one step, being computed; `read` waits for them."""
+    """The global sums of one step, still being computed; `read` waits for the sums."""
 
     def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
         if work is not None and values.is_cuda:
@@ -27,7 +27,7 @@ class Sums:
         self._flag = flag
 
     def read(self) -> Sequence[float]:
-        """[the loss's sum over all processes, the sum of their flags]."""
+        """Returns [the loss's sum over all processes, the sum of their flags]."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -36,7 +36,7 @@ class Sums:
 
 
 class LossReduction:
-    """The sums of one process alone; also the base of the others."""
+    """The loss reduction of a single process; also the base of the other reductions."""
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), device=device)
@@ -45,7 +45,7 @@ class LossReduction:
         self.zero = self._flags[0.0]
 
     def payload(self, loss: Tensor, flag: float) -> Tensor:
-        """[loss, flag] as one tensor that stays untouched until it is read."""
+        """Returns [loss, flag] as one tensor, which stays unchanged until it is read."""
         if flag not in self._flags:
             self._flags[flag] = torch.full_like(self.zero, flag)
         return torch.stack((loss, self._flags[flag]))
@@ -54,18 +54,18 @@ class LossReduction:
         """Starts the reduction, before the step's last backward.
 
         Returns:
-            Further roots of that backward, and their gradients, through which the sums travel.
+            Additional roots of that backward, and their gradients, which carry the sums.
         """
         self._loss, self._flag = loss, flag
         return NO_ROOTS
 
     def sums(self) -> Sums:
-        """The step's sums, once its last backward has been called."""
+        """Returns the step's sums, after the step's last backward has been called."""
         return Sums(self._loss, flag=self._flag)
 
 
 class PiggybackReduction(LossReduction):
-    """The sums travel with DDP's own reduction, as the gradient of a parameter that nothing else uses."""
+    """Loss reduction within DDP's own reduction: the sums are the gradient of a parameter with no other use."""
 
     def __init__(self, carried: nn.Parameter, processes: int) -> None:
         super().__init__(carried.device)
@@ -84,7 +84,7 @@ class PiggybackReduction(LossReduction):
 
 
 class AllReduceReduction(LossReduction):
-    """The sums have an all-reduce of their own, started before backward and over long before it is read."""
+    """Loss reduction by a separate all-reduce, started before backward, so that it usually ends before it is read."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world.device)
@@ -102,7 +102,7 @@ class AllReduceReduction(LossReduction):
 
 
 def loss_reduction(world: World, carried: nn.Parameter | None = None) -> LossReduction:
-    """What sums the losses of `world`'s processes.
+    """Chooses the loss reduction for `world`'s processes.
 
     Args:
         carried: a parameter of PAYLOAD_SIZE numbers whose gradient DDP averages over the data slices, if there is one.

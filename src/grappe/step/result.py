@@ -1,4 +1,4 @@
-"""StepResult: what a step gives back, and the training loop of engines that leave it to grappe."""
+"""StepResult: the result of a step; and the training loop of engines without their own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did, with nothing waited for."""
+    """The result of one optimizer step; its values may still be being computed."""
 
     batch: Batch
     sums: Sums
-    """The loss's global sum and the processes' flags, being computed."""
+    """The loss's global sum and the processes' flags, still being computed."""
     norm: Tensor | None
-    """The whole gradient's norm before clipping, a scalar; None where the step did not need it."""
+    """The whole gradient's norm before clipping, a scalar; None if the step did not need it."""
     skipped: bool
-    """An fp16 infinity: nothing was learned, and the schedule did not advance."""
+    """Whether an fp16 infinity occurred: nothing was learned, and the schedule did not advance."""
     lr: float
     """The learning rate of the first parameter group in this step."""
 
@@ -31,7 +31,7 @@ After = Callable[[StepResult], bool]
 
 
 def loop(step: Callable[[Batch], StepResult], batches: Iterator[Batch], after: After) -> None:
-    """Steps through `batches` until they end or `after` returns True."""
+    """Takes a step for each of `batches`, until `batches` end or `after` returns True."""
     for batch in batches:
         if after(step(batch)):
             return

@@ -1,4 +1,4 @@
-"""Scores: what an evaluation found, merged over the processes that saw different samples."""
+"""Scores: the results of an evaluation, merged over the processes that saw different samples."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from grappe.task import Task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What an evaluation found."""
+    """The results of an evaluation."""
 
     samples: int
-    """How many samples were seen, each once."""
+    """Number of evaluated samples, each counted once."""
     count: float
-    """What the loss was divided by: samples, or counted tokens."""
+    """The loss's divisor: the number of samples, or of counted tokens."""
     loss: float
     metrics: Mapping[str, float | list[float]]
 
 
 class Scorer:
-    """Adds up losses and metrics of this process's samples."""
+    """Accumulates losses and metrics of this process's samples."""
 
     def __init__(self, task: Task, world: World) -> None:
         self._world = world
@@ -46,7 +46,7 @@ class Scorer:
         self._totals: list[Tensor] = []
 
     def add(self, output: Any, micro: Microbatch) -> None:
-        """Counts a microbatch; a padding row counts nowhere."""
+        """Adds a microbatch; padding rows do not count."""
         if not micro.rows:
             return
         rows = rows_of(micro.targets)
@@ -61,10 +61,10 @@ class Scorer:
             metric.update(output, micro.targets)
 
     def scores(self, expected: int) -> Scores:
-        """The scores over all data slices, on every process. Collective.
+        """Computes the scores over all data slices, on every process. Collective.
 
         Raises:
-            TaskError: the samples seen are not `expected`, so something was lost or seen twice.
+            TaskError: the number of samples is not `expected`, so a sample was lost or seen twice.
         """
         mine = {
             "samples": self._samples,
@@ -92,9 +92,9 @@ def _state(metric: Any) -> dict[str, Any]:
 
 
 def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
-    """Sets the metric to the merger of several processes' states, each by its own reduction.
+    """Merges several processes' states into the metric, each state by its own reduction.
 
-    As torchmetrics does when it synchronises (Metric._sync_dist), but over given processes.
+    Does the same as torchmetrics when it synchronises (Metric._sync_dist), but over given processes.
     """
     for name, reduce in reductions(metric).items():
         values = [state[name] for state in states]

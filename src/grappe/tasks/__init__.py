@@ -1,4 +1,4 @@
-"""Finds tasks: the shipped ones by their file's name, a user's own by path or module."""
+"""Finds tasks: shipped ones by file name, a user's own by path or module."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 def names() -> list[str]:
-    """The shipped tasks."""
+    """Lists the shipped tasks."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
 def find(reference: str) -> type[Task]:
-    """The task class that `reference` names: `digits`, `path/to/file.py`, `file.py:Name` or `package.module:Name`.
+    """Finds the task class of `reference`: `digits`, `path/to/file.py`, `file.py:Name` or `package.module:Name`.
 
     Raises:
-        TaskError: there is none, it cannot be imported, or it is not clear which is meant.
+        TaskError: there is no such task, it cannot be imported, or several tasks match.
     """
     place, _, name = reference.partition(":")
     check_name(reference)
@@ -48,11 +48,11 @@ def find(reference: str) -> type[Task]:
 
 
 def check_name(reference: str) -> None:
-    """Raises TaskError when no task can be meant by `reference`; loads nothing."""
+    """Raises TaskError if `reference` cannot name a task; imports nothing."""
     place, colon, _ = reference.partition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise TaskError(f"there is no task file {place}: is the path right, seen from {Path.cwd()}?")
+            raise TaskError(f"there is no task file {place}: is the path right, relative to {Path.cwd()}?")
     elif "." not in place and not colon and place not in names():
         raise TaskError(
             f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]"
@@ -60,28 +60,28 @@ def check_name(reference: str) -> None:
 
 
 def mentions(reference: str, module: str) -> bool:
-    """Whether the task's file may import `module`, by its text; what is no file is taken to. Loads nothing."""
+    """Returns whether the task's file may import `module`, judged by its text; True without a file. Imports nothing."""
     place = reference.partition(":")[0]
     file = Path(place) if place.endswith(".py") else Path(__path__[0]) / f"{place}.py"
     return not file.is_file() or module in file.read_text(errors="replace")
 
 
 def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
-    """Makes a task with the fields that `texts` gives.
+    """Makes a task with the fields in `texts`.
 
     Raises:
-        UsageError: no such field, or a value of the wrong type.
+        UsageError: there is no such field, or a value has the wrong type.
     """
     return cls(**fields.parse(cls, texts, f"task {cls.__name__}"))
 
 
 def describe(cls: type[Task]) -> str:
-    """The first line of the task's docstring."""
+    """Returns the first line of the task's docstring."""
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
 def defaults(cls: type[Task]) -> dict[str, object]:
-    """The task's fields with their defaults."""
+    """Returns the task's fields with their defaults."""
     return {field.name: field.default for field in dataclasses.fields(cls)}
 
 

@@ -23,7 +23,7 @@ PADDING = 4  # pixels
 
 
 class Small(nn.Sequential):
-    """`Net` of the page's cifar10-cpu.py."""
+    """The network `Net` of the page's cifar10-cpu.py."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -36,7 +36,7 @@ class Small(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, which is a 1 x 1 convolution where the shape changes."""
+    """Two 3 x 3 convolutions with a shortcut, which is a 1 x 1 convolution if the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Cifar10(Task):
     network: Literal["small", "resnet18"] = "small"
     flip_and_crop: bool = False
     mixup: float = 0.0
-    """The most that another image may weigh in one, 0 to 1. 1 is "mixup" (Zhang et al. 2018) with alpha=1."""
+    """Maximal weight of another image in one, 0 to 1. 1 is "mixup" (Zhang et al. 2018) with alpha=1."""
     holdout: float = 0.1
     """The last share of the training images, kept for validation. With 0, the test images are validation."""
 
@@ -129,7 +129,7 @@ class Cifar10(Task):
 
 
 def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
-    """[B, C, H, W], each mirrored or not and shifted by up to PADDING; `numbers` [B, 3 or more] in [0, 1)."""
+    """Flips (or not) and shifts each image of [B, C, H, W] by up to PADDING; `numbers` [B, 3 or more] in [0, 1)."""
     # Padded with 0, which is grey: the images are normalised by now.
     images = torch.where(numbers[:, 0, None, None, None] < 0.5, images.flip(3), images)
     height, width = images.shape[2:]
@@ -139,7 +139,7 @@ def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _mixed(images: Tensor, labels: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Each image with a `share` [B] of its partner in it, and the probabilities [B, 10] of the classes."""
+    """Mixes a `share` [B] of its partner into each image; returns the class probabilities [B, 10] too."""
     other = mixup_pairs(len(images), images.device)
     first = torch.minimum(torch.arange(len(images), device=images.device), other)
     share = share[first]  # the two images of a pair are mixed alike

@@ -1,8 +1,8 @@
-"""CoAtNet, convolution stages and then attention stages, in the sizes 0 to 7: a model that outgrows one device.
+"""CoAtNet, convolution stages and then attention stages, in the sizes 0 to 7: a model too large for one device.
 
 Dai, Liu, Le, Tan (2021), "CoAtNet: Marrying Convolution and Attention for All Data Sizes", arXiv:2106.04803, with
 its tables 3, 11 and 12; without stochastic depth. For S4 of size 6 table 12 prints 2048 channels, which would make
-1,346 million parameters; with 3072 there are the 1,470 million and the operations that the paper counts.
+1,346 million parameters; with 3072 the parameters (1,470 million) and operations equal those of the paper.
 
 Shapes: B images, C channels, H x W pixels, N = H W tokens, K heads.
 """
@@ -49,7 +49,7 @@ SHRINK = 4  # of squeeze-and-excitation, from the channels before they are expan
 
 
 class Squeeze(nn.Module):
-    """Weighs each channel by what all of the image says: Hu, Shen, Sun (2018), "Squeeze-and-excitation networks"."""
+    """Weighs each channel by a function of the whole image: Hu, Shen, Sun (2018), "Squeeze-and-excitation networks"."""
 
     def __init__(self, channels: int, inner: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Convolution(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over all places with a learned bias for each offset between two, then a feed-forward layer."""
+    """Self-attention over all positions with a learned bias for each relative offset, then a feed-forward layer."""
 
     def __init__(self, before: int, channels: int, stride: int, side: int, head: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.narrow = nn.Linear(EXPANSION * channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] to [B, C', H', W']."""
+        """Maps [B, C, H, W] to [B, C', H', W']."""
         tokens, normal = self._pooled(x), self._pooled(self.norm(x.movedim(1, 3)).movedim(3, 1))
         tokens = self.project(tokens) + self._attend(normal)
         tokens = tokens + self.narrow(F.gelu(self.wide(self.norm_wide(tokens))))
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
 
 def _offset_index(side: int) -> Tensor:
-    """For each pair of places, [N, N], which entry of the (2 side - 1)^2 biases is theirs."""
+    """Returns, for each pair of positions, [N, N], its index among the (2 side - 1)^2 biases."""
     place = torch.arange(side)
     apart = place[:, None] - place[None, :] + side - 1  # [side, side], 0 to 2 side - 2
     index = apart[:, None, :, None] * (2 * side - 1) + apart[None, :, None, :]
@@ -121,7 +121,7 @@ def _offset_index(side: int) -> Tensor:
 
 
 def coatnet(size: Size, channels: int, classes: int, side: int) -> nn.Sequential:
-    """The network for images [B, channels, side, side]: its stem, its blocks, its head, one after the other."""
+    """Makes the network for images [B, channels, side, side]: stem, blocks and head in sequence."""
     (stem_blocks, width), *rest = size.convolution
     layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, 2, padding=1, bias=False)]
     for _ in range(stem_blocks - 1):
@@ -145,7 +145,7 @@ def coatnet(size: Size, channels: int, classes: int, side: int) -> nn.Sequential
 
 
 class Head(nn.Module):
-    """The mean over all places, and one number a class."""
+    """The mean over all positions, and a linear layer to the classes."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ PLACES = ("", "FashionMNIST/raw", "fashion_mnist")  # below the data folder; the
 
 
 class LeNet(nn.Sequential):
-    """The chapter's `lenet`, for 28 x 28 images, its weights drawn as there."""
+    """The chapter's `lenet`, for 28 x 28 images, with the chapter's initialisation."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -37,7 +37,7 @@ SIZES = {  # width, depth, heads; from small on those of GPT-2 (Radford et al. 2
 
 
 class Block(nn.Module):
-    """Attention, then two layers on each byte, each normalised first and added to what came in: [B, T, W]."""
+    """Attention, then two layers on each byte, each with pre-normalisation and a residual connection: [B, T, W]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Embed(nn.Module):
-    """Bytes and their positions, [B, T] to [B, T, W]."""
+    """Embeds bytes and their positions, [B, T] to [B, T, W]."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """To the next bytes' logits: [B, T, W] to [B, T, 256]."""
+    """Computes the next bytes' logits: [B, T, W] to [B, T, 256]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class GPT(nn.Module):
 
 
 class BitsPerByte(Perplexity):
-    """The logarithm of the perplexity: 8 for who knows nothing of the text."""
+    """The base-2 logarithm of the perplexity: 8 for uniform guesses."""
 
     def compute(self) -> Tensor:
         return super().compute().log2()
@@ -128,7 +128,7 @@ class PySource(Task):
     warmup: float = 0.05
     """The share of the steps in which the learning rate rises."""
     size: Literal["tiny", "mini", "small", "medium", "large", "xl"] = "tiny"
-    """What width, depth and heads are where they are not given; small to xl are GPT-2's."""
+    """Default width, depth and heads; small to xl are GPT-2's."""
     width: int | None = None
     depth: int | None = None
     heads: int | None = None
@@ -136,7 +136,7 @@ class PySource(Task):
     """Bytes in a sample."""
     dropout: float = 0.0
     megabytes: float = 2.0
-    """About how much source is read, for all splits together; the whole library has about 11."""
+    """Approximate amount of source text, for all splits together; the whole library has about 11 MB."""
 
     def model(self) -> nn.Module:
         width, depth, heads = self.shape
@@ -146,7 +146,7 @@ class PySource(Task):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Width, depth and heads."""
+        """Returns width, depth and heads."""
         width, depth, heads = SIZES[self.size]
         return self.width or width, self.depth or depth, self.heads or heads
 
@@ -210,7 +210,7 @@ class PySource(Task):
 
 
 def _sources(size: float) -> Iterator[bytes]:
-    """The library's files, in the same order everywhere, until there are `size` bytes of them."""
+    """Reads the library's files, in the same order on every machine, up to `size` bytes."""
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = sorted(set(folders) - SKIPPED)
         for name in sorted(name for name in names if name.endswith(".py")):

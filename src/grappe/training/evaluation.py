@@ -1,4 +1,4 @@
-"""Evaluation: scores the model on the validation data in the middle of a training, and knows when to stop early."""
+"""Evaluation: evaluates the model on the validation data during a training; decides on early stopping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grappe.training.watchers.watcher_list import WatcherList
 
 
 class Evaluation:
-    """Evaluates with `run`; its state is part of each checkpoint."""
+    """Evaluations during a training; their state is part of each checkpoint."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Evaluation:
         """Whether a signal came before the evaluation that was due: it is made when the training resumes."""
 
     def run(self, step: int) -> bool:
-        """Evaluates after `step`; True when patience has run out. Collective."""
+        """Evaluates after `step`; returns True when patience is exhausted. Collective."""
         order = self._loader.order
         batches = self._watchdog.counted(self._loader.batches(0, order.steps_per_epoch))
         with self._chronometer.during(phases.EVALUATION):
@@ -53,7 +53,7 @@ class Evaluation:
         return self._patience.exhausted(self.scores.loss)
 
     def state(self, step: int) -> dict[str, Any]:
-        """JSON for the checkpoint of `step`."""
+        """Returns JSON for the checkpoint of `step`."""
         return {
             "patience": self._patience.state(),
             "evaluation_owed": self.owed,
@@ -61,6 +61,6 @@ class Evaluation:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's."""
+        """Restores a checkpoint's JSON."""
         self._patience.restore(values.get("patience", {}))
         self.owed = values.get("evaluation_owed") is True

@@ -1,4 +1,4 @@
-"""Opens a run: makes it or checks it, takes its lease, finds or builds the checkpoint that training begins from."""
+"""Opens a run: makes or checks its folder, takes its lease, finds or builds the checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A run that this process may write to."""
+    """A run that this process may write."""
 
     run: Run
     checkpoint: Checkpoint
-    """Where training begins; of step 0 when it is new."""
+    """The checkpoint from which training begins; of step 0 in a new run."""
     token: str
-    """Names this start of the run."""
+    """Identifies this start of the run."""
     notes: tuple[str, ...]
-    """What the user should know, a line each."""
+    """Notes for the user, one line each."""
     lease: Lease | None
     """Held by process 0."""
 
     def check_lease(self) -> None:
-        """Checks that the run is still ours to write; raises RunError where it is not."""
+        """Raises RunError if this process may no longer write the run."""
         if self.lease is not None:
             self.lease.check()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """What a run is opened for."""
+    """The input of opening a run: its task, plan, data and options."""
 
     name: str
-    """The task's, as the user wrote it."""
+    """The task's name, as the user wrote it."""
     task: Task
     plan: str
     folder: Path | None
@@ -69,10 +69,10 @@ class OpenRequest:
 
 @contextlib.contextmanager
 def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
-    """Opens the run on process 0, and shares what was found with the others; closes it at the end. Collective.
+    """Context with a run that process 0 opens, for all processes; closes the run at the end. Collective.
 
     Raises:
-        GrappeError: on every process, whatever made it impossible.
+        GrappeError: the run cannot be opened; raised on every process.
     """
     answer: tuple[Any, GrappeError | None] = (None, None)
     lease = None
@@ -140,13 +140,13 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
     run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
     run.cut_back(found.step)
     unread = [one.folder.name for one in run.unverified(found)]
-    notes = tuple(f"{name} does not verify: passed over" for name in unread)
-    resumed = f"going on from step {found.step}" if found.step else "starting again from step 0"
+    notes = tuple(f"{name} does not verify: skipped" for name in unread)
+    resumed = f"resuming from step {found.step}" if found.step else "starting again from step 0"
     mine = Plan.parse(request.plan).engine
     if found.step and (engine := found.read_values().get("engine_name")) != mine:
         notes = (
             *notes,
-            f"from engine {engine} to {mine}: only the weights go over, the optimizer starts afresh",
+            f"from engine {engine} to {mine}: only the weights are restored, the optimizer starts anew",
         )
     if found.step and (broken := other_bits(known, now)):
         notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
@@ -154,9 +154,9 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
 
 
 def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why an exact plan would not go on to the bits of the run that never stopped, a few words each.
+    """Lists reasons why a resumed exact training would not have the bits of an uninterrupted one, a few words each.
 
-    The number of processes is no reason; decision 20 says what is.
+    The number of processes is no reason; decision 20 lists the reasons.
     """
     plans = [Plan.parse(str(of.get("plan", ""))) for of in (known, now)]
     if not plans[1].exact:
@@ -174,7 +174,7 @@ def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs from the last start, a line each: `field lr: 0.1 -> 0.2`."""
+    """Lists differences from the last start, one line each: `field lr: 0.1 -> 0.2`."""
     lines = []
     for group, word in (("fields", "field "), ("versions", "")):
         before, after = known.get(group) or {}, now[group]
@@ -201,13 +201,13 @@ def _refuse_another_order(run: Run, known: Mapping[str, Any], now: Mapping[str, 
         reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
     if reasons:
         raise RunError(
-            f"{run.folder} cannot go on at step {step} with {', '.join(reasons)}: the samples seen so far would not "
+            f"{run.folder} cannot resume at step {step} with {', '.join(reasons)}: the samples seen so far would not "
             f"be those of this order. Start a new run from its weights: --from {run.folder}"
         )
 
 
 def description(request: OpenRequest, world: World) -> dict[str, Any]:
-    """What run.json says of a run."""
+    """Returns the content of run.json."""
     task = request.task
     return {
         "task": request.name,
@@ -235,7 +235,7 @@ def description(request: OpenRequest, world: World) -> dict[str, Any]:
 
 
 def processor(device: torch.device) -> str:
-    """The model of what computes, which decides with what instructions."""
+    """Returns the model name of the processor or GPU, on which the instructions used depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -247,7 +247,7 @@ def processor(device: torch.device) -> str:
 
 
 def _source(task: Task) -> str:
-    """A hash of the task's own source text; empty where there is none to be had."""
+    """Hashes the task's own source text; "" if the source is not available."""
     try:
         return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()[:12]
     except (OSError, TypeError):

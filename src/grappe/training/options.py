@@ -1,4 +1,4 @@
-"""Options: how a training is watched and when it stops, for Python and the command line; needs no torch."""
+"""Options of a training: evaluation, saving, logging and stopping, for Python and the command line; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grappe.fields import Duration, Names, Ranks, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a training is watched and when it stops; none of it changes what is learned.
+    """Options of evaluation, saving, logging and stopping; no option changes the learned weights.
 
     `grappe train` has an option for each field, with the docstring under the field as its help.
     """
@@ -19,27 +19,27 @@ class Options:
     save_every: int | None = None
     """Steps between checkpoints. Default: each epoch."""
     patience: int | None = None
-    """Stop after so many evaluations without a lower loss."""
+    """Early stopping: stop after this number of evaluations without a lower loss."""
     steps: int | None = None
-    """Stop after so many steps in all."""
+    """Stop after this number of steps in total."""
     keep: int = 3
-    """How many of the newest checkpoints stay, beside the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     time_limit: Duration | None = None
-    """Save and stop before so many seconds are over; also 30m, 2h, 02:30:00. Default: Slurm's end time."""
+    """Save and stop before this time is over: seconds, 30m, 2h, 02:30:00. Default: Slurm's end time."""
     stall_limit: Duration | None = None
-    """Abort when no step, evaluated batch or save ends in so many seconds; also 5m. Default: learned from the steps."""
+    """Abort when no step, evaluated batch or save ends in this time: seconds, 5m. Default: derived from the steps."""
     stop_on_failed_save: bool = False
     """Abort when a checkpoint cannot be written."""
     log_samples: bool = False
-    """Write the sample ids of each step and evaluation into the run's samples folder."""
+    """Write the sample ids of each step and evaluation to the run's samples folder."""
     log: Names = ()
     """Loggers beside the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()
-    """Profile a few steps of the processes with these ranks: 0, or 0,3."""
+    """Ranks whose processes profile a few steps: 0, or 0,3."""
     profile_steps: int = 5
-    """How many steps to profile."""
+    """Number of steps to profile."""
     bare: bool = False
-    """Neither evaluate nor save, and go on beyond the task's epochs: to measure steps."""
+    """Only take steps, also beyond the task's epochs; no evaluation, no saving. For measurements."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "evaluate_every", "save_every", "patience", "steps", "keep", "profile_steps")

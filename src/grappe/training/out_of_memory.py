@@ -1,4 +1,4 @@
-"""Out of memory: says what took it, and which plans would fit."""
+"""Out of memory: names what used the memory, and plans that would fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
 
 @contextlib.contextmanager
 def explained(task: Task, plan: Plan, rank: int) -> Iterator[None]:
-    """An error that says that memory is short becomes one that says what took it, and what to do."""
+    """Explains an out-of-memory error: what used the memory, and what to do."""
     from grappe.profiling import memory
 
     memory.heed_limit()
@@ -48,7 +48,7 @@ def explained(task: Task, plan: Plan, rank: int) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory is short, on a CPU or a GPU."""
+    """Returns whether `error` is an out-of-memory error, of a CPU or a GPU."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -92,12 +92,12 @@ def _missing(held: int, whole: int, plan: Plan) -> str:
 
 
 def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[str, float]]:
-    """The smallest of each kind of plans that need no more than `limit` bytes in a process, with what they need.
+    """Finds the smallest plan of each kind that needs at most `limit` bytes per process; returns these needs too.
 
-    Last, what engines keep elsewhere than in memory, where the user must say where.
+    At the end of the list: plans with offload to a disk, for which the user must name the folder.
 
     Args:
-        rest: what every process needs beside parameters, gradients and optimizer state.
+        rest: the bytes that every process needs besides parameters, gradients and optimizer state.
     """
     found: list[tuple[str, float]] = []
     for kind in ("shard", "pipeline"):
@@ -124,7 +124,7 @@ def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[str, flo
 
 
 def needs_of(task: Task) -> Needs:
-    """What the task's model, its gradients and its optimizer's state take, found without memory."""
+    """Computes the bytes of the task's model, gradients and optimizer state, on the meta device."""
     import torch
 
     from grappe.parallel.materialise import on_meta
@@ -156,7 +156,7 @@ def _nbytes(tensor: Any) -> int:
 
 
 def _limit() -> tuple[int, str]:
-    """How much a process may take, and who says so."""
+    """Returns a process's memory limit, and the origin of the limit."""
     import torch
 
     soft = resource.getrlimit(resource.RLIMIT_DATA)[0]

@@ -1,11 +1,11 @@
-"""Loop: runs a hand-written training loop under a plan, for those who want to keep theirs.
+"""Loop: runs a hand-written training loop under a plan.
 
     loop = grappe.Loop("replicate=2", folder="runs/gan")
     model, optimizer = loop.parallelize(model, optimizer)        # any number of pairs
     for inputs, targets in loop.batches(dataset, batch_size=64, epochs=5):
         loss = loop.mean(loss_of_each_sample)                     # then backward and step, as before
 
-Started as it is, by torchrun or by srun. Shapes: a slice of b rows on each process; losses [b] or [b, ...].
+Start the script directly, by torchrun or by srun. Shapes: a slice of b rows on each process; losses [b] or [b, ...].
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Batches = Iterator[Any]
 
 
 class Loop:
-    """Gives a hand-written loop what a plan needs: parallelized models, slices of batches, checkpoints, a clock.
+    """Parts of a plan for a hand-written loop: parallelized models, slices of batches, checkpoints, a clock.
 
     Args:
-        plan: replicate or shard (with zero), and where it runs; the loop does the rest itself.
-        folder: of checkpoints; None: nothing is saved. A loop that is started again resumes where it stopped.
+        plan: replicate or shard (with zero), and the device's keys; the hand-written loop does the rest itself.
+        folder: the folder of checkpoints; None: nothing is saved. A restarted loop resumes from its last checkpoint.
         save_every: steps between checkpoints.
-        seed: of the order of samples, and of each step's torch random numbers.
+        seed: the seed of the sample order, and of each step's torch random numbers.
 
     Raises:
-        PlanError: the plan asks for what only an engine can do, or does not fit the processes there are.
+        PlanError: the plan has keys that only an engine supports, or does not fit the number of processes.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Loop:
     def parallelize(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Moves the model to its device, spreads it as the plan says, and puts its new parameters into the optimizer.
 
-        To be called for each pair in the same order on every process, before `batches`. All processes begin with
+        Call it for each pair in the same order on every process, before `batches`. All processes begin with
         process 0's weights, or with the checkpoint's. A replicated model is wrapped: its own attributes are those
         of `model.module`. Collective.
 
         Raises:
-            UsageError: the optimizer has stepped already, or has parameters that are not the model's.
+            UsageError: the optimizer has taken a step already, or has parameters that are not the model's.
         """
         if optimizer.state:
             raise UsageError("parallelize() comes before the optimizer's first step")
@@ -132,10 +132,11 @@ class Loop:
         return (wrap(model, self.world) if replicated else model), optimizer
 
     def batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Batches:
-        """This process's slice of each global batch of `batch_size` samples, on the device, from where it stopped.
+        """Yields this process's slice of each global batch of `batch_size`, on the device; resumes after a restart.
 
         Each epoch has every sample once, in an order that depends on `seed` alone; the last batch may be short.
-        After each step what is due is saved; a signal saves too, and ends the process with exit code 75. Collective.
+        After a step a checkpoint is saved if due, and on a signal, which then ends the process with exit code 75.
+        Collective.
         """
         task = Task(batch_size=batch_size, epochs=epochs, seed=self._seed)
         loader.check(dataset, "train", task)
@@ -156,7 +157,7 @@ class Loop:
         self._close()
 
     def mean(self, losses: Tensor) -> Tensor:
-        """The global batch's mean of `losses` [b, ...], as this process's part of it: call backward on it.
+        """Computes this process's part of the global batch's mean of `losses` [b, ...]; call backward on the result.
 
         A plain mean over the slice would weigh a short slice's samples more than others'. The gradients of all
         processes' parts, which the plan sums or averages, are those of the whole mean.
@@ -169,7 +170,7 @@ class Loop:
         return losses.sum() * scale
 
     def total(self, part: Tensor) -> float:
-        """What `mean` gave, over all processes: for printing. Waits for them. Collective."""
+        """Sums the results of `mean` over all processes, for printing. Waits for the processes. Collective."""
         return sum(self.world.gather_data(float(part.detach()) / self._averaged))
 
     def save(self) -> None:
@@ -229,7 +230,7 @@ class Loop:
             raise SystemExit(EXIT_INTERRUPTED)
 
     def _stop_agreed(self) -> bool:
-        """Whether a process had a signal by the step before: reduced asynchronously, read a step later. Collective."""
+        """Returns whether any process had a signal by the step before: reduced asynchronously. Collective."""
         flag = torch.tensor(self._stop_signal.flag())
         if self.world.control is None:
             return bool(flag)
@@ -257,6 +258,6 @@ class Loop:
 def parallelize(
     model: nn.Module, optimizer: Optimizer, plan: Plan | str = ""
 ) -> tuple[nn.Module, Optimizer, Loop]:
-    """A model and its optimizer under a plan, and the loop that they belong to: Loop(plan).parallelize in one call."""
+    """Parallelizes a model and its optimizer, and returns their loop too: Loop(plan).parallelize in one call."""
     loop = Loop(plan)
     return *loop.parallelize(model, optimizer), loop

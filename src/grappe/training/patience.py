@@ -16,7 +16,7 @@ class Patience:
         self._since = 0
 
     def exhausted(self, loss: float) -> bool:
-        """Counts an evaluation; True when the training should stop. The same on every process, as losses are."""
+        """Counts an evaluation; returns True when the training should stop, which is the same on every process."""
         if loss < self._best:
             self._best, self._since = loss, 0
         else:
@@ -24,10 +24,10 @@ class Patience:
         return self._patience is not None and self._since >= self._patience
 
     def state(self) -> dict[str, Any]:
-        """JSON for a checkpoint."""
+        """Returns JSON for a checkpoint."""
         return {"best": self._best if math.isfinite(self._best) else None, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's."""
+        """Restores a checkpoint's JSON."""
         best = state.get("best")
         self._best, self._since = (math.inf if best is None else float(best)), int(state.get("since", 0))

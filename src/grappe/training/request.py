@@ -1,15 +1,14 @@
-"""Request: what the processes of a training are asked to do; Result: how it ended."""
+"""Request: the input of a training's processes; Result: a training's end."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from grappe.errors import UsageError
-from grappe.plan import Plan, as_plan
-from grappe.task import Task
+from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
@@ -18,61 +17,49 @@ from grappe.training.watchers.find import check_name
 DATA_FOLDER = "GRAPPE_DATA"
 
 
+def data_folder(data: Path | str | None = None) -> Path:
+    """Returns the folder of datasets: `data`, the environment's GRAPPE_DATA, or ./data."""
+    return Path(data or os.environ.get(DATA_FOLDER, "data"))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the processes of a training are asked to do."""
+    """The input of a training's processes: task, plan, folders and options."""
 
     task: TaskReference
     plan: Plan
-    run: Path | None
-    base: Path
-    data: Path
-    weights: Path | None
-    options: Options
+    run: Path | None = None
+    """The run's folder; None makes a new one under `base`."""
+    base: Path = Path("runs")
+    data: Path = dataclasses.field(default_factory=data_folder)
+    """The folder of datasets."""
+    weights: Path | None = None
+    """A run or a file with initial weights."""
+    options: Options = dataclasses.field(default_factory=Options)
     quiet: bool = False
     """Whether to print nothing but errors."""
     watchers: tuple[Watcher | str, ...] = ()
-    """The user's own, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
+    """The user's own watchers, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
     also: tuple[Watcher, ...] = ()
     """Further watchers, a copy on every process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a training ended."""
+    """The end of a training: its run, status and last step."""
 
     run: Path
     status: str
     step: int
 
 
-def make_request(
-    task: Task | type[Task] | str,
-    plan: Plan | str = "",
-    folder: Path | str | None = None,
-    data: Path | str | None = None,
-    fields: Mapping[str, str] | None = None,
-    weights: Path | str | None = None,
-    options: Options | None = None,
-    base: Path | str = "runs",
-    watchers: Sequence[Watcher | str] = (),
-) -> Request:
-    """Makes a Request, with a default for all that is not given.
+def checked_watchers(watchers: Iterable[Watcher | str]) -> tuple[Watcher | str, ...]:
+    """Checks a user's own watchers; the names of files become absolute.
 
     Raises:
-        TaskError: `task` is none.
-        UsageError: one of `watchers` is none, or names no file that is there.
+        UsageError: one of `watchers` is no watcher, or names a file that does not exist.
     """
-    return Request(
-        task=TaskReference.of(task, fields),
-        plan=as_plan(plan),
-        run=Path(folder) if folder else None,
-        base=Path(base),
-        data=data_folder(data),
-        weights=Path(weights) if weights else None,
-        options=options or Options(),
-        watchers=tuple(map(_checked, watchers)),
-    )
+    return tuple(map(_checked, watchers))
 
 
 def _checked(watcher: Watcher | str) -> Watcher | str:
@@ -83,8 +70,3 @@ def _checked(watcher: Watcher | str) -> Watcher | str:
             f"{watcher!r} is not a watcher: give an instance of a class derived from grappe.Watcher"
         )
     return watcher
-
-
-def data_folder(data: Path | str | None) -> Path:
-    """Where datasets are: `data`, the environment's GRAPPE_DATA, or ./data."""
-    return Path(data or os.environ.get(DATA_FOLDER, "data"))

@@ -1,4 +1,4 @@
-"""Reads and writes the folder of a run: its description, its curves, its checkpoints."""
+"""Reads and writes a run's folder: the description, the curves, the checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE = "done"
 
 
 class Run:
-    """A run's folder.
+    """The folder of a run.
 
     Raises:
         RunError: the folder is no run.
@@ -38,7 +38,7 @@ class Run:
         """Reads run.json: task, fields, plan, versions, hosts, restarts.
 
         Raises:
-            RunError: it is damaged.
+            RunError: run.json is damaged.
         """
         found = read_json(self.folder / DESCRIPTION, LARGEST_LIST)
         if found.pop(HASH, None) not in {None, json_hash(found)}:
@@ -49,12 +49,12 @@ class Run:
         return found
 
     def is_finished(self) -> bool:
-        """Whether the run's training came to its end; asks the disk."""
+        """Reads from run.json whether the run's training is finished."""
         return (self.folder / DONE).exists()
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
+        """Returns the folder of the run's checkpoints."""
         return self.folder / "checkpoints"
 
     def latest(self) -> checkpoint_format.Checkpoint | None:
@@ -83,7 +83,7 @@ class Run:
                     yield record
 
     def cut_back(self, step: int) -> None:
-        """Drops the records of the curves after `step`, from which the training goes on."""
+        """Drops the records of the curves after `step`, at which the training resumes."""
         kept = []
         for record in self.records():
             at = record.get("step", 0)
@@ -103,15 +103,15 @@ class Run:
 
     @staticmethod
     def is_run(folder: Path) -> bool:
-        """Whether there is a run in `folder`."""
+        """Returns whether there is a run in `folder`."""
         return (folder / DESCRIPTION).is_file()
 
     @classmethod
     def create(cls, folder: Path, description: dict[str, Any]) -> Run:
-        """Makes a new run in `folder`, which may exist when it is empty.
+        """Makes a new run in `folder`, which may exist if it is empty.
 
         Raises:
-            RunError: there is something else in the folder, or it cannot be written.
+            RunError: the folder has other content, or cannot be written.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""SampleLog: writes which samples each step and each evaluation of this process really took."""
+"""SampleLog: writes the ids of the samples of each step and each evaluation of this process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BUFFER_BYTES = 1 << 16
 
 
 class SampleLog(Watcher):
-    """Written from the batches themselves, so that a reader can check the sample order from outside.
+    """Log of the batches' own sample ids, with which the sample order can be checked independently.
 
-    One on every process, each with a file of its own. A line is {"kind": "step" or "evaluation", "step", "ids"}.
+    Every process has a SampleLog with a separate file. A line is {"kind": "step" or "evaluation", "step", "ids"}.
 
     Args:
         enabled: whether to write at all.
@@ -33,7 +33,7 @@ class SampleLog(Watcher):
         self._step = 0  # steps done, as of the last that was delivered: of all before an evaluation
 
     def started(self, info: RunInfo) -> None:
-        """Drops what lies beyond the first step: the training goes on from there, perhaps with fewer processes."""
+        """Drops lines after the resumed checkpoint, whose steps the training repeats, perhaps on fewer processes."""
         if not self._enabled:
             return
         folder = info.folder / FOLDER
@@ -59,11 +59,11 @@ class SampleLog(Watcher):
             self._file.close()
 
     def logged(self, loader: BatchLoader, kind: str) -> BatchLoader | LoggedLoader:
-        """The same batches as the loader's, each written down when it is taken."""
+        """Yields the loader's batches, and logs each when it is taken."""
         return LoggedLoader(self, loader, kind) if self._enabled else loader
 
     def add(self, kind: str, batch: Batch) -> None:
-        """Writes down a batch of a step, or of the evaluation after the last step."""
+        """Logs a batch of a step, or of the evaluation after the last step."""
         step = batch.step + 1 if kind == "step" else self._step
         line = {"kind": kind, "step": step, "ids": batch.ids.tolist()}
         self._buffer += json.dumps(line).encode() + b"\n"
@@ -84,11 +84,11 @@ class LoggedLoader:
 
     @property
     def order(self) -> SampleOrder:
-        """The loader's."""
+        """Returns the loader's sample order."""
         return self._loader.order
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """The batches of steps `start` to `stop`."""
+        """Yields the batches of steps `start` to `stop`."""
         for batch in self._loader.batches(start, stop):
             self._log.add(self._kind, batch)
             yield batch

@@ -22,7 +22,7 @@ from grappe.training.watchers.watcher_list import WatcherList
 
 
 class Saving:
-    """Saves the engine's state and what else a training needs to go on; the saver writes it in the background."""
+    """Saves the engine's state and all else that a resumed training needs; the saver writes them in the background."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Saving:
         self._step = -1
 
     def save(self, step: int, evaluated: Mapping[str, Any]) -> None:
-        """Saves the state after `step`, unless it is saved; most of it in the background. Collective.
+        """Saves the state after `step`, unless it is saved already; mostly in the background. Collective.
 
         Args:
             evaluated: the evaluation's state, JSON.
 
         Raises:
-            RunError: the save before this one failed, and the training is to stop then.
+            RunError: the save before this one failed, with `stop_on_failed_save`.
         """
         if step == self._step:
             return
@@ -67,14 +67,14 @@ class Saving:
         self._stop_signal.reserve(saving=time.perf_counter() - began)
 
     def wait(self) -> None:
-        """Waits for the save under way, if there is one. Collective; raises as `save` does."""
+        """Waits for the running save, if there is one. Collective; raises like `save`."""
         self._report(self._saver.wait())
 
     def finish(self) -> None:
-        """Waits until the last save is committed, so that a training that ends has lost nothing. Collective.
+        """Waits until the last save is committed, so that the end of a training loses nothing. Collective.
 
         Raises:
-            RunError: it failed.
+            RunError: the save failed.
         """
         with self._chronometer.during(phases.CHECKPOINT):
             problem = self._saver.wait()
@@ -86,7 +86,7 @@ class Saving:
         self._saver.close()
 
     def _report(self, problem: str | None) -> None:
-        """A save in the background failed: reports it, and goes on or stops as asked."""
+        """Reports a failed save, and raises RunError with `stop_on_failed_save`."""
         if problem is None:
             return
         if not Run.is_run(self._info.folder):
@@ -105,10 +105,10 @@ def resume(
     """Resumes from the checkpoint whose weights the engine was made with. Collective.
 
     Args:
-        tensors: the checkpoint's; the model's are in the engine already, and are not read again.
+        tensors: the checkpoint's tensors; the engine has the model's already, which are not read again.
 
     Raises:
-        RunError: it verifies, and yet holds what no training of grappe's wrote.
+        RunError: the checkpoint verifies, but has content that no training of grappe wrote.
     """
     values = checkpoint.read_values()
     try:

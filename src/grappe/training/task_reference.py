@@ -1,4 +1,4 @@
-"""TaskReference: a task on its way to other processes."""
+"""TaskReference: a task in a form that other processes can load."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from grappe.task import Task, fields, overrides
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskReference:
-    """A task on its way to other processes: by name and field texts, or by value from a notebook or a script."""
+    """A task that other processes can load: by name and field texts, or by value from a notebook or a script."""
 
     name: str
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     value: Task | None = None
 
     def resolve(self) -> Task:
-        """The task itself.
+        """Finds or unpickles the task.
 
         Raises:
-            TaskError: it cannot be found or made, or lacks a part.
+            TaskError: the task cannot be found or made, or lacks a part.
         """
         task = self.value if self.value is not None else tasks.make(tasks.find(self.name), self.texts)
         for part in ("model", "data", "loss", "optimizer"):
@@ -36,7 +36,7 @@ class TaskReference:
 
     @classmethod
     def of(cls, task: Task | type[Task] | str, texts: Mapping[str, str] | None = None) -> TaskReference:
-        """A reference from a task, its class, or its name."""
+        """Makes a reference from a task, its class, or its name."""
         if isinstance(task, str):
             return cls(name=_absolute(task), texts=dict(texts or {}))
         value = task() if isinstance(task, type) else task
@@ -47,12 +47,12 @@ class TaskReference:
 
 
 def same_task(task: Task, description: Mapping[str, Any]) -> bool:
-    """Whether a run's description is of this task: the same class, wherever its file lies now."""
+    """Returns whether a run's description is of this task: the same class, even if its file has moved."""
     return description.get("class") == type(task).__qualname__
 
 
 def field_texts(task: Task) -> dict[str, Any]:
-    """The task's fields as JSON has them."""
+    """Returns the task's fields in JSON's form."""
     return {name: value if _is_plain(value) else repr(value) for name, value in fields(task).items()}
 
 

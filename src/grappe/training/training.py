@@ -1,4 +1,4 @@
-"""Training: drives an engine from the first step to the last; what happens after each step."""
+"""Training: drives an engine from the first step to the last; evaluates, saves and calls watchers between steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Pending(NamedTuple):
     result: StepResult
     seconds: float
     count: HostCopy | None
-    """What the loss is divided by, where the device has it: the number of counted targets."""
+    """The loss's divisor, if it is on the device: the number of counted targets."""
     norm: HostCopy | None
 
 
 class Training:
-    """Steps, and between steps evaluates, saves and stops: the same for every engine."""
+    """Steps, evaluation, saving and stopping of a training, the same for every engine."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Training:
         """Optimizer steps done, in earlier starts too."""
 
     def run(self) -> Outcome:
-        """Trains until the last step, or until something stops it. Collective.
+        """Trains until the last step, or until a signal, a limit or patience stops it. Collective.
 
         Raises:
             DivergedError: the loss is not a number any more.
@@ -96,7 +96,7 @@ class Training:
         return outcome
 
     def after(self, result: StepResult) -> bool:
-        """What happens after a step; True when the training should stop."""
+        """Evaluates, saves and reports after a step; returns True when the training should stop."""
         seconds = self.chronometer.lap()
         self._settle()
         batch, norm = result.batch, result.norm
@@ -112,7 +112,7 @@ class Training:
         return self._stop is not None
 
     def _between_steps(self, step: int, evaluate: bool, save: bool) -> None:
-        """Evaluates and saves, what is due of it, when all that was learned of `step` is known."""
+        """Evaluates and saves if due, when the numbers of `step` are known."""
         self._settle()
         self._deliver()
         # A signal does not wait for an evaluation: it is owed, and made when the training resumes.
@@ -127,7 +127,7 @@ class Training:
             self._stop = "stopped"
 
     def _settle(self) -> None:
-        """Reads the numbers of the step before; done one step late, when the device has them ready."""
+        """Reads the numbers of the step before: one step late, when the device has computed them."""
         if self._pending is None:
             return
         (result, seconds, count, norm), self._pending = self._pending, None
@@ -152,7 +152,7 @@ class Training:
             self._stop = "interrupted"
 
     def _deliver(self) -> None:
-        """Gives the watchers the steps that they have not seen."""
+        """Passes to the watchers the steps that they have not seen."""
         if not self._settled:
             return
         records, self._settled, self._settled_seconds = self._settled, [], 0.0
@@ -164,12 +164,12 @@ class Training:
         shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
         raise DivergedError(
             f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step} (sample ids {shown}). "
-            f"Nothing was saved over: the last checkpoint is from before. "
+            "No checkpoint was overwritten: the last one is from an earlier step. "
             "Try a lower lr, clip=1, or look at those samples"
         )
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the wait for each counts as data, what follows it as forward."""
+        """Yields the same batches; the wait for each counts as data, the time after it as forward."""
         switch = self.chronometer.switch
         switch(phases.DATA)
         for batch in batches:

@@ -1,11 +1,11 @@
-"""Watchdog: notices that a training makes no progress, and says which process holds up the others, and in what.
+"""Watchdog: detects that a training makes no progress, and names the process that blocks the others.
 
-Each process has one, in a thread. When there was no progress for too long it writes what this process is doing, and
-the stacks of its threads, beside the run's logs. A process that sees another's report adds its own. Then the lowest
-rank that answered reads them all, and ends with an error that names the one at fault.
+Each process has a watchdog thread. Without progress for too long, the watchdog writes this process's activity, and
+the stacks of its threads, next to the run's logs. A process that sees another's report adds its own. Then the lowest
+rank that answered reads all reports, and ends with an error that names the process at fault.
 
-What the main thread is doing is asked of those who do it: the phase, whether it waits for other processes, whether
-it writes to the user's terminal (decision 57).
+The main thread's activity is explicit state: the phase, whether the thread waits for other processes, whether
+the thread writes to the user's terminal (decision 57).
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """What a process says of itself when the training makes no progress."""
+    """A process's report when the training makes no progress."""
 
     rank: int
     host: str
     phase: str
     """"step", "evaluation" or "save"."""
     step: int
-    """Steps done."""
+    """Number of steps done."""
     where: str
-    """The line that its main thread is in: the user's own, where there is one."""
+    """The current line of the main thread: the user's own, if there is one."""
     waits: bool
-    """Whether it waits for other processes there."""
+    """Whether the main thread waits for other processes."""
     excused: bool
-    """Whether it waits for the user's terminal: paused by Ctrl-S, or a pipe whose reader takes its time."""
+    """Whether the main thread waits for the user's terminal: paused by Ctrl-S, or a pipe with a slow reader."""
     stack: tuple[str, ...]
     """The last lines of the main thread's stack."""
 
 
 class Watchdog:
-    """The training counts its progress in `marks`; a step pays for four assignments.
+    """Thread that detects a stalled training, which counts its progress in `marks`; a step costs four assignments.
 
     Args:
-        folder: where reports go; all processes see it.
-        token: names this start, so that an older report is not taken for a present one.
-        limit: seconds without progress that are too long; None: learned from the longest so far.
-        end: ends this process with a message for the user.
-        phase: returns what the main thread is doing now, one of profiling.phases.
+        folder: the folder of reports, shared by all processes.
+        token: identifies this start, so that older reports are ignored.
+        limit: seconds without progress that are too long; None: derived from the longest so far.
+        end: callback that ends this process with a message for the user.
+        phase: returns the main thread's phase, one of profiling.phases.
         writing: returns whether the main thread is writing to the user's terminal now.
     """
 
@@ -96,7 +96,7 @@ class Watchdog:
         self._grace = min(GRACE_SECONDS, limit / 2) if limit else GRACE_SECONDS
 
     def start(self, step: int) -> None:
-        """From now on, no progress for too long ends the training."""
+        """Starts the watch: from now on, no progress for too long ends the training."""
         self.step = step
         threading.Thread(target=self._watch, name="grappe-watchdog", daemon=True).start()
 
@@ -105,7 +105,7 @@ class Watchdog:
         self._over.set()
 
     def counted(self, items: Iterator[T]) -> Iterator[T]:
-        """The same items, each of which counts as progress."""
+        """Yields the same items, each of which counts as progress."""
         for item in items:
             self.marks += 1
             yield item
@@ -129,11 +129,11 @@ class Watchdog:
                 silent = 0.0
 
     def _progress(self) -> tuple[int, str]:
-        """What changes as long as something gets done: the marks, and the kind of work."""
+        """Returns a value that changes with progress: the marks, and the kind of work."""
         return self.marks, WORK.get(self._phase(), "step")
 
     def bound(self) -> float:
-        """Seconds without progress that are too long now."""
+        """Returns the seconds without progress that are too long now."""
         if self._limit is not None:
             return self._limit
         _, work = self._progress()
@@ -143,7 +143,7 @@ class Watchdog:
         return max(least, TIMES_LONGEST * self._longest)
 
     def _stands_still(self, before: tuple[int, str], silent: float) -> bool:
-        """Reports, and ends this process unless there is progress again meanwhile."""
+        """Reports a standstill, and ends this process unless there is progress in the meantime."""
         self._report(silent)
         while not self._over.wait(self._grace):
             found = self._others()
@@ -178,7 +178,7 @@ class Watchdog:
             beside.replace(self._path(self._rank))
 
     def _others(self) -> dict[int, Standstill]:
-        """What the processes of this start have reported, by rank."""
+        """Reads the reports of this start's processes, by rank."""
         found = {}
         for rank in range(self._size):
             try:
@@ -205,7 +205,7 @@ class Watchdog:
 
 
 def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
-    """Whether a main thread that is in `phase`, at `stack`, waits for other processes."""
+    """Returns whether a main thread in `phase`, at `stack`, waits for other processes."""
     if phase == COMMUNICATION:
         return True
     innermost = stack[-1].filename if stack else ""
@@ -216,7 +216,7 @@ def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
 
 
 def sentence(found: dict[int, Standstill], size: int, folder: Path, silent: float) -> str:
-    """Which process is at fault, with what it is doing."""
+    """Names the process at fault and its activity in a sentence."""
     begin = f"the training has stood still for {silent:.0f} s: "
     end = f"\nThe stacks of all processes: {folder}/stall-rank-*.txt"
     silent_ones = [rank for rank in range(size) if rank not in found]
@@ -242,4 +242,4 @@ def _waiting(one: Standstill) -> str:
 
 
 def _doing(one: Standstill) -> str:
-    return f"step {one.step + 1}" if one.phase == "step" else f"its {one.phase} behind step {one.step}"
+    return f"step {one.step + 1}" if one.phase == "step" else f"its {one.phase} after step {one.step}"

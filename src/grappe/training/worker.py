@@ -1,4 +1,4 @@
-"""Worker: one process of a training, from joining the others to leaving them."""
+"""Worker: one process of a training, from joining the process group to leaving it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _run_info(
 
 
 def _reporting(options: Options, terminal: UserStream | None, data: Data, world: World) -> list[Watcher]:
-    """The watchers that report to the user: curves, console and loggers on process 0, and profiles where asked for."""
+    """Makes the watchers that report to the user: curves, console and loggers on process 0, and requested profiles."""
     found = list[Watcher]()
     if world.rank == 0:
         found.append(Curves())
@@ -229,7 +229,7 @@ def _announce(
 
 
 def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> None:
-    """Writes into run.json how the training ended, and what it used. Collective."""
+    """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
     if world.rank == 0:
         costs = [dataclasses.asdict(one) for one in usages]

@@ -1,4 +1,4 @@
-"""grappe tasks, grappe engines: lists tasks, and the keys of a plan with the engines that honour them."""
+"""grappe tasks, grappe engines: lists tasks, and the keys of a plan with the engines that support them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grappe.plan import Plan
 
 
 def support() -> list[tuple[str, str, str, list[bool]]]:
-    """Rows (key, default, meaning, whether each engine has it) for every key of a plan but `engine`."""
+    """Returns rows (key, default, meaning, support by each engine) for every key of a plan except `engine`."""
     classes = [engines.find(name) for name in engines.names()]
     meaning = fields.docs(Plan)
     return [
@@ -24,7 +24,7 @@ def support() -> list[tuple[str, str, str, list[bool]]]:
 
 
 def plan_table() -> Table:
-    """The keys of a plan, and which engine honours them."""
+    """Makes the table of the plan keys and of the engines that support them."""
     names = engines.names()
     table = Table("key", "default", "what it is", *names, box=None, padding=(0, 2, 0, 0))
     for key, default, meaning, able in support():
@@ -33,7 +33,7 @@ def plan_table() -> Table:
 
 
 def plan_markdown() -> str:
-    """The same table for the README."""
+    """Makes the same table in Markdown, for the guides."""
     names = engines.names()
     lines = ["| key | default | what it is | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
     for key, default, meaning, able in support():
@@ -43,7 +43,7 @@ def plan_markdown() -> str:
 
 
 def task_list() -> Table:
-    """The shipped tasks."""
+    """Makes the table of shipped tasks."""
     table = Table("task", "what it learns", box=None, padding=(0, 2, 0, 0))
     for name in tasks.names():
         table.add_row(name, tasks.describe(tasks.find(name)))
@@ -51,7 +51,7 @@ def task_list() -> Table:
 
 
 def task_fields(name: str) -> Group:
-    """A task's words about itself, its fields and their defaults."""
+    """Describes a task: its docstring, its fields and their defaults."""
     cls = tasks.find(name)
     table = Table("field", "default", box=None, padding=(0, 2, 0, 0))
     for field, default in tasks.defaults(cls).items():

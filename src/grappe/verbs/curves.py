@@ -1,4 +1,4 @@
-"""grappe curves: the curves of runs as CSV, one line a step and one an evaluation."""
+"""grappe curves: the curves of runs as CSV, one line per step and one per evaluation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FIRST = ("run", "kind", "step", "epoch", "samples", "loss")
 
 
 def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
-    """Writes the curves of runs to `stream`; how many lines, the heading left out.
+    """Writes the curves of runs to `stream`; returns the number of lines, without the heading.
 
     Raises:
-        RunError: one of the places is no run.
+        RunError: one of the folders is no run.
     """
     runs = [Run(place) for place in places]
     names = dict.fromkeys(FIRST)

@@ -19,7 +19,7 @@ from grappe.verbs.load import data_of, newest, task_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """What the processes of an evaluation do."""
+    """The input of an evaluation's processes."""
 
     run: Path
     task: TaskReference | None

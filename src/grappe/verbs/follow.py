@@ -1,4 +1,4 @@
-"""grappe follow: a run as it goes, in the terminal; a line an evaluation where the output is no terminal."""
+"""grappe follow: shows a run's progress in the terminal; without a terminal, one line per evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDED = ("finished", "stopped", "paused", "interrupted")
 
 
 class Tail:
-    """Reads new lines of a file of JSON lines; from the beginning again when the file is cut back."""
+    """Reader of new lines in a file of JSON lines; starts again from the beginning when the file is truncated."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -36,7 +36,7 @@ class Tail:
         self._rest = ""
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yields the records since the last call; half a line is left for the next."""
+        """Yields the records since the last call; leaves an incomplete line for the next call."""
         try:
             found = self._file.stat()
         except OSError:
@@ -60,7 +60,7 @@ class Tail:
 
 
 class View:
-    """Collects what a run has written so far."""
+    """Collects a run's records so far."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -72,7 +72,7 @@ class View:
         self.last_change = time.monotonic()
 
     def update(self) -> list[dict[str, Any]]:
-        """Reads on; returns the new evaluations."""
+        """Reads new records; returns the new evaluations."""
         fresh = []
         for record in self._curves.new():
             self.last_change = time.monotonic()
@@ -89,7 +89,7 @@ class View:
         return fresh
 
     def status(self) -> str:
-        """The run's status in a word or two; "" where it cannot be read just now."""
+        """Returns the run's status in one or two words; "" if it cannot be read now."""
         try:
             if self.run.is_finished():
                 return "finished"
@@ -98,7 +98,7 @@ class View:
             return ""
 
     def table(self) -> Group:
-        """Draws the run: a table of figures, and a line of where the time goes."""
+        """Draws the run: a table of figures, and a bar of the time by phase."""
         step, used = self._step, self._used
         rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         rows.add_row("run", str(self.run.folder))
@@ -124,7 +124,7 @@ def _sum(found: object) -> float:
 
 
 def spark(values: list[float], width: int = WIDTH) -> str:
-    """A curve as a line of blocks, the mean of each piece."""
+    """Draws a curve as a line of block characters, one for the mean of each piece."""
     finite = [value for value in values if value - value == 0]
     if not finite:
         return ""
@@ -137,7 +137,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 
 def time_bar(phases: Mapping[str, Any]) -> str:
-    """Where the last second went."""
+    """Draws the time by phase of the last second."""
     seconds = {name: number(phases.get(name)) for name in PHASES}
     total = sum(number(one) for one in phases.values())
     parts = [f"{name} {one / total:.0%}" for name, one in seconds.items() if total and one / total > 0.005]
@@ -145,14 +145,14 @@ def time_bar(phases: Mapping[str, Any]) -> str:
 
 
 def scores(record: dict[str, Any]) -> str:
-    """An evaluation in a line."""
+    """Formats an evaluation as one line."""
     names = [name for name in record if name not in ("kind", "step", "samples", "count")]
     values = ", ".join(f"{name} {record[name]:.4f}" for name in names if isinstance(record[name], float))
     return f"step {record.get('step')}: {values}"
 
 
 def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:
-    """Shows a run until it ends, or writes nothing for two minutes; returns its status then.
+    """Shows a run until it ends, or writes nothing for two minutes; returns the run's status at that time.
 
     Raises:
         RunError: there is no such run.
@@ -183,7 +183,7 @@ def _lines(view: View, console: SafeConsole, sleep: Callable[[float], None]) -> 
 
 
 def _over(view: View) -> str:
-    """How the run ended; "" while it goes on."""
+    """Returns the run's outcome; "" while the run continues."""
     status = view.status()
     if status in ENDED:
         return status

@@ -28,7 +28,7 @@ def record_job(run: Path, job: str, site: str, cost: str) -> None:
 
 
 def submitted(run: Path) -> list[dict[str, Any]]:
-    """The submissions of a run, oldest first; a damaged line is skipped."""
+    """Reads the submissions of a run, oldest first; skips a damaged line."""
     file = run / "logs" / JOBS
     try:
         lines = (
@@ -48,7 +48,7 @@ def submitted(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_job(run: Path) -> str:
-    """The id of a run's newest job.
+    """Returns the id of a run's newest job.
 
     Raises:
         RunError: the run was never submitted.
@@ -60,14 +60,14 @@ def newest_job(run: Path) -> str:
 
 
 def runs_of(base: Path) -> dict[str, Path]:
-    """The runs under `base` by the ids of their jobs."""
+    """Maps job ids to the runs under `base`."""
     if not base.is_dir():
         return {}
     return {str(record["job"]): entry for entry in sorted(base.iterdir()) for record in submitted(entry)}
 
 
 def queue(base: Path) -> Table | str:
-    """Tabulates the user's jobs in the queue, by run where a job has one; one query to Slurm."""
+    """Makes a table of the user's jobs in the queue, with their runs; one query to Slurm."""
     entries = slurm.queue()
     if not entries:
         return "no job of yours is in the queue"
@@ -90,7 +90,7 @@ def queue(base: Path) -> Table | str:
 
 
 def cancel(runs: Iterable[Path]) -> list[str]:
-    """Cancels the jobs that runs still have in the queue and returns their ids. Checkpoints stay.
+    """Cancels the jobs of runs that are still in the queue and returns their ids. Checkpoints are kept.
 
     Raises:
         RunError: a run was never submitted.
@@ -109,7 +109,7 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
     Reads the run's folder each second, and queries Slurm each minute for jobs that could not write their exit code.
 
     Raises:
-        ProcessDied: the job ended without an exit code, or Slurm killed it; the message says what is known.
+        ProcessDied: the job ended without an exit code, or Slurm killed it; the message gives the known reason.
     """
     job = job or newest_job(run)
     exit_file = run / "logs" / f"job-{job}.end"
@@ -139,7 +139,7 @@ def _exit_code(run: Path, job: str, end: slurm.End) -> int:
     if end.state in ("COMPLETED", "FAILED") and not end.signal:
         return end.code
     words = {
-        "TIMEOUT": "came to its time limit without having saved: ask for more --time, or --save-every fewer steps",
+        "TIMEOUT": "reached its time limit without a save: ask for more --time, or --save-every fewer steps",
         "OUT_OF_MEMORY": "took more memory than it asked for: use a smaller batch_size, fewer workers, or more nodes",
         "CANCELLED": "was cancelled",
         "NODE_FAIL": "lost a node",

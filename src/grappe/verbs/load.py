@@ -1,4 +1,4 @@
-"""grappe.load: a run's trained model, ready to use."""
+"""grappe.load: loads a run's trained model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     """Loads the model of a run's newest checkpoint, on the CPU, in evaluation mode.
 
     Args:
-        task: needed where the run's task came from a notebook or a script, and has no name to find it by.
+        task: needed if the run's task was passed by value from a notebook or a script, and cannot be found by name.
 
     Raises:
-        RunError: the folder is no run, or it has no checkpoint that verifies.
+        RunError: the folder is no run, or has no checkpoint that verifies.
         TaskError: the run's task cannot be found.
     """
     import torch
@@ -41,10 +41,10 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
 
 
 def newest(run: Run) -> Checkpoint:
-    """The newest checkpoint that verifies.
+    """Finds the newest checkpoint that verifies.
 
     Raises:
-        RunError: there is none.
+        RunError: there is no such checkpoint.
     """
     found = run.latest()
     if found is None:
@@ -61,10 +61,10 @@ def data_of(run: Run, given: Path | str | None) -> Path:
 
 
 def task_of(run: Run) -> Task:
-    """The task that a run's description names, with the run's fields.
+    """Finds the task that a run's description names, with the run's fields.
 
     Raises:
-        TaskError: it cannot be found.
+        TaskError: the task cannot be found.
         RunError: the description is not usable, or names a file inside the run itself.
     """
     known = run.read_description()

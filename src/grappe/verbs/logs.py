@@ -1,4 +1,4 @@
-"""grappe logs: reads what a run's job or one of its processes wrote, and follows what they go on to write."""
+"""grappe logs: reads the log of a run's job or of one of its processes, and follows new lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_SECONDS = 0.5
 
 
 def files(run: Path) -> list[Path]:
-    """Finds a run's logs: of its jobs in their order, then of processes that grappe started itself, by rank.
+    """Finds a run's logs: those of its jobs in order, then those of processes that grappe started itself, by rank.
 
     Raises:
         RunError: the run has no log.

@@ -1,4 +1,4 @@
-"""grappe predict: the outputs of a run's model, one a sample."""
+"""grappe predict: computes the outputs of a run's model, one per sample."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BATCH = 256
 def predict(
     run: Run | Path | str, inputs: Any, *, task: Task | None = None, data: Path | str | None = None
 ) -> Iterator[Tensor]:
-    """Yields the model's output for each sample, on the CPU, one tensor a sample.
+    """Yields the model's output for each sample, on the CPU, one tensor per sample.
 
     Args:
-        inputs: a split's name, a .npy file of samples as the task's data gives them (first dimension N), or a
+        inputs: a split's name, a .npy file of samples in the form of the task's data (first dimension N), or a
             tensor or array of that form.
 
     Raises:
-        DataError: the file is not a plain array, or not of what the model takes.
+        DataError: the file is not a plain array, or the model cannot take it.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""grappe prune: removes checkpoints that are not needed any more, and what killed saves left behind."""
+"""grappe prune: removes checkpoints that are not needed any more, and files of killed saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Removed = tuple[Path, int]
 def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]:
     """Removes from `runs` all but the `keep` newest checkpoints that verify and the best; returns what was removed.
 
-    A run that is being written is left alone: its training removes its own.
+    A run that is being written is skipped: its training removes its own checkpoints.
     """
     removed: list[Removed] = []
     for run in runs:
@@ -61,7 +61,7 @@ def _remove(folder: Path) -> None:
 
 
 def table(removed: list[Removed], *, dry_run: bool) -> Table | str:
-    """What was removed, and how many bytes."""
+    """Makes a table of removed folders and their bytes."""
     if not removed:
         return "nothing to remove"
     shown = Table("would remove" if dry_run else "removed", "bytes", box=None, padding=(0, 2, 0, 0))

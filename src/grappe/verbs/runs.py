@@ -1,4 +1,4 @@
-"""grappe runs: what was trained, where it stands, and whether its checkpoints verify."""
+"""grappe runs: lists runs, their status and progress, and verifies their checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grappe.verbs.jobs import submitted
 
 
 def listing(base: Path) -> Table | str:
-    """A table of the runs under `base`."""
+    """Makes a table of the runs under `base`."""
     runs, waiting = all_runs(base), _submitted(base)
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
@@ -42,7 +42,7 @@ def listing(base: Path) -> Table | str:
 
 
 def _submitted(base: Path) -> dict[Path, str]:
-    """The runs under `base` whose job has not begun, and its id."""
+    """Finds the runs under `base` whose job has not begun, with its id."""
     if not base.is_dir():
         return {}
     found = {entry: submitted(entry) for entry in sorted(base.iterdir()) if not Run.is_run(entry)}
@@ -50,7 +50,7 @@ def _submitted(base: Path) -> dict[Path, str]:
 
 
 def describe(folder: Path) -> Table:
-    """All about one run."""
+    """Describes one run in full."""
     run = Run(folder)
     known = run.read_description()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -79,7 +79,7 @@ def describe(folder: Path) -> Table:
 
 
 def _used(used: dict[str, Any]) -> str:
-    """Hours and energy over all starts."""
+    """Formats the hours and energy of all starts."""
     parts = [
         f"{number(used.get(name)):.3g} {word}"
         for name, word in (("core_hours", "core-hours"), ("gpu_hours", "GPU-hours"))
@@ -96,7 +96,7 @@ def _used(used: dict[str, Any]) -> str:
 
 
 def _pairs(named: Any, between: str) -> str:
-    """Names and values of what run.json has; what is no object there is shown as it is."""
+    """Formats an entry of run.json as names and values; an entry that is no object is shown unchanged."""
     if not isinstance(named, dict):
         return str(named or "")
     return " ".join(f"{name}{between}{value}" for name, value in named.items())

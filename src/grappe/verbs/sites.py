@@ -1,4 +1,4 @@
-"""grappe sites: the clusters that there are, their facts, and where each fact comes from."""
+"""grappe sites: lists the known clusters, their facts, and each fact's source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grappe.sites.schema import Node
 
 
 def listing() -> Table:
-    """Every site."""
+    """Makes the table of all sites."""
     table = Table("site", "where", "node", "at most", box=None, padding=(0, 2, 0, 0))
     for name in sites.files():
         try:
@@ -31,7 +31,7 @@ def listing() -> Table:
 
 
 def facts(name: str) -> Table:
-    """All that is known of one site; what nobody confirmed is marked."""
+    """Lists all facts of one site; unconfirmed facts are marked."""
     site = sites.find(name)
     table = Table("fact", "value", "source", box=None, padding=(0, 2, 0, 0))
     for key, value in _flat("", dataclasses.asdict(site)):
@@ -45,7 +45,7 @@ def facts(name: str) -> Table:
 
 
 def _marked(marks: Mapping[str, str], key: str) -> str:
-    """The mark of a fact, or of the table that it stands in."""
+    """Returns the mark of a fact, or of the table that contains it."""
     return next((why for fact, why in marks.items() if key == fact or key.startswith(f"{fact}.")), "")
 
 

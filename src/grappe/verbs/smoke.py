@@ -11,13 +11,13 @@ from grappe.verbs.train import run_training
 
 
 def smoke(request: Request) -> str:
-    """Takes one step and saves, then resumes for a second one, in a folder that is thrown away.
+    """Takes one step and saves, then resumes for a second step, in a temporary folder.
 
     Returns:
-        A line that says what worked.
+        A line that lists the successful parts.
 
     Raises:
-        GrappeError: what did not.
+        GrappeError: a part failed.
     """
     with scratch("smoke") as folder:
         first = dataclasses.replace(request, run=folder / "run", options=Options(steps=1))

@@ -1,4 +1,4 @@
-"""Submission: a training and the Slurm job that it becomes, as the user asks for it; needs no torch."""
+"""Submission: a training and the requested Slurm job; needs no torch."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from grappe.fields import Counts, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """How a training is submitted as a Slurm job.
+    """Options of a training's Slurm job.
 
     `grappe submit` has an option for each field, with the docstring under the field as its help.
     """
 
     site: str | None = None
-    """A cluster (see: grappe sites). Default: this one."""
+    """Cluster (see: grappe sites). Default: this one."""
     account: str | None = None
-    """What is billed."""
+    """Account to be billed."""
     time: str | None = None
     """Time limit: 90m, 3h, 1-00:00:00. Default: 1 h."""
     nodes: int | None = None
-    """Default: as few as hold the plan."""
+    """Number of nodes. Default: as few as the plan needs."""
     gpus: Counts = ()
-    """GPUs in all; 1,2,4: a job for each number. Default: as the plan says."""
+    """Total number of GPUs; 1,2,4: a job for each number. Default: as the plan needs."""
     queue: str | None = None
-    """A partition or quality of service."""
+    """Partition or quality of service."""
     name: str | None = None
     """The job's name. Default: the run's."""
     env: str = ""
-    """here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default: the site's."""
+    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default:
+    the site's."""
     wheels: Path | None = None
-    """A folder of wheels, beside the site's."""
+    """Folder of wheels, besides the site's."""
     stage: Path | None = None
-    """A tar archive of data, unpacked to local scratch on each node."""
+    """Tar archive of data, unpacked to local scratch on each node."""
     chain: int = 0
-    """So many jobs in a row, where jobs may not requeue."""
+    """Number of jobs in a row, for sites where jobs may not requeue."""
     restarts: int = 50
-    """How often the job may go back into the queue."""
+    """Maximal number of requeues of the job."""
     doctor: bool = True
-    """Examine the nodes first."""
+    """Examine the nodes with grappe doctor first."""
     base: Path = Path("runs")
-    """The folder of runs."""
+    """Folder of runs."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "chain", "restarts")
@@ -50,11 +51,11 @@ class JobOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A training to submit, and how."""
+    """A training to submit, and its job's options."""
 
     task: str
     arguments: tuple[str, ...]
-    """What train is called with, the task first."""
+    """Arguments of grappe train, the task first."""
     plan: str = ""
     fields: tuple[str, ...] = ()
     run: Path | None = None

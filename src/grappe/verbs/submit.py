@@ -29,27 +29,27 @@ BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A job that waits in the queue; or, only shown, would."""
+    """A submitted job; or with `show`, one that is only rendered."""
 
     run: Path
     job: str
-    """Its id; nothing when it was only shown."""
+    """The job's id; "" if it was only rendered."""
     text: str
-    """The script."""
+    """The script's text."""
     cost: str
 
 
 def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]:
-    """Submits a job, or one for each number of GPUs; with `show`, renders the scripts only.
+    """Submits a job, or one for each number of GPUs; with `show`, only renders the scripts.
 
     Raises:
-        GrappeError: the submission is wrong, or sbatch refuses; nothing waits in the queue then.
+        GrappeError: the submission is wrong, or sbatch rejects a job; the queue then has none of these jobs.
     """
     yield from submit_all([submission], show=show)
 
 
 def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iterator[Submitted]:
-    """Submits several; all are checked before the first is submitted."""
+    """Submits several jobs; all are checked before the first is submitted."""
     scripts = [_script(one, request) for one in submissions for request in _resources(one)]
     texts = [render(one) for one in scripts]
     for number, (script, text) in enumerate(zip(scripts, texts, strict=True)):
@@ -60,10 +60,10 @@ def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iter
 
 
 def judged(submission: Submission) -> Iterator[str]:
-    """What sbatch says that it would do with each script; nothing is submitted, and nothing is left.
+    """Returns sbatch's estimate for each script (--test-only); nothing is submitted, and no files remain.
 
     Raises:
-        GrappeError: the submission is wrong, or sbatch would refuse.
+        GrappeError: the submission is wrong, or sbatch would reject a job.
     """
     for one in [_script(submission, request) for request in _resources(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
@@ -129,10 +129,10 @@ def _site(submission: Submission, plan: Plan) -> Site:
 
 
 def _check_training(submission: Submission, plan: Plan, *, existing: bool) -> None:
-    """A mistyped field is found here, not after hours in a queue, and so is a plan that its engine refuses.
+    """Checks the task's fields and the plan now, so that an error does not appear only after hours in a queue.
 
     Args:
-        existing: whether the job has this command's Python. Another may have packages that this one lacks.
+        existing: whether the job has this command's Python; another Python may have other packages.
     """
     texts = split(submission.fields)
     try:
@@ -160,7 +160,7 @@ def _check_folder(site: Site, folder: Path) -> None:
 
 
 def _environment(text: str) -> str:
-    """The environment's text, paths made absolute."""
+    """Returns the environment's text with absolute paths."""
     if text in ("", "here", "virtualenv", "module") or text.startswith("conda:"):
         return text
     path = Path(text).absolute()

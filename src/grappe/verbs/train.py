@@ -1,4 +1,4 @@
-"""grappe train: trains a task under a plan, or goes on with a run."""
+"""grappe train: trains a task under a plan, or resumes a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.launch.start import start
-from grappe.plan import Plan
+from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.request import Request, Result, make_request
+from grappe.training.request import Request, Result, checked_watchers, data_folder
 from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.logger import check as check_logger
 
@@ -28,22 +29,31 @@ def train(
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
 ) -> Run:
-    """Trains `task` under `plan`, or goes on with the run in `folder`.
+    """Trains `task` under `plan`, or resumes the run in `folder`.
 
     Args:
         task: a task, its class, or its name as on the command line.
         plan: a Plan or its text, "replicate=2"; "" is one process.
         folder: the run's folder; None makes a new one under `base`.
-        data: where datasets are; None: the environment's GRAPPE_DATA, or ./data.
-        fields: texts for the task's fields, when it is given by name.
+        data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
+        fields: texts for the task's fields, if the task is given by name.
         weights: a run or a safetensors file to start from.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
-            "file.py:MyWatcher". They live on process 0, where instances arrive as copies.
+            "file.py:MyWatcher". Watchers run on process 0, which gets copies of instances.
 
     Raises:
-        GrappeError: something is wrong with what was asked; the message says what to do.
+        GrappeError: an argument is wrong or the training failed; the message says what to do.
     """
-    request = make_request(task, plan, folder, data, fields, weights, options, base, watchers)
+    request = Request(
+        task=TaskReference.of(task, fields),
+        plan=as_plan(plan),
+        run=Path(folder) if folder else None,
+        base=Path(base),
+        data=data_folder(data),
+        weights=Path(weights) if weights else None,
+        options=options or Options(),
+        watchers=checked_watchers(watchers),
+    )
     return Run(run_training(request).run)
 
 

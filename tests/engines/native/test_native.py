@@ -1,4 +1,4 @@
-"""What the native engine holds in memory, and what it keeps alike on all processes."""
+"""Tests of the native engine's memory, and of its state's equality on all processes."""
 
 from __future__ import annotations
 

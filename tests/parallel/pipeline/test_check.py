@@ -50,7 +50,9 @@ def test_what_is_done_beside_the_units_is_found(kind: type[nn.Sequential]) -> No
         def model(self) -> nn.Module:
             return kind(*super().model())
 
-    with pytest.raises(PlanError, match=r"units\(\), one after the other, do not give what the model gives"):
+    with pytest.raises(
+        PlanError, match=r"units\(\), one after the other, do not compute what the model computes"
+    ):
         check_units(Beside(), IMAGES)
 
 
@@ -59,5 +61,5 @@ def test_units_that_do_not_fit_each_other_are_found() -> None:
         def model(self) -> nn.Module:
             return Flattened(nn.Conv2d(3, 4, 8), nn.Linear(4, 5))
 
-    with pytest.raises(PlanError, match="each on what the one before gave, and that fails: RuntimeError"):
+    with pytest.raises(PlanError, match=r"each on the previous unit.s output, which fails: RuntimeError"):
         check_units(Odd(), IMAGES)

@@ -1,4 +1,4 @@
-"""Where stages are cut, and which cuts are refused."""
+"""Tests of the cuts between stages, and of refused cuts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_parameters_outside_the_units_are_refused() -> None:
 
 
 class Tied(Images):
-    """Its head is its embedding."""
+    """Model whose head is its embedding."""
 
     def model(self):
         model = Words(8, 2)

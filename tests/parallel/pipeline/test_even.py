@@ -31,7 +31,7 @@ def test_weights_are_filled_with_zeros() -> None:
 
 
 class Given(Images):
-    """Its model's output is the values of its loss."""
+    """Task whose model's output is the values of its loss."""
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output

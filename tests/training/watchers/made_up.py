@@ -1,4 +1,4 @@
-"""What a training says to watchers, made up for tests."""
+"""Synthetic data of watchers' callbacks."""
 
 from __future__ import annotations
 

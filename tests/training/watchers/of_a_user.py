@@ -37,14 +37,17 @@ class Diary(grappe.Watcher):
 
 
 class Gradients(grappe.Watcher):
-    """Writes down which gradients are there."""
+    """Writes down the norm of all gradients, and which are there."""
 
     def started(self, info: grappe.RunInfo) -> None:
         self._file = (info.folder / "gradients.txt").open("w")
 
     def gradients_ready(self, step: int, parameters) -> None:
         names = [name for name, parameter in parameters if parameter.grad is not None]
-        self._file.write(f"{step} {' '.join(names)}\n")
+        norm = sum(
+            float(parameter.grad.square().sum()) for _, parameter in parameters if parameter.grad is not None
+        )
+        self._file.write(f"{step} {norm**0.5} {' '.join(names)}\n")
 
     def ended(self, outcome: grappe.Outcome | None) -> None:
         self._file.close()

@@ -1,4 +1,4 @@
-"""How a training gives its steps to watchers: all of them, in order, in groups unless one wants each."""
+"""Tests of the delivery of steps to watchers: all steps, in order, in groups unless a watcher needs each."""
 
 from __future__ import annotations
 

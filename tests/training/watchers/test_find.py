@@ -9,8 +9,7 @@ import pytest
 
 import grappe
 from grappe.errors import TaskError, UsageError
-from grappe.training.options import Options
-from grappe.training.request import make_request
+from grappe.training.request import checked_watchers
 from grappe.training.run import Run
 from grappe.training.watchers.find import find, make
 from tests.commands import GRAPPE, Command
@@ -43,7 +42,18 @@ def test_a_watcher_is_called_in_order_on_process_0(tmp_path: Path, plan: str, pr
     assert last[:2] == ["ended", "finished"]
     steps = [line.split() for line in (run.folder / "gradients.txt").read_text().splitlines()]
     assert [int(step) for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(len(names) > 1 for _, *names in steps)
+    assert all(len(names) > 1 for _, _, *names in steps)
+
+
+@pytest.mark.parametrize("engine", ["textbook", "lightning"])
+def test_gradients_are_of_the_step_that_uses_them(tmp_path: Path, engine: str) -> None:
+    norms = []
+    for name in ("native", engine):
+        run = grappe.train(Images(), f"engine={name},{HERE}", tmp_path / name, watchers=[Gradients()])
+        norms.append(
+            [float(line.split()[1]) for line in (run.folder / "gradients.txt").read_text().splitlines()]
+        )
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_watch_on_the_command_line(tmp_path: Path) -> None:
@@ -103,5 +113,5 @@ def test_what_is_no_watcher_is_refused(tmp_path: Path) -> None:
 
 def test_a_files_path_holds_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FILE.parent)
-    request = make_request(Images(), HERE, watchers=["of_a_user.py:Diary", Gradients()], options=Options())
-    assert request.watchers[0] == f"{FILE}:Diary"
+    watchers = checked_watchers(["of_a_user.py:Diary", Gradients()])
+    assert watchers[0] == f"{FILE}:Diary"

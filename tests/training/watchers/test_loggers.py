@@ -82,7 +82,7 @@ def test_wandb_offline_has_one_id_over_restarts(tmp_path: Path, monkeypatch: pyt
 
 
 def items(file: Path) -> list[dict]:
-    """What an offline run's file holds of its history: protocol buffers in LevelDB's log format."""
+    """Reads the history in an offline run's file: protocol buffers in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     found = []

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from grappe import Arrays, Task
 from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.training.request import make_request
+from grappe.training.request import Request
+from grappe.training.task_reference import TaskReference
 from grappe.verbs.measure import largest
 
 PLAN = Plan(device="cpu", threads=1)
@@ -56,10 +57,14 @@ class Hungry(Task):
         return torch.optim.SGD(named_parameters, lr=0.1)
 
 
+def _request(task: Task) -> Request:
+    return Request(task=TaskReference.of(task), plan=Plan())
+
+
 def test_memory_ends_it(tmp_path: Path) -> None:
     lines: list[str] = []
     limit = 1 << 30
-    found = largest.largest_batch(make_request(Hungry()), PLAN, tmp_path, limit=limit, note=lines.append)
+    found = largest.largest_batch(_request(Hungry()), PLAN, tmp_path, limit=limit, note=lines.append)
     assert found.too_large is not None
     assert found.batch < found.too_large <= 1024
     assert found.too_large - found.batch <= max(2, found.too_large // 8)
@@ -74,14 +79,14 @@ def test_memory_ends_it(tmp_path: Path) -> None:
 
 
 def test_the_dataset_ends_it(tmp_path: Path) -> None:
-    found = largest.largest_batch(make_request(Hungry(samples=24)), PLAN, tmp_path)
+    found = largest.largest_batch(_request(Hungry(samples=24)), PLAN, tmp_path)
     assert (found.batch, found.too_large) == (24, None)
     assert "all of the dataset" in str(found)
 
 
 def test_another_failure_is_told(tmp_path: Path) -> None:
     with pytest.raises(GrappeError, match="broken"):
-        largest.largest_batch(make_request(Hungry(broken=True)), PLAN, tmp_path)
+        largest.largest_batch(_request(Hungry(broken=True)), PLAN, tmp_path)
 
 
 def test_the_share_of_what_is_free(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What measured points mean, in words: from figures that are made up."""
+"""Tests of the verdict in words, on synthetic figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_slow_process_is_named_with_what_it_is_slow_in() -> None:
     quick = {**COMPUTE, "communication": 0.02}
     slow = {"forward": 0.024, "backward": 0.006}
     told = said(point(quick, quick, slow, quick, plan="replicate=4"))
-    assert "process 2 on a holds the others up" in told
+    assert "process 2 on a delays the others" in told
     assert "most of it in forward" in told
     assert "communication:" not in told  # it is waiting, and has been named
     even = {**COMPUTE, "communication": 0.001}

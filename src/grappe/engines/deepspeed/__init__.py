@@ -31,7 +31,7 @@ from grappe.step.scores import Scores
 
 
 class DeepSpeed(Stepper):
-    """Hands DeepSpeed the task's model and optimizer, and backward a loss that is divided once, by the global count."""
+    """Trains the task's model and optimizer in DeepSpeed's engine; the loss is divided once, by the global count."""
 
     supported_keys = (COMMON | KEYS | {"config"}) - {"tensor", "channels_last", "compile"}
     about = "DeepSpeed's ZeRO 0-3, with offload to host memory or to a disk"
@@ -103,7 +103,7 @@ class DeepSpeed(Stepper):
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
-        """Forward and backward of a microbatch; the sum of losses so far."""
+        """Runs forward and backward of a microbatch; returns the sum of losses so far."""
         self._setup.on_phase(FORWARD)
         scale = float(self._setup.world.data_size)  # DeepSpeed averages over processes
         if not self._held.stage:  # ZeRO scales the loss itself
@@ -120,15 +120,16 @@ class DeepSpeed(Stepper):
         return total
 
     def _update_partitioned(self) -> tuple[Tensor | None, bool]:
-        """ZeRO's own clipping and its own judgement of infinities, which all its processes share."""
+        """Updates with ZeRO's own clipping and its own check for infinities, whose result all processes share."""
         engine, task, plan = self._held.engine, self._setup.task, self._setup.plan
         engine.step()
         applied = engine.was_step_applied()
         if not applied and plan.precision != "fp16":
             # It skips the step in any precision, and would stand still without a word.
             raise DivergedError(
-                "the gradient is not finite, though the loss may be. Nothing was saved over: the last checkpoint is "
-                "from before. Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
+                "the gradient is not finite, though the loss may be. No checkpoint was overwritten: "
+                "the last one is from an earlier step. "
+                "Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
             )
         self._loss_scale.update(not applied)
         if not needs_norm(task, plan):
@@ -136,7 +137,7 @@ class DeepSpeed(Stepper):
         return torch.as_tensor(engine.get_global_grad_norm(), device=self._setup.world.device), not applied
 
     def _update_whole(self) -> tuple[Tensor | None, bool]:
-        """Without ZeRO the gradients are on the parameters, and are clipped as on every other engine."""
+        """Updates without ZeRO: the gradients are on the parameters, and are clipped as on every other engine."""
         norm, skipped = self._clip() if self._clip is not None else (None, False)
         if skipped:
             self._held.engine.zero_grad()

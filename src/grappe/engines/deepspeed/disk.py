@@ -1,4 +1,4 @@
-"""The folder of offload=nvme: checks it, and makes a temporary one in it for each training."""
+"""The folder of offload=nvme: is checked, and holds a temporary folder for each training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY_BYTES = 180_000_000
 
 
 def problem(folder: Path) -> str | None:
-    """Why DeepSpeed could not use `folder`; None: it can."""
+    """Returns the reason why DeepSpeed cannot use `folder`; None: no reason."""
     name = f"offload=nvme:{folder}"
     if not folder.is_dir():
         return f"{name}: there is no such folder: make it, on a local disk (not over the network)"
@@ -46,8 +46,8 @@ def problem(folder: Path) -> str | None:
 
 
 def memory_needed(plan: Plan, needs: Needs) -> float:
-    """Bytes of one process's memory: its gradients, buffers for its largest parameter, one piece of the optimizer's
-    state with its parameters and gradients, a bucket of gradients, and what is whole for a moment."""
+    """Counts bytes of one process's memory: its gradients, buffers for its largest parameter, one piece of optimizer
+    state with its parameters and gradients, a bucket of gradients, and gathered parameters."""
     mine, least = needs.largest / plan.shard, 4 * settings.LEAST_NUMBERS
     passing = (
         settings.BUFFERS * mine + 4 * max(mine, least) + max(needs.largest, least) + 2 * needs.unit(plan)
@@ -56,7 +56,7 @@ def memory_needed(plan: Plan, needs: Needs) -> float:
 
 
 class Scratch:
-    """A temporary folder of this training inside the plan's; nothing where nothing is offloaded to a disk."""
+    """A temporary folder of this training inside the plan's folder; unused without offload to a disk."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._base = settings.nvme_folder(plan) if plan.offload.startswith(settings.NVME) else None
@@ -64,10 +64,10 @@ class Scratch:
         self._mine: Path | None = None
 
     def make(self, numbers: int, said: settings.Settings) -> None:
-        """Makes the folder, and has DeepSpeed's settings say it. Collective.
+        """Makes the folder, and writes its path into DeepSpeed's settings. Collective.
 
         Raises:
-            PlanError: it has too little room for a model of so many numbers, or libaio is missing.
+            PlanError: the disk has too little room for a model of this size, or libaio is missing.
         """
         if self._base is None:
             return
@@ -89,7 +89,7 @@ class Scratch:
             said["zero_optimization"][part]["nvme_path"] = str(self._mine)
 
     def _sweep(self) -> None:
-        """Removes what trainings of this machine left behind that were killed."""
+        """Removes the folders of killed trainings of this machine."""
         assert self._base is not None
         if self._world.process.local_rank == 0 and Path("/proc/self").exists():
             for left in self._base.glob(f"{PREFIX}{socket.gethostname()}-*"):
@@ -99,7 +99,7 @@ class Scratch:
         self._world.barrier()
 
     def close(self) -> None:
-        """Removes it."""
+        """Removes the folder."""
         if self._mine is not None:
             shutil.rmtree(self._mine, ignore_errors=True)
             try:

@@ -1,4 +1,4 @@
-"""The DeepSpeed library: what it needs to be here, how it is started quietly, and how it is left as if never used."""
+"""The DeepSpeed library: its requirements, a start without messages, and a complete clean-up after a training."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ STALE_SECONDS = 300.0  # a compilation writes a file more often
 
 
 def installed() -> bool:
-    """Whether the package is there."""
+    """Returns whether the package is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def load(world: World) -> Any:
-    """The module, silent, for the device of `world`. Called before anything else here."""
+    """Imports the module, silenced, for the device of `world`. Called before any other function of this file."""
     # Chosen at its first import, by what it finds; a machine with a GPU may still train on its CPU.
     os.environ["DS_ACCELERATOR"] = world.device.type
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -52,7 +52,7 @@ def load(world: World) -> Any:
 
 
 def _know_the_processor_once() -> None:
-    """Each of DeepSpeed's operators asks what processor this is, which takes py-cpuinfo seconds to find out."""
+    """Caches the processor's description: py-cpuinfo needs seconds for it, and each of DeepSpeed's operators asks."""
     import cpuinfo
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
@@ -60,7 +60,7 @@ def _know_the_processor_once() -> None:
 
 
 class Communication:
-    """DeepSpeed over torch's process groups, which are there but for one process alone, until `leave`."""
+    """DeepSpeed's communication over torch's process groups (made here for a single process), until `leave`."""
 
     def __init__(self, world: World) -> None:
         from deepspeed import comm
@@ -77,7 +77,7 @@ class Communication:
         comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def leave(self) -> None:
-        """Forgets the process groups of this training: the next one in this process has others."""
+        """Forgets the process groups of this training: the next training in this process has others."""
         forget_previous_trainings()
         if self._rank_before is None:
             os.environ.pop("LOCAL_RANK", None)
@@ -89,9 +89,9 @@ class Communication:
 
 @contextlib.contextmanager
 def linear(zero3: bool) -> Iterator[None]:
-    """Context with torch's linear, or the one of ZeRO 3, which keeps no gathered weight.
+    """Context with torch's linear function, or with that of ZeRO 3, which keeps no gathered weight.
 
-    DeepSpeed replaces it for all models of the process, and for ever, by one that sums in another order.
+    DeepSpeed replaces torch's function for all models of the process, for ever, by one that sums in another order.
     """
     before = functional.linear
     if zero3:
@@ -105,15 +105,15 @@ def linear(zero3: bool) -> Iterator[None]:
 
 
 def return_memory() -> None:
-    """Has the C library return what is freed in blocks of a megabyte or more, instead of keeping it for later.
+    """Makes the C library return freed blocks of a megabyte or more to the system, instead of keeping them for later.
 
-    By itself glibc comes to keep blocks of up to 32 MiB, more and more of them with what goes to the disk and back.
+    By default glibc keeps blocks of up to 32 MiB; their number grows with the data that goes to the disk and back.
     """
     memory.mallopt(mmap=1 << 20)
 
 
 def _extensions() -> Path:
-    """Where operators are compiled: in this environment, as two of one user would compile each other's anew."""
+    """Returns the folder of compiled operators, one per Python environment: two would recompile each other's."""
     inside = Path(sys.prefix) / "torch_extensions"
     if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
         os.environ["TORCH_EXTENSIONS_DIR"] = str(inside)
@@ -121,7 +121,7 @@ def _extensions() -> Path:
 
 
 def forget_killed_builds(folder: Path) -> None:
-    """Removes the locks of compilations that were killed: torch would wait for them for ever."""
+    """Removes the locks of killed compilations: torch would wait for these locks for ever."""
     for lock in folder.glob("**/lock"):
         newest = max(file.stat().st_mtime for file in lock.parent.iterdir())
         if time.time() - newest > STALE_SECONDS:
@@ -130,7 +130,7 @@ def forget_killed_builds(folder: Path) -> None:
 
 @functools.cache
 def builds(builder: str) -> bool:
-    """Whether one of DeepSpeed's operators ("CPUAdamBuilder") is there, or can be compiled, and loads."""
+    """Returns whether one of DeepSpeed's operators ("CPUAdamBuilder") exists or can be compiled, and loads."""
     from deepspeed.accelerator import get_accelerator
 
     forget_killed_builds(_extensions())
@@ -145,7 +145,7 @@ def builds(builder: str) -> bool:
 
 
 def built_everywhere(builder: str, world: World) -> bool:
-    """The same on every process, compiled by the first of each machine and not by all at once. Collective."""
+    """Builds the operator on every process; only the first process of each machine compiles it. Collective."""
     first = world.process.local_rank == 0
     mine = builds(builder) if first else True
     world.barrier()
@@ -154,6 +154,6 @@ def built_everywhere(builder: str, world: World) -> bool:
 
 
 def check_libaio(world: World) -> None:
-    """Raises PlanError where DeepSpeed cannot read and write a disk. Collective."""
+    """Raises PlanError if DeepSpeed cannot read and write a disk. Collective."""
     if not built_everywhere("AsyncIOBuilder", world):
         raise PlanError(LIBAIO)

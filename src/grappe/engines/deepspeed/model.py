@@ -1,4 +1,4 @@
-"""DeepSpeedModel: the task's model and optimizer in DeepSpeed's engine, whoever runs the training loop."""
+"""DeepSpeedModel: the task's model and optimizer in DeepSpeed's engine, for any training loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grappe.step.scores import Scores
 
 
 class DeepSpeedModel:
-    """A model, its optimizer and schedule, as `deepspeed.initialize` was given them. Collective in all it does."""
+    """A model, its optimizer and schedule, as passed to `deepspeed.initialize`. All methods are collective."""
 
     train_state: TrainState
 
@@ -47,7 +47,7 @@ class DeepSpeedModel:
         self._carrier.train()
 
     def _make_model(self) -> tuple[nn.Module, settings.Settings]:
-        """The model with its values, split where ZeRO 3 is asked for, and DeepSpeed's settings."""
+        """Makes the model with its values, partitioned under ZeRO 3, and DeepSpeed's settings."""
         task, plan, world, weights = (
             self._setup.task,
             self._setup.plan,
@@ -98,11 +98,11 @@ class DeepSpeedModel:
         return PartitionedState(Partitioned(self.module, wrapped, self.stage, world.rank), **parts)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The scores over all data slices."""
+        """Computes the scores over all data slices."""
         return evaluate(self._carrier, self._setup, batches, samples)
 
     def close(self) -> None:
-        """Ends DeepSpeed's engine, and frees what it holds."""
+        """Ends DeepSpeed's engine, and frees its memory."""
         self.engine.destroy()
         # What it is made of refers to itself: its memory, and what its destructors do, must not wait for later.
         del self.engine, self._carrier, self.module, self.train_state, self.named
@@ -112,7 +112,7 @@ class DeepSpeedModel:
 
 
 class _Carrier(nn.Module):
-    """The model in its precision: DeepSpeed switches autocast off where it finds it around itself."""
+    """The model in the plan's precision: DeepSpeed switches off an autocast context around its engine."""
 
     def __init__(self, model: nn.Module, precision: AbstractContextManager[Any]) -> None:
         super().__init__()

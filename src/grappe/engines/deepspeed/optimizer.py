@@ -1,4 +1,4 @@
-"""Chooses the optimizer that DeepSpeed steps: the task's, or DeepSpeed's kernel of the same Adam where it is faster."""
+"""Chooses the optimizer that DeepSpeed steps: the task's, or DeepSpeed's kernel of the same Adam if it is faster."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ ELEMENTWISE = frozenset({
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:
-    """Raises PlanError where flattening parameters would change what the optimizer does."""
+    """Raises PlanError if the optimizer would compute other updates on flattened parameters."""
     kind = type(optimizer)
     known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith(("torch.optim", "deepspeed."))
     if stage and not known:
         raise PlanError(
             f"engine=deepspeed with shard or offload hands the optimizer flat pieces of several parameters, and "
-            f"{kind.__name__} may look at whole matrices: use replicate=N, or engine=native, which keeps them whole"
+            f"{kind.__name__} may need whole matrices: use replicate=N, or engine=native, which keeps them whole"
         )
 
 
 def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, str]:
-    """DeepSpeed's kernel of the task's optimizer, or that optimizer; and how to say so. Collective."""
+    """Returns DeepSpeed's kernel of the task's optimizer, or that optimizer; and its description. Collective."""
     name = type(optimizer).__name__
     if not _plain_adam(optimizer):
         return optimizer, f"torch's {name}"
@@ -52,7 +52,7 @@ def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, s
 
 
 def counting_as(saved: SavedState, optimizer: Optimizer) -> SavedState:
-    """`saved`, its step counters as `optimizer` keeps them: DeepSpeed's kernels have numbers, torch has tensors."""
+    """Converts step counters of `saved` to `optimizer`'s type: numbers for DeepSpeed's kernels, tensors for torch."""
     numbers = type(optimizer).__module__.startswith("deepspeed.")
     plain = {name: dict(state) for name, state in saved.values.get("optimizer", {}).items()}
     tensors: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ def counting_as(saved: SavedState, optimizer: Optimizer) -> SavedState:
 
 
 class _Changed(InMemory):
-    """Weights with some added and some left out."""
+    """Weights with some tensors added and some removed."""
 
     def __init__(self, weights: Weights, added: dict[str, Tensor], dropped: set[str]) -> None:
         super().__init__(added)
@@ -95,7 +95,7 @@ class _Changed(InMemory):
 
 
 def _plain_adam(optimizer: Optimizer) -> bool:
-    """Whether it is Adam or AdamW, with no option that DeepSpeed's kernels do not have."""
+    """Returns whether the optimizer is Adam or AdamW, with options that DeepSpeed's kernels have."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     groups = optimizer.param_groups
@@ -105,7 +105,7 @@ def _plain_adam(optimizer: Optimizer) -> bool:
 
 
 def _decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether weight decay is AdamW's, which Adam's own option asks for as well."""
+    """Returns whether weight decay is AdamW's; an option of Adam requests the same."""
     return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
 
 
@@ -131,10 +131,10 @@ def _cpu_adam(optimizer: Optimizer) -> Optimizer:
 
 
 def _fresh_powers(optimizer: Any, *_: Any) -> None:
-    """Has the kernel compute beta to the power of the step anew.
+    """Makes the kernel compute beta to the power of the step anew.
 
-    Else it multiplies from step to step, and a training that goes on from a checkpoint, where it cannot, would
-    have other bits than one that never stopped.
+    Otherwise the kernel multiplies from step to step, which a resumed training cannot do: a resumed training would
+    have other bits than an uninterrupted one.
     """
     first, kernel, number = optimizer.param_groups[0], optimizer.ds_opt_adam, optimizer.opt_id
     kernel.destroy_adam(number)

@@ -1,4 +1,4 @@
-"""Makes a model with its parameters partitioned from the beginning: no process ever holds the whole model."""
+"""Makes a model whose parameters are partitioned from the beginning: no process ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grappe.private_api.torch import module_buffers, module_parameters
 
 
 def partitioned(model: nn.Module, weights: Weights, device: torch.device, settings: Settings) -> None:
-    """Gives a model on the meta device its buffers and, split by `deepspeed.zero.Init`, its parameters. Collective.
+    """Fills a model on the meta device with its buffers, and with parameters that zero.Init partitions. Collective.
 
     Raises:
         TaskError: a parameter or buffer has no value in `weights`, or another shape.
@@ -38,9 +38,9 @@ def _check(model: nn.Module, weights: Weights) -> None:
 
 
 class _OneByOne(nn.Module):
-    """What looks like a module to zero.Init; each parameter gets its memory and values when it is asked for.
+    """Stand-in for a module in zero.Init; each parameter gets its memory and values when it is requested.
 
-    Init splits a parameter before it asks for the next.
+    zero.Init partitions a parameter before it requests the next.
     """
 
     def __init__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:

@@ -11,15 +11,15 @@ from torch import nn
 from grappe.errors import TaskError
 from grappe.launch.world import World
 
-INSTEAD = "use engine=native, which goes by names"
+INSTEAD = "use engine=native, which matches gradients by name"
 
 
 class Reached:
-    """Watches in what order parameters get their gradients.
+    """Records the order in which parameters get their gradients.
 
-    DeepSpeed gathers gradients in buckets as they come and sums the buckets over processes by position: where one
-    process's backward took another way, gradients of different parameters were added up, without a word. And it has
-    zeros for a parameter that gets none, which weight decay and momentum would move all the same.
+    DeepSpeed gathers gradients in buckets as they come and sums the buckets over processes by position: if one
+    process's backward has another order, gradients of different parameters are added up without an error. DeepSpeed has
+    zeros for a parameter without a gradient, which weight decay and momentum would still change.
     """
 
     def __init__(self, model: nn.Module, stage: int, world: World) -> None:
@@ -37,7 +37,7 @@ class Reached:
         """Checks a step after its last backward, before the update. Collective in the first step.
 
         Raises:
-            TaskError: no process's samples reached some parameter, or processes or steps differ.
+            TaskError: a parameter got no gradient on any process, or processes or steps differ.
         """
         found = list(self._fired) if self._ordered else sorted(set(self._fired))
         self._fired.clear()
@@ -74,7 +74,7 @@ class Reached:
             else "has zeros for what is not reached, which weight decay and momentum would move all the same"
         )
         raise TaskError(
-            f"the model takes different ways for different samples: {some} and {others} reach {what}. "
+            f"the model uses different parameters for different samples: {some} and {others} reach {what}. "
             f"DeepSpeed {why}: {INSTEAD}"
         )
 
@@ -84,7 +84,7 @@ class Reached:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Context in which an error that stage 3 raises on comparing processes is explained.
+    """Context that explains an error that stage 3 raises when it compares processes.
 
     Raises:
         TaskError: the model used parameters in another order on another process.
@@ -95,6 +95,6 @@ def explained() -> Iterator[None]:
         if "disagreement on list contents" not in str(error):
             raise
         raise TaskError(
-            "the model takes different ways for different samples, on different processes. DeepSpeed's stage 3 "
+            "the model uses different parameters for different samples, on different processes. DeepSpeed's stage 3 "
             f"gathers parameters in one order everywhere: {INSTEAD}"
         ) from error

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: what the plan and the task say, over what the user's own ds_config.json says."""
+"""DeepSpeed's settings: those of the plan and the task take precedence over the user's own ds_config.json."""
 
 from __future__ import annotations
 
@@ -40,44 +40,44 @@ FREE = {
     "zero_optimization.offload_param": {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu"},
 }  # fmt: skip
 OURS = {
-    "optimizer": "the task's optimizer() says it",
-    "scheduler": "the task's schedule() says it",
-    "amp": "precision=fp16 or bf16 in the plan says it, as autocast",
-    "torch_autocast": "precision=fp16 or bf16 in the plan says it, as autocast",
+    "optimizer": "the task's optimizer() sets it",
+    "scheduler": "the task's schedule() sets it",
+    "amp": "precision=fp16 or bf16 in the plan sets it, as autocast",
+    "torch_autocast": "precision=fp16 or bf16 in the plan sets it, as autocast",
     "communication_data_type": "reductions are in fp32, in every precision",
     "data_types": "parameters and gradients are in fp32, in every precision",
     "gradient_predivide_factor": "gradients are divided once, by the global count",
     "prescale_gradients": "gradients are divided once, by the global count",
-    "activation_checkpointing": "recompute in the plan says it",
-    "tensor_parallel": "tensor=N in the plan, with engine=native, says it",
+    "activation_checkpointing": "recompute in the plan sets it",
+    "tensor_parallel": "tensor=N in the plan, with engine=native, sets it",
     "checkpoint": "checkpoints are grappe's own",
 }
 
 
 class Said(NamedTuple):
-    """What plan and task say of one setting."""
+    """A setting's value according to plan and task."""
 
     value: Any
     where: str
 
 
 def stage(plan: Plan) -> int:
-    """The ZeRO stage: 0 for replicas."""
+    """Returns the ZeRO stage: 0 for replicas."""
     return plan.zero if plan.shard > 1 or plan.offload != "none" else 0
 
 
 def offload_device(plan: Plan) -> str:
-    """none, cpu or nvme."""
+    """Returns the kind of offload: none, cpu or nvme."""
     return plan.offload.partition(":")[0]
 
 
 def nvme_folder(plan: Plan) -> Path:
-    """The folder of offload=nvme:FOLDER."""
+    """Returns the folder of offload=nvme:FOLDER."""
     return Path(plan.offload.removeprefix(NVME)).expanduser()
 
 
 def said(plan: Plan, task: Task | None) -> dict[str, Said]:
-    """By the setting's path in a ds_config.json: what the plan, and the task where it is known, say of it."""
+    """Maps a setting's path in a ds_config.json to its value according to the plan, and to the task if it is known."""
     device = offload_device(plan)
     replicas = f"replicate={plan.replicate}" if plan.replicate > 1 else "no shard"
     found = {
@@ -107,10 +107,10 @@ def said(plan: Plan, task: Task | None) -> dict[str, Said]:
 
 
 def read(plan: Plan) -> Settings:
-    """The user's own file; nothing without one.
+    """Reads the user's own file; empty without one.
 
     Raises:
-        PlanError: it is not there, or is not a JSON object.
+        PlanError: the file is missing, or is not a JSON object.
     """
     if plan.config == "none":
         return {}
@@ -127,10 +127,10 @@ def read(plan: Plan) -> Settings:
 
 
 def allowed(plan: Plan, task: Task | None) -> Settings:
-    """What of the user's file goes to DeepSpeed beside the plan.
+    """Returns the settings of the user's file that DeepSpeed gets besides the plan.
 
     Raises:
-        PlanError: a setting contradicts the plan or the task, or is none that may be given; all are named.
+        PlanError: a setting contradicts the plan or the task, or is not allowed; the message names all of them.
     """
     problems: list[str] = []
     kept = _walk(read(plan), "", said(plan, task), task is None, problems)
@@ -174,11 +174,11 @@ def _refused(path: str, at: str, known: Mapping[str, Said]) -> str:
 
 
 def settings(plan: Plan, task: Task, numbers: int, largest: int, cuda: bool) -> Settings:
-    """All of them, for `deepspeed.initialize`.
+    """Returns all settings for `deepspeed.initialize`.
 
     Args:
-        numbers: of the model's parameters together.
-        largest: of its largest parameter.
+        numbers: the model's number of parameters.
+        largest: the number of elements of its largest parameter.
 
     Raises:
         PlanError: the user's file contradicts the plan or the task.
@@ -227,7 +227,7 @@ def _offload(plan: Plan, numbers: int, largest: int, cuda: bool) -> Settings:
 
 
 def _over(base: Settings, given: Settings) -> Settings:
-    """`base`, and the user's settings where they say something else."""
+    """Merges the user's settings over `base`."""
     merged = dict(base)
     for name, value in given.items():
         before = merged.get(name)

@@ -1,6 +1,6 @@
-"""Converts what DeepSpeed holds to named whole tensors, one at a time, and back, by its safe_get and safe_set.
+"""Converts DeepSpeed's state to named whole tensors, one at a time, and back, by its safe_get and safe_set functions.
 
-Its own checkpoints are pickles, and are not used.
+DeepSpeed's own checkpoints are pickles, and are not used.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Partitioned:
     """The parameters and optimizer state of a ZeRO optimizer of stage 1 to 3.
 
     Args:
-        wrapped: DeepSpeed's ZeRO optimizer, around the one that was given to it.
+        wrapped: DeepSpeed's ZeRO optimizer, which wraps the given one.
     """
 
     def __init__(self, model: nn.Module, wrapped: Any, stage: int, rank: int) -> None:
         self._model, self._wrapped, self._stage, self._rank = model, wrapped, stage, rank
 
     def shapes(self) -> dict[str, Tensor]:
-        """Every tensor of the state by name, on the meta device."""
+        """Returns every tensor of the state by name, on the meta device."""
         found = {}
         for name, parameter in self._model.named_parameters():
             found[f"{MODEL}{name}"] = _meta(parameter)
@@ -44,12 +44,12 @@ class Partitioned:
         return found
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """By parameter: what of its state is no tensor."""
+        """Returns, by parameter, the entries of its state that are not tensors."""
         counters = {k: v for k, v in self._keys()[1].items() if not isinstance(v, Tensor) and v is not None}
         return {name: dict(counters) for name, _ in self._trained()} if counters else {}
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that `shapes` names, in its order, whole, one at a time. Collective."""
+        """Yields the whole tensors of `shapes`, in the same order, one at a time. Collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         for name, parameter in self._model.named_parameters():
@@ -68,7 +68,7 @@ class Partitioned:
                     yield f"{OPTIMIZER}{name}.{key}", value
 
     def restore(self, saved: SavedState) -> None:
-        """Puts back what `values` and `plain` gave, under this or another number of processes. Collective."""
+        """Restores the results of `values` and `plain`, on the same or another number of processes. Collective."""
         if not saved.model_loaded:
             self._restore_parameters(ModelWeights(saved.tensors))
         split, counters = saved_keys(saved, {name: _shape(p) for name, p in self._trained()})
@@ -80,7 +80,7 @@ class Partitioned:
                 self._set(parameter, saved.tensors.read(f"{OPTIMIZER}{name}.{key}"), key)
 
     def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """Sets the optimizer's state `key` of a parameter, or its own copy of the parameter, from a whole tensor."""
+        """Sets a parameter's optimizer state `key`, or the optimizer's copy of the parameter, from a whole tensor."""
         from deepspeed import utils
 
         value = value.to(parameter.device, torch.float32)
@@ -103,13 +103,13 @@ class Partitioned:
         return private.is_swapped(self._wrapped, group)
 
     def _set_swapped(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """On the disk; safe_set_local_… compares with a parameter that is not in memory."""
+        """Sets a state on the disk; safe_set_local_… would compare it with a parameter that is not in memory."""
         part, group = private.state_partition(self._wrapped, parameter, key)
         part.data.copy_(value)
         private.swap_out(self._wrapped, group)
 
     def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """This process's numbers of a whole tensor, filled up with zeros as DeepSpeed does."""
+        """Returns this process's part of a whole tensor, padded with zeros as DeepSpeed does."""
         size = parameter.partition_numel()
         part = value.new_zeros(size)
         mine = value.flatten()[size * self._rank : size * (self._rank + 1)]
@@ -126,7 +126,7 @@ class Partitioned:
                 self._set(parameter, value, None)
 
     def _make_states(self, split: list[str], counters: dict[str, Any]) -> None:
-        """Gives the given optimizer the state that it would have made in its first step, of zeros."""
+        """Makes the optimizer state of zeros that the given optimizer would make in its first step."""
         optimizer = self._wrapped.optimizer
         for index, flat in enumerate(self._flat):
             swapped = self._stage == 3 and private.is_swapped(self._wrapped, index)
@@ -148,16 +148,16 @@ class Partitioned:
             self._link()
 
     def _link(self) -> None:
-        """Tells stages 1 and 2 where each parameter's state lies in the flat ones.
+        """Links each parameter's state to its part of the flat state, for stages 1 and 2.
 
-        DeepSpeed does so once, after the first group's first step, when the other groups have no state yet.
+        DeepSpeed links once, after the first group's first step, when the other groups have no state yet.
         """
         if self._stage < 3:
             private.link_states(self._wrapped)
 
     @contextlib.contextmanager
     def gathered(self, parameter: nn.Parameter, changed: bool = False) -> Iterator[None]:
-        """Inside, the parameter is whole; `changed`: on process 0, and then on all, to another value. Collective."""
+        """Context with the whole parameter; `changed`: process 0 changes the value for all processes. Collective."""
         if self._stage < 3:
             yield
             return
@@ -171,13 +171,13 @@ class Partitioned:
 
     @property
     def _flat(self) -> list[Tensor]:
-        """This process's part of the parameters, flattened: what the given optimizer really steps."""
+        """Returns this process's part of the parameters, flattened, which the given optimizer steps."""
         if self._stage == 3:
             return self._wrapped.fp32_partitioned_groups_flat
         return self._wrapped.single_partition_of_fp32_groups
 
     def _keys(self) -> tuple[list[str], dict[str, Any]]:
-        """The keys of state that is split as the parameters are, and what is alike for all parameters."""
+        """Returns the keys of state that is partitioned like the parameters, and the state common to all parameters."""
         optimizer = self._wrapped.optimizer
         split: list[str] = []
         alike: dict[str, Any] = {}
@@ -193,7 +193,7 @@ class Partitioned:
 
 
 def saved_keys(saved: SavedState, shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], dict[str, Any]]:
-    """Of a saved optimizer state: the keys that have their parameter's shape, and what is alike for all parameters."""
+    """Returns a saved optimizer state's keys of their parameter's shape, and the state common to all parameters."""
     split: list[str] = []
     alike: dict[str, Any] = {}
     for full in saved.tensors:
@@ -210,7 +210,7 @@ def saved_keys(saved: SavedState, shapes: dict[str, tuple[int, ...]]) -> tuple[l
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """The whole parameter's shape, wherever its numbers are."""
+    """Returns the whole parameter's shape, partitioned or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -26,26 +26,26 @@ from grappe.step.precision import LossScale
 
 
 class WholeState:
-    """As ModelState, with an optimizer that may be DeepSpeed's own."""
+    """A ModelState whose optimizer may be DeepSpeed's own."""
 
     def __init__(self, own: ModelState, optimizer: Optimizer) -> None:
         self._own, self._optimizer = own, optimizer
 
     def state(self) -> State:
-        """What to save."""
+        """Returns the state to save."""
         return self._own.state()
 
     def restore(self, saved: SavedState) -> None:
-        """Continues from what `state` gave."""
+        """Restores a state that `state` returned."""
         self._own.restore(counting_as(saved, self._optimizer))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters and buffers. Collective."""
+        """Yields whole parameters and buffers. Collective."""
         return self._own.export()
 
 
 class PartitionedState:
-    """Parameters and optimizer state that are split over the processes; buffers and the rest are as elsewhere."""
+    """The state of a model whose parameters and optimizer state are partitioned over processes; buffers are not."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PartitionedState:
         self._schedule, self._world, self._loss_scale = schedule, world, loss_scale
 
     def state(self) -> State:
-        """What to save: shapes, and a stream of whole tensors."""
+        """Returns the state to save: shapes, and a stream of whole tensors."""
         values: dict[str, Any] = {
             "optimizer": self._partitioned.plain(),
             "scale": self._loss_scale.state(),
@@ -75,12 +75,12 @@ class PartitionedState:
         )
 
     def restore(self, saved: SavedState) -> None:
-        """Continues from what `state` gave, or another engine's state. Collective."""
+        """Restores a state that `state` returned, or another engine's state. Collective."""
         restore_buffers(self._model, self._world, saved)
         self._partitioned.restore(counting_as(saved, self._optimizer))
         replay(self._schedule, saved)
         self._loss_scale.restore(saved.values.get("scale", {}))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters and buffers, one at a time. Collective."""
+        """Yields whole parameters and buffers, one at a time. Collective."""
         return export(self._model, self._world, self._partitioned.gathered)

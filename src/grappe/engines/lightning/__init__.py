@@ -1,4 +1,4 @@
-"""The Lightning engine: lightning.Trainer runs the loop over the task's parts; grappe's watchers are its callback."""
+"""The Lightning engine: lightning.Trainer runs the training loop, with grappe's watchers as one callback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTALL = "engine=lightning needs the package lightning: pip install 'grappe[lig
 
 
 class Lightning(Engine):
-    """Hands Lightning's Trainer a training's parts: torch's own, or DeepSpeed's where the plan offloads."""
+    """Trains in Lightning's Trainer, with torch's parallelism, or with DeepSpeed's if the plan offloads."""
 
     supported_keys = COMMON | KEYS
     about = "lightning.Trainer and its strategies: DDP, FSDP2 with tensor parallelism, DeepSpeed for offload"

@@ -1,4 +1,4 @@
-"""Runs one `Trainer.fit` over a training's parts: the module, the loader, the callback and where it runs."""
+"""Runs one `Trainer.fit` over a training's parts: the module, the loader, the callback and the environment."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed"}
 
 
 def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> None:
-    """Has Lightning step through `batches`, calling `after` after each step, until they end or it returns True.
+    """Lets Lightning take a step for each of `batches`; `after` follows each step. Ends if `after` returns True.
 
     Args:
-        first: for a dry run where there is DDP, see grappe.parallel.replicate.
+        first: a microbatch for a dry run under DDP, see grappe.parallel.replicate.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -45,7 +45,7 @@ def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> No
 
 
 def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Trainer:
-    """A Trainer that has the plan's strategy and precision, and none of what grappe does itself. Collective."""
+    """Makes a Trainer with the plan's strategy and precision, without features that grappe has itself. Collective."""
     plan, world = parts.steps.setup.plan, parts.steps.setup.world
     trainer = Trainer(
         accelerator=world.device.type,
@@ -70,7 +70,7 @@ def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Traine
 
 
 class Carrier(LightningModule):
-    """What Lightning trains: the task's model, and hooks that call the engine's steps."""
+    """The module that Lightning trains: the task's model, and hooks that call the engine's steps."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Carrier(LightningModule):
         self._steps = steps
 
     def configure_model(self) -> None:
-        """FSDP2 and tensor parallelism have been applied when the engine was made, before weights were read."""
+        """Does nothing: FSDP2 and tensor parallelism were applied when the engine was made, before reading weights."""
 
     def configure_optimizers(self) -> Any:
         if self._steps.schedule is None:
@@ -100,7 +100,7 @@ class Carrier(LightningModule):
 
 
 class Watchers(Callback):
-    """All our watchers, as one callback of Lightning's."""
+    """All of grappe's watchers, as one callback of Lightning."""
 
     def __init__(self, steps: Steps, first: Item, after: After) -> None:
         self._steps, self._first, self._after = steps, first, after
@@ -122,8 +122,8 @@ class Watchers(Callback):
 class Loader:
     """The microbatches of all steps in order.
 
-    Its length is that of the whole training: given one, Lightning reads no batch before its turn, which would
-    count as seen in what is saved. It ends where `batches` end.
+    The length is that of the whole training: with a length, Lightning reads no batch ahead of its step, which would
+    count as seen in a checkpoint. The iteration ends with `batches`.
     """
 
     def __init__(self, steps: Steps, batches: Iterable[Batch]) -> None:
@@ -141,7 +141,7 @@ class Loader:
 
 
 class Here(ClusterEnvironment):
-    """This process's rank and size, from grappe: Lightning's own SLURMEnvironment would take our signals over."""
+    """This process's rank and world size, from grappe: Lightning's SLURMEnvironment would replace signal handlers."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Here(ClusterEnvironment):
 
 
 class _NoSignals:
-    """In place of Lightning's handler of SIGTERM, which broadcasts from inside the handler. Ours stay."""
+    """Replaces Lightning's SIGTERM handler, which broadcasts inside the handler; grappe's handlers stay."""
 
     received_sigterm = False
 

@@ -1,4 +1,4 @@
-"""Offloaded: a training's parts under Lightning where DeepSpeed's stage 3 offloads parameters and optimizer state."""
+"""Offloaded: a training's parts under Lightning when DeepSpeed's stage 3 offloads parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grappe.step.scores import Scores
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Why DeepSpeed cannot offload this plan under Lightning; None: it can. Pure."""
+    """Returns the reason why DeepSpeed cannot offload this plan under Lightning; None: no reason. Pure."""
     for key in ("tensor", "compile", "channels_last"):
         if key in plan.changed_keys():
             return f"engine=lightning offloads by DeepSpeed, which has no {key}: leave it out"
@@ -34,7 +34,7 @@ def unsupported_reason(plan: Plan) -> str | None:
 
 
 class Offloaded:
-    """The model, its state and its evaluation are as in the deepspeed engine; the loop is Lightning's."""
+    """The parts of the deepspeed engine (model, state, evaluation) in Lightning's loop."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -62,7 +62,7 @@ class Offloaded:
         return torch.as_tensor(self._held.engine.get_global_grad_norm(), device=self._setup.world.device)
 
     def strategy(self, first: Item) -> Any:
-        """Lightning's DeepSpeed strategy."""
+        """Makes Lightning's DeepSpeed strategy."""
         from grappe.engines.lightning.stage3 import Stage3
         from grappe.engines.lightning.strategies import placed
 
@@ -70,16 +70,16 @@ class Offloaded:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Context of all steps: ZeRO 3's linear, and errors in the user's words."""
+        """Context of all steps: ZeRO 3's linear function, and errors explained for the user."""
         with library.linear(zero3=True), explained():
             yield
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The scores over all data slices. Collective."""
+        """Computes the scores over all data slices. Collective."""
         return self._held.evaluate(batches, samples)
 
     def remarks(self) -> Sequence[str]:
-        """DeepSpeed's version, and the optimizer that it steps."""
+        """Returns DeepSpeed's version, and the optimizer that it steps."""
         return (self._held.remark,)
 
     def close(self) -> None:

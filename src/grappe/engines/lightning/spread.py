@@ -1,4 +1,4 @@
-"""Spread: a training's parts under Lightning where torch alone spreads the model: DDP, FSDP2 and tensor parallelism."""
+"""Spread: a training's parts under Lightning with torch's own parallelism: DDP, FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grappe.step.scores import Scores
 
 
 class Spread:
-    """The model as `parallelize` gives it; Lightning wraps it in DDP where the plan replicates."""
+    """The model that `parallelize` returns; Lightning wraps it in DDP if the plan replicates."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -58,22 +58,22 @@ class Spread:
         return None if self._clipping is None else self._clipping()[0]
 
     def strategy(self, first: Item) -> Any:
-        """Lightning's strategy for the plan. Collective."""
+        """Makes Lightning's strategy for the plan. Collective."""
         from grappe.engines.lightning import strategies
 
         return strategies.choose(self.steps, first)
 
     def training(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing is needed around the steps."""
+        """Context of all steps; does nothing."""
         return contextlib.nullcontext()
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The scores over all data slices. Collective."""
+        """Computes the scores over all data slices. Collective."""
         return evaluate(self.steps.model, self._setup, batches, samples)
 
     def remarks(self) -> Sequence[str]:
-        """Nothing to say."""
+        """Returns no remarks."""
         return ()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""

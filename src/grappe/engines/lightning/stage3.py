@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeed strategy over an engine of DeepSpeed's that is there already."""
+"""Lightning's DeepSpeed strategy over an existing DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class AsItIs(DeepSpeedPrecision):
-    """DeepSpeed's backward and step as Lightning calls them; batches stay as they are, with the counts in them."""
+    """DeepSpeed's backward and step in the form that Lightning calls; batches keep their counts unconverted."""
 
     def convert_input(self, data: Any) -> Any:
         return data
 
 
 class Stage3(DeepSpeedStrategy):
-    """On CPUs too; DeepSpeed was initialized before, with settings that are checked against the plan.
+    """Lightning's strategy, on CPUs too; DeepSpeed is initialized already, with settings checked against the plan.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -48,4 +48,4 @@ class Stage3(DeepSpeedStrategy):
         return self.lightning_module.training_step(*arguments, **options)  # pyrefly: ignore
 
     def teardown(self) -> None:
-        """Leaves everything as it is."""
+        """Does nothing: the model stays on its device, for evaluation and saving."""

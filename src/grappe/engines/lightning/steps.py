@@ -1,4 +1,4 @@
-"""Steps: what Lightning's hooks call, whatever its strategy."""
+"""Steps: the parts of a step that Lightning's hooks call, for every strategy."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from grappe.step.scores import Scores
 
 
 class Item(NamedTuple):
-    """What Lightning takes for a batch: one microbatch of a step."""
+    """One microbatch of a step, which Lightning handles as a batch."""
 
     batch: Batch
     micro: Microbatch
     last: bool
-    """Whether the optimizer steps after it."""
+    """Whether the optimizer steps after this microbatch."""
 
 
 class Steps:
     """The forward, the loss and the clipping of each step.
 
     Args:
-        forward: what is called with a microbatch's inputs.
-        gradient_divisor: by what the gradients will be divided afterwards, by Lightning and its strategy.
-        switch: called before each item with whether it is the step's last.
-        loss_context: what the loss runs in.
-        clip: called between the step's last backward and its update; gives the gradient's norm, if it knows it.
-        after_update: called after the update; likewise.
+        forward: the function that is called with a microbatch's inputs.
+        gradient_divisor: the number by which Lightning and its strategy divide the gradients afterwards.
+        switch: callback before each item, with whether it is the step's last item.
+        loss_context: the context in which the loss runs.
+        clip: callback between the step's last backward and its update; returns the gradient's norm, if known.
+        after_update: callback after the update; returns the gradient's norm, if known.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Steps:
         self._lr = 0.0
 
     def begin(self, item: Item) -> None:
-        """Before an item."""
+        """Begins an item."""
         if item.micro is item.batch.microbatches[0]:
             seed_dropout(self.setup.task.seed, item.batch.step, self.setup.world)
             self._total = None
@@ -80,7 +80,7 @@ class Steps:
             self._padding.enter_context(ignoring_padding(self.model))
 
     def loss(self, item: Item) -> Tensor:
-        """The item's share of the step's loss, times what the gradients will be divided by; a scalar."""
+        """Computes the item's part of the step's loss, times the gradient divisor; a scalar."""
         self.setup.on_phase(FORWARD)
         batch, micro, last = item
         output = self._forward(micro.inputs)
@@ -92,13 +92,13 @@ class Steps:
         return loss.scalar()  # Lightning takes a scalar only
 
     def clip(self) -> None:
-        """Between the step's last backward and its update."""
+        """Clips the gradients, between the step's last backward and its update."""
         self.setup.on_phase(UPDATE)
         self._lr = self.optimizer.param_groups[0]["lr"]
         self._norm = self._clip()
 
     def end(self, item: Item) -> StepResult | None:
-        """After an item; what its step did, where it was the last."""
+        """Ends an item; returns the step's result after the step's last item."""
         self._padding.close()
         if not item.last:
             return None
@@ -112,7 +112,7 @@ class Steps:
         )
 
     def dry_run(self, item: Item, loss: Callable[[Item], Tensor]) -> bool:
-        """A forward and backward that changes nothing; whether every parameter got a gradient. Collective."""
+        """Runs forward and backward without an update; returns whether every parameter got a gradient. Collective."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with buffers_restored(self.model):
             self._total = None
@@ -125,22 +125,22 @@ class Steps:
 
 
 class Parts(Protocol):
-    """What a Trainer is made for."""
+    """The parts of a training that a Trainer runs."""
 
     steps: Steps
     train_state: TrainState
 
     def strategy(self, first: Item) -> Any:
-        """Lightning's strategy for the plan; `first` is for a dry run, where there is DDP. Collective."""
+        """Makes Lightning's strategy for the plan; `first` is for a dry run under DDP. Collective."""
 
     def training(self) -> contextlib.AbstractContextManager[Any]:
         """Context of all steps."""
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """As Engine.evaluate."""
+        """Does the same as Engine.evaluate."""
 
     def remarks(self) -> Sequence[str]:
-        """As Engine.remarks."""
+        """Does the same as Engine.remarks."""
 
     def close(self) -> None:
-        """As Engine.close."""
+        """Does the same as Engine.close."""

@@ -1,4 +1,4 @@
-"""Lightning's strategies for what torch itself spreads, over processes that grappe has started."""
+"""Lightning's strategies for torch's own parallelism, over processes that grappe has started."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from grappe.parallel.shard import uses_shard
 
 
 class _Stays:
-    """When it is done, Lightning takes the model to the CPU: ours is evaluated and saved where it is."""
+    """Keeps the model on its device: Lightning would move it to the CPU at the end, before evaluation and saving."""
 
     def teardown(self) -> None:
-        """Leaves everything as it is."""
+        """Does nothing: the model stays on its device."""
 
 
 class Single(_Stays, SingleDeviceStrategy):
-    """One process."""
+    """Strategy for one process."""
 
 
 class Replicated(_Stays, DDPStrategy):
-    """DDP, as Lightning makes it."""
+    """Strategy with DDP, as Lightning makes it."""
 
 
 class Split(_Stays, ModelParallelStrategy):
-    """FSDP2 and tensor parallelism, as Lightning runs them."""
+    """Strategy with FSDP2 and tensor parallelism, as Lightning runs them."""
 
 
 def choose(steps: Steps, first: Item) -> Strategy:
-    """The strategy for a plan without offload. Collective."""
+    """Chooses the strategy for a plan without offload. Collective."""
     plan, world = steps.setup.plan, steps.setup.world
     if world.size == 1:
         return Single(world.device)
@@ -49,6 +49,6 @@ def choose(steps: Steps, first: Item) -> Strategy:
 
 
 def placed(strategy: Any, world: World) -> Any:
-    """The strategy on this process's device; Trainer(devices=…) wants as many as processes, and some share one."""
+    """Puts the strategy on this process's device; Trainer(devices=…) needs a device per process, and some share one."""
     strategy.parallel_devices = [world.device] * world.process.local_size
     return strategy

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Gradients(Protocol):
-    """A strategy: computes the gradients of a step. Collective in all it does."""
+    """Strategy that computes the gradients of a step. All methods are collective."""
 
     def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; the step's sums, being computed."""
+        """Leaves the global batch's gradient on each parameter; returns the step's sums, still being computed."""
 
     def norm(self) -> Tensor:
-        """The 2-norm of the whole gradient as it is on the parameters, a scalar alike on every process."""
+        """Computes the 2-norm of the whole gradient on the parameters: a scalar, the same on every process."""
 
 
 class Native(Stepper):
@@ -86,7 +86,7 @@ class Native(Stepper):
 
 
 def _spread(setup: EngineSetup, loss_scale: LossScale) -> tuple[WholeModel | StagedModel, Gradients]:
-    """The model under the plan, and the strategy that computes its gradients. Collective."""
+    """Makes the model under the plan, and the strategy that computes its gradients. Collective."""
     if setup.plan.pipeline > 1:
         from grappe.engines.native.pipelined import PipelinedGradients
         from grappe.engines.native.staged_model import StagedModel

@@ -13,7 +13,7 @@ from grappe.step.reduction import Sums
 
 
 class ExactGradients:
-    """Adds up every piece's gradients in one order whatever the number of processes."""
+    """Strategy for exact plans: sums every piece's gradients in one order, for any number of processes."""
 
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._seed, self._stop_requested = setup.task.seed, setup.stop_requested
@@ -22,7 +22,7 @@ class ExactGradients:
         self._forward_backward = ForwardBackward(setup, model.module, loss_scale, self._exact.forward)
 
     def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; the step's sums. Collective."""
+        """Leaves the global batch's gradient on each parameter; returns the step's sums. Collective."""
         exact = self._exact
         for index, micro in enumerate(batch.microbatches):
             total: Tensor | None = None
@@ -33,5 +33,5 @@ class ExactGradients:
         return exact.reduce(self._stop_requested(), batch.samples)
 
     def norm(self) -> Tensor:
-        """The 2-norm of the whole gradient, to the bit. Collective where parameters are sharded."""
+        """Computes the 2-norm of the whole gradient, exact to the bit. Collective if parameters are sharded."""
         return self._exact.norm()

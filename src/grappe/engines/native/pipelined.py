@@ -50,7 +50,7 @@ class PipelinedGradients:
             stage.register_forward_hook(lambda *_: setup.on_phase(BACKWARD))
 
     def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; the step's sums, being computed. Collective."""
+        """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
         if self._shape is not None:
@@ -69,7 +69,7 @@ class PipelinedGradients:
         return self._reduction.sums()
 
     def norm(self) -> Tensor:
-        """The 2-norm of the whole gradient, over all stages. Collective."""
+        """Computes the 2-norm of the whole gradient, over all stages. Collective."""
         group = self._model.relay.group
         if not self._parameters:  # all that this stage has is frozen
             square = torch.zeros((), dtype=torch.float64, device=self._setup.world.device)
@@ -78,7 +78,7 @@ class PipelinedGradients:
         return gradient_norm(self._parameters, group)
 
     def _learn(self, micro: Microbatch, microbatches: int) -> None:
-        """Sends a microbatch of a new shape through, so that every stage knows the shapes that it will receive."""
+        """Runs a microbatch of a new shape through all stages, so that every stage knows its input's shapes."""
         with buffers_restored(self._model.module):
             for _ in self._model.relay.forward([micro]):
                 pass
@@ -86,7 +86,7 @@ class PipelinedGradients:
         self._runner.learn(micro, microbatches)
 
     def _loss(self, output: Any, micro: Microbatch) -> Tensor:
-        """Of a microbatch on the last stage: a scalar for backward to start from."""
+        """Computes a microbatch's loss on the last stage: a scalar from which backward starts."""
         assert self._batch is not None
         with self._autocast:
             # Gradients are summed, by replicas too.

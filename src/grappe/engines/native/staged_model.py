@@ -1,4 +1,4 @@
-"""StagedModel: this process's pipeline stages of a task's model, evaluated, saved and exported with the others'."""
+"""StagedModel: this process's pipeline stages of a task's model; evaluates, saves and exports with the other stages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StagedModel:
         self.relay = Relay(self.stages, world)
 
     def make_optimizer(self) -> Optimizer:
-        """Made over the whole model, which a task's rules may look at; then what is elsewhere is taken out again."""
+        """Makes the optimizer over the whole model, which the task may need, then removes other stages' parameters."""
         everywhere, self._everywhere = self._everywhere, []
         mine, device = dict(self.named), self._setup.world.device
         optimizer = self._setup.task.optimizer(
@@ -74,7 +74,7 @@ class StagedModel:
     def train_state(
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
     ) -> StagedState:
-        """What is saved."""
+        """Returns the TrainState of all stages."""
         own = ModelState(
             model=self.module,
             optimizer=optimizer,
@@ -85,13 +85,13 @@ class StagedModel:
         return StagedState(own, self.module, self.relay.group, self._setup.world)
 
     def reshard(self) -> None:
-        """Frees whole parameters."""
+        """Frees gathered parameters."""
         for stage in self.stages:
             reshard(stage)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The scores over all data slices, on every process. Collective."""
+        """Computes the scores over all data slices, on every process. Collective."""
         world = self._setup.world
         scorer = Scorer(self._setup.task, world)
         precision = autocast(self._setup.plan.precision, world.device)
@@ -124,7 +124,7 @@ class StagedState:
         self._own, self._module, self._group, self._world = own, module, group, world
 
     def state(self) -> State:
-        """This process's tensors; every stage's JSON. Collective."""
+        """Returns this process's tensors, and every stage's JSON. Collective."""
         state = self._own.state()
         merged: dict[str, Any] = {}
         for values in self._world.gather(state.values["optimizer"]):
@@ -132,11 +132,11 @@ class StagedState:
         return State(tensors=state.tensors, local=state.local, values={**state.values, "optimizer": merged})
 
     def restore(self, saved: SavedState) -> None:
-        """Puts back what `state` gave."""
+        """Restores a state that `state` returned."""
         self._own.restore(saved)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """On process 0, every stage's tensors; on others, their own stages'. Collective."""
+        """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""
         ranks = dist.get_process_group_ranks(self._group)
         mine = self._world.coordinates()["pipeline"][0]
         listed = self._world.gather([name for name, _ in _named_tensors(self._module)])
@@ -165,10 +165,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_once(setup: EngineSetup) -> None:
-    """Checks on process 0 that the units are the model. Collective.
+    """Checks on process 0 that the units, in sequence, compute what the model computes. Collective.
 
     Raises:
-        GrappeError: they are not; on every process.
+        GrappeError: the units compute something else; raised on every process.
     """
     if setup.sample_inputs is None:
         return
@@ -186,7 +186,7 @@ def _check_once(setup: EngineSetup) -> None:
 def _pruned(
     setup: EngineSetup, model: nn.Module, units: Sequence[nn.Module], parts: Cut
 ) -> list[tuple[Stage, list[nn.Module]]]:
-    """This process's stages, each with its units; the other processes' units are taken out of the model."""
+    """Returns this process's stages, each with its units; removes the other processes' units from the model."""
     plan, place = setup.plan, setup.world.coordinates()["pipeline"][0]
     mine = [number for number in range(len(parts)) if number % plan.pipeline == place]
     kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
@@ -199,5 +199,5 @@ def _pruned(
 
 
 def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Of the same shape, on the device that optimizers look for, and without memory."""
+    """Returns a tensor of the same shape without memory, on a device that optimizers accept."""
     return nn.Parameter(torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape))

@@ -1,4 +1,4 @@
-"""The native engine's strategy for a model that each process calls from end to end, sharded or not."""
+"""The native engine's strategy for a model that each process runs from end to end, sharded or not."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class WholeModel:
         self.named = trained_parameters(self.module)
 
     def make_optimizer(self) -> Optimizer:
-        """The task's, over this process's parameters."""
+        """Makes the task's optimizer over this process's parameters."""
         return optimizer_of(self._setup.task, self.named)
 
     def train_state(
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
     ) -> ModelState:
-        """What is saved."""
+        """Returns the model's TrainState."""
         return ModelState(
             model=self.module,
             optimizer=optimizer,
@@ -58,16 +58,16 @@ class WholeModel:
         )
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """The scores over all data slices. Collective."""
+        """Computes the scores over all data slices. Collective."""
         return evaluate(self.module, self._setup, batches, samples)
 
 
 class ForwardBackward:
-    """Takes a microbatch through a model and back, which adds its gradient to the parameters'.
+    """Runs forward and backward of a microbatch, which adds its gradient to the parameters' gradients.
 
     Args:
-        forward: what is called with the inputs, where that is not the model itself.
-        gradient_divisor: by what the gradients will be divided afterwards.
+        forward: the function that is called with the inputs, if it is not the model itself.
+        gradient_divisor: the number by which the gradients are divided afterwards.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ForwardBackward:
         before: Tensor | None = None,
         start: Callable[[Tensor, float], Roots] | None = None,
     ) -> Tensor:
-        """The sum of the losses, `before` included.
+        """Returns the sum of the losses, `before` included.
 
         Args:
             start: starts the reduction of that sum, before backward.
@@ -109,7 +109,7 @@ class ForwardBackward:
         return total
 
     def dry_run(self, micro: Microbatch, forward: Callable[[Any], Any], roots: Roots) -> None:
-        """A forward and backward that changes nothing but gradients."""
+        """Runs a forward and backward that changes only gradients."""
         with buffers_restored(self._model):
             with self._autocast:
                 values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
@@ -117,7 +117,7 @@ class ForwardBackward:
 
 
 class WholeGradients:
-    """Adds up every microbatch's gradients as they come, and reduces them over the processes."""
+    """Strategy with gradient accumulation: sums the microbatches' gradients, and reduces them over the processes."""
 
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._seed, self._world = setup.task.seed, setup.world
@@ -134,7 +134,7 @@ class WholeGradients:
         self._forward_backward = ForwardBackward(setup, model.module, loss_scale, self._unwrapped, divisor)
 
     def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; the step's sums, being computed. Collective."""
+        """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         if self._unwrapped is not None:
             dry_run = functools.partial(self._forward_backward.dry_run, batch.microbatches[0])
             self._reduction = self._unwrapped.wrap(dry_run)
@@ -152,5 +152,5 @@ class WholeGradients:
         return self._reduction.sums()
 
     def norm(self) -> Tensor:
-        """The 2-norm of the whole gradient. Collective where parameters are sharded."""
+        """Computes the 2-norm of the whole gradient. Collective if parameters are sharded."""
         return gradient_norm(self._parameters)

@@ -1,1 +1,1 @@
-"""What several engines need."""
+"""Parts that several engines share."""

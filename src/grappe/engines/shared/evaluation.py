@@ -1,4 +1,4 @@
-"""Evaluation of a model that is whole in itself, or made whole by its own hooks: one pass without gradients."""
+"""Evaluation of a whole model, or of one that its hooks gather: one pass without gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grappe.step.scores import Scorer, Scores
 
 @torch.no_grad()
 def evaluate(model: nn.Module, setup: EngineSetup, batches: Iterator[Batch], samples: int) -> Scores:
-    """The scores over all data slices; the model is in training mode again afterwards. Collective."""
+    """Computes the scores over all data slices; the model is in training mode again afterwards. Collective."""
     plan, world = setup.plan, setup.world
     scorer = Scorer(setup.task, world)
     model.eval()

@@ -9,28 +9,28 @@ from grappe.plan import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What training a whole model takes, in bytes, activations left out."""
+    """The memory of training a whole model, in bytes, without activations."""
 
     parameters: int
     gradients: int
     optimizer: int
     units: tuple[int, ...]
-    """Parameters by unit."""
+    """Bytes of parameters, by unit."""
     largest: int = 0
-    """The largest parameter."""
+    """Bytes of the largest parameter."""
 
     @property
     def whole(self) -> int:
-        """All three together."""
+        """Sums all three kinds."""
         return self.parameters + self.gradients + self.optimizer
 
     def of(self, plan: Plan) -> float:
-        """Of one process under `plan`: its share, and what is whole for a moment."""
+        """Computes the bytes of one process under `plan`: its share, and the parameters gathered at one time."""
         share = self.whole / (plan.shard * plan.pipeline * plan.tensor)
         if plan.shard == 1:
             return share
         return share + 2 * self.unit(plan) + (0 if self.units else self.gradients / plan.pipeline)
 
     def unit(self, plan: Plan) -> float:
-        """The largest of what is whole at once: a unit, or without units all that a process has."""
+        """Returns the bytes of the largest part that is gathered at once: a unit, or without units the whole model."""
         return max(self.units, default=self.parameters / plan.pipeline)

@@ -23,30 +23,30 @@ from grappe.step.precision import LossScale
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything a training's future depends on, but for its position."""
+    """Everything that a training's future depends on, except its position."""
 
     tensors: Mapping[str, Tensor]
-    """`model.NAME` and `optimizer.NAME.KEY`: what all processes have alike, or share; sharded ones stay sharded."""
+    """`model.NAME` and `optimizer.NAME.KEY`: tensors that are equal on all processes, or sharded over them."""
     local: Mapping[str, Tensor]
-    """`local.SLICE.NAME`: what this process alone has, buffers say."""
+    """`local.SLICE.NAME`: tensors that only this process has, buffers for example."""
     values: Mapping[str, Any]
-    """JSON."""
+    """The values that are not tensors, as JSON."""
     stream: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Where the tensors do not fit into memory together: `tensors` are on the meta device then, and this gives
-    their values, whole, in the same order, each valid until the next. Collective."""
+    """Used if the tensors do not fit into memory together: `tensors` are on the meta device then, and `stream` yields
+    their whole values in the same order, each valid until the next. Collective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A State that was saved: whole tensors, read when asked for."""
+    """A State that was saved: whole tensors, read when requested."""
 
     tensors: Weights
     values: Mapping[str, Any]
     model_loaded: bool = False
-    """Whether the engine was made with the weights of these very tensors, and need not read them again."""
+    """Whether the engine was made with the weights of these tensors, and need not read the weights again."""
 
     def weights_only(self) -> SavedState:
-        """Without the optimizer's state: what another engine can take over."""
+        """Returns the state without the optimizer's, which another engine can restore."""
         kept = {
             name: value for name, value in self.values.items() if name in ("schedule_steps", "data_parallel")
         }
@@ -54,16 +54,16 @@ class SavedState:
 
 
 class TrainState(Protocol):
-    """What is trained, to be saved, restored and exported. Collective in all it does."""
+    """The trained model, its optimizer and schedule, to be saved, restored and exported. All methods are collective."""
 
     def state(self) -> State:
-        """What to save."""
+        """Returns the state to save."""
 
     def restore(self, saved: SavedState) -> None:
-        """Continues from what `state` gave, perhaps under another plan."""
+        """Restores a state that `state` returned, perhaps under another plan."""
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
+        """Yields whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
 
 
 class ModelState:
@@ -82,7 +82,7 @@ class ModelState:
         self._world, self._loss_scale = world, loss_scale
 
     def state(self) -> State:
-        """Tensors that all processes have alike or share, this process's own buffers, and JSON."""
+        """Returns the tensors that are equal on all processes or sharded, this process's own buffers, and JSON."""
         tensors, plain = self._optimizer_state()
         tensors.update({f"{MODEL}{name}": parameter for name, parameter in self._model.named_parameters()})
         values = {"optimizer": plain, **position(self._schedule, self._world)}
@@ -91,7 +91,7 @@ class ModelState:
         return State(tensors=tensors, local=own_buffers(self._model, self._world), values=values)
 
     def restore(self, saved: SavedState) -> None:
-        """Puts back what `state` gave; each tensor is sharded as its parameter is."""
+        """Restores a state that `state` returned; each tensor is sharded as its parameter is."""
         if not saved.model_loaded:
             weights = ModelWeights(saved.tensors)
             for name, parameter in self._model.named_parameters():
@@ -107,7 +107,7 @@ class ModelState:
         return export(self._model, self._world)
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """`optimizer.NAME.KEY` tensors, and what is no tensor by parameter."""
+        """Returns the `optimizer.NAME.KEY` tensors, and the other entries by parameter."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         parameters = dict(self._model.named_parameters())
@@ -136,19 +136,19 @@ class ModelState:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are not frozen, by name: what an optimizer is made over."""
+    """Returns the parameters that are not frozen, by name; an optimizer is made over them."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def own_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """The buffers to save that this process alone has, by name."""
+    """Returns the buffers to save that only this process has, by name."""
     if not world.speaks_for_buffers:
         return {}
     return {f"{LOCAL}{world.data_rank}.{name}": buffer for name, buffer in model.named_buffers()}
 
 
 def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
-    """Puts buffers back: each data slice's own on as many slices as before, else their mean."""
+    """Restores buffers: each data slice's own if the number of slices is the same, else their mean."""
     alike = saved.values.get("data_parallel") == world.data_size
     if saved.model_loaded and (world.data_size == 1 or not alike):
         return  # the mean of all that there are is what the model was made with
@@ -162,13 +162,13 @@ def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
 
 
 def position(schedule: LRScheduler | None, world: World) -> dict[str, Any]:
-    """The schedule's step, and the number of slices that the buffers belong to, as JSON."""
+    """Returns the schedule's step, and the number of slices that the buffers belong to, as JSON."""
     steps = schedule.last_epoch if schedule is not None else 0
     return {"schedule_steps": steps, "data_parallel": world.data_size}
 
 
 def replay(schedule: LRScheduler | None, saved: SavedState) -> None:
-    """Steps a new schedule to where it was: one that is restored from JSON goes silently wrong."""
+    """Steps a new schedule to its saved position: a schedule restored from JSON can be silently wrong."""
     if schedule is None:
         return
     with warnings.catch_warnings():

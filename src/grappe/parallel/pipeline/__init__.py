@@ -1,1 +1,1 @@
-"""A model cut into stages that work one after the other, each on its own process."""
+"""Pipeline parallelism: cuts a model into stages that run one after the other, each on its own process."""

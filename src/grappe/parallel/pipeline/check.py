@@ -1,4 +1,4 @@
-"""Checks once that a task's units, one after the other, are its model: in a process of its own, on two samples."""
+"""Checks once that a task's units in sequence compute what its model does: in a separate process, on two samples."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def check_units(task: Task, example: Any) -> None:
         found = _run(list(task.units(model)), example)
     except Exception as error:
         raise PlanError(
-            f"a pipeline runs {name}.units() one after the other, each on what the one before gave, and that fails: "
+            f"a pipeline runs {name}.units() one after the other, each on the previous unit's output, which fails: "
             f"{user_code.sentence(error)}. They must be the whole model, in order"
         ) from error
     if not _alike(wanted, found):
         raise PlanError(
-            f"{name}.units(), one after the other, do not give what the model gives, as a pipeline needs: "
-            "what forward() does beside calling them belongs into a unit"
+            f"{name}.units(), one after the other, do not compute what the model computes, as a pipeline needs: "
+            "put all other work of forward() into a unit"
         )
 
 

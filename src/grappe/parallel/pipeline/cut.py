@@ -1,4 +1,4 @@
-"""Cuts a model into stages, at units, so that the largest stage has as little work as possible."""
+"""Cuts a model into stages between units, so that the largest stage has as little work as possible."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Cut = tuple[range, ...]
 
 
 def cut(task: Task, model: nn.Module, stages: int, example: Any) -> Cut:
-    """Which units make which of `stages`: as the task says, else by counted work.
+    """Assigns units to `stages`: by the task's `cuts`, else by counted work.
 
     Args:
         model: the task's model, on the meta device where it can be made there.
-        example: inputs of two samples or so; None counts parameters alone.
+        example: inputs of about two samples; None counts parameters alone.
 
     Raises:
-        PlanError: the model has no units, or fewer than stages; parameters are in none or in two of them.
-        TaskError: the task's own cuts are not to be had.
+        PlanError: the model has no units, or fewer units than stages; parameters are in no unit or in two.
+        TaskError: the task's own cuts are not possible.
     """
     name, units = type(task).__name__, list(task.units(model))
     if not units:
@@ -52,9 +52,9 @@ def cut(task: Task, model: nn.Module, stages: int, example: Any) -> Cut:
 
 
 def work(units: Sequence[nn.Module], example: Any) -> list[float]:
-    """What each unit costs: floating-point operations of a forward, and numbers that it holds and gives back.
+    """Computes each unit's cost: floating-point operations of a forward, and the sizes of its parameters and output.
 
-    Where the units cannot be run without values, what they hold alone.
+    If the units cannot run without values, the cost is the parameters' size alone.
     """
     held = [float(sum(p.numel() for p in unit.parameters())) for unit in units]
     if example is None:
@@ -73,13 +73,13 @@ def work(units: Sequence[nn.Module], example: Any) -> list[float]:
 
 
 def _alike(example: Any, units: Sequence[nn.Module]) -> Any:
-    """The example on meta, where the units are."""
+    """Moves the example to the units' meta device."""
     on_meta = any(tensor.is_meta for unit in units for tensor in named_tensors(unit).values())
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and on_meta else leaf, example)
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """The units that stages but the first begin with, so that the largest sum of costs is smallest.
+    """Returns the first unit of each stage but the first, such that the largest sum of costs is smallest.
 
     By dynamic programming over (stages, units).
     """

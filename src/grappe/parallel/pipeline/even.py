@@ -1,4 +1,4 @@
-"""Pads microbatches to one shape, as stages that send each other tensors need it."""
+"""Pads microbatches to one shape, which stages need to exchange tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from grappe.private_api.torch import tree_leaves, tree_map
 
 
 def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
-    """The same microbatches with `rows` rows each; padding rows count 0.
+    """Pads microbatches to `rows` rows each; padding rows count 0.
 
     Raises:
-        PlanError: they differ in more than their rows.
+        PlanError: the microbatches differ in more than the number of rows.
     """
     found = tuple(_padded(micro, rows) for micro in micros)
     shapes = {key_of(micro.inputs) for micro in found}
@@ -34,30 +34,31 @@ def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
 
 
 class OneShape:
-    """Refuses that samples change their shape, where data slices that may see other shapes must step together."""
+    """Rejects samples of different shapes if data slices must step together."""
 
     def __init__(self) -> None:
         self._seen: tuple | None = None
 
     def check(self, micro: Microbatch) -> None:
-        """Raises PlanError when a sample of `micro` is not shaped like those before."""
+        """Raises PlanError if a sample of `micro` has another shape than the samples before."""
         shape = tuple(leaf.shape[1:] for leaf in tree_leaves(micro.inputs) if isinstance(leaf, Tensor))
         if self._seen is None:
             self._seen = shape
         if shape != self._seen:
             raise PlanError(
                 f"samples of shapes {[list(one) for one in self._seen]} and then {[list(one) for one in shape]}: "
-                "beside shard or batchnorm=sync a pipeline's must keep it; let collate() pad them alike"
+                "with shard or batchnorm=sync a pipeline's samples must keep one shape; "
+                "let collate() pad them to the same length"
             )
 
 
 def largest(plan: Plan, samples: int) -> int:
-    """The rows of the largest microbatch of a step of `samples` samples, on any process."""
+    """Returns the rows of the largest microbatch of a step of `samples` samples, on any process."""
     return max(1, *(rows for part in range(plan.data_parallel) for rows in _pieces(plan, samples, part)))
 
 
 def _pieces(plan: Plan, samples: int, part: int) -> list[int]:
-    """The rows of each microbatch of a slice."""
+    """Returns the rows of each microbatch of a slice."""
     first, last = cut(samples, plan.data_parallel, part)
     bounds = (cut(last - first, plan.microbatches, number) for number in range(plan.microbatches))
     return [b - a for a, b in bounds]
@@ -83,17 +84,17 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
 
 
 def _longer(leaf: Any, rows: int) -> Any:
-    """With its last row repeated: what a model takes is not known, but that it takes this."""
+    """Repeats the last row as padding: any other input may be invalid for the model."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.cat([leaf, leaf[-1:].expand(rows, *leaf.shape[1:])])
 
 
 def check_even(plan: Plan, batch_size: int, samples: int) -> None:
-    """Refuses padding rows where they would enter batch normalisation's statistics.
+    """Rejects padding rows if they would enter batch normalisation's statistics.
 
     Args:
-        samples: of the training data.
+        samples: the number of training samples.
 
     Raises:
         PlanError: a step's samples do not divide evenly.

@@ -25,29 +25,29 @@ class Header(NamedTuple):
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def empty(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        """Tensors of that form, without values."""
+        """Makes tensors of these shapes and types, without values."""
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
 
     def text(self) -> str:
-        """As it is sent."""
+        """Encodes the header as text, to be sent."""
         tensors = [(shape, str(dtype).removeprefix("torch.")) for shape, dtype in self.tensors]
         return json.dumps([self.nesting, tensors])
 
     @classmethod
     def of(cls, text: str) -> Header:
-        """What `text` gave."""
+        """Decodes a header from `text`."""
         nesting, tensors = json.loads(text)
         return cls(nesting, tuple((tuple(shape), getattr(torch, name)) for shape, name in tensors))
 
 
 def key_of(inputs: Any) -> tuple:
-    """The shapes and types of a microbatch's inputs: what the shapes between stages follow from."""
+    """Returns the shapes and types of a microbatch's inputs, which determine the shapes between stages."""
     leaves, nesting = tree_flatten(inputs)
     return str(nesting), *((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 class Relay:
-    """Sends microbatches through this process's stages, from and to the others'. Stage s is on process s % p.
+    """Runs microbatches through this process's stages, and sends them to the next. Stage s is on process s % p.
 
     All methods are collective over the processes of a pipeline.
     """
@@ -64,7 +64,7 @@ class Relay:
 
     @torch.no_grad()
     def forward(self, micros: Iterable[Microbatch]) -> Iterator[tuple[Microbatch, Any]]:
-        """Sends microbatches through; gives (microbatch, output) where the last stage is, nothing elsewhere."""
+        """Runs microbatches through all stages; yields (microbatch, output), on the last stage's process only."""
         sources = [stage.source for stage in self.stages]
         for stage in self.stages:
             stage.source = None
@@ -81,7 +81,7 @@ class Relay:
             stage.source = source
 
     def header(self, boundary: int, micro: Microbatch, training: bool) -> Header:
-        """What stage number `boundary` sends to the next; known once `forward` has sent it."""
+        """Returns the header that stage `boundary` sends to the next; known once `forward` has sent it."""
         return self._headers[boundary, training, *key_of(micro.inputs)]
 
     def _through(self, stage: Stage, micro: Microbatch) -> Any:
@@ -122,7 +122,7 @@ class Relay:
         self._wait(2 * len(self._ranks) * len(leaves))
 
     def _send_header(self, header: Header, target: int) -> None:
-        """Asynchronous, to avoid a deadlock: the receiver may itself be blocked in a send to this process."""
+        """Sends a header asynchronously, to avoid a deadlock: the receiver may be blocked in a send to this process."""
         text = torch.frombuffer(bytearray(header.text().encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([len(text)]), text):
             work = dist.isend(tensor, dst=target, group=self._world.control)
@@ -137,7 +137,7 @@ class Relay:
         return Header.of(text.numpy().tobytes().decode())
 
     def _wait(self, left: int) -> None:
-        """Waits until no more than `left` tensors are being sent, and with 0 no header either."""
+        """Waits until at most `left` tensors are being sent; with 0, also for the headers."""
         while len(self._sending) > left:
             self._sending.popleft()[0].wait()
         while self._sending_headers and not left:

@@ -13,10 +13,10 @@ BUCKET_BYTES = 25_000_000  # as DistributedDataParallel's
 
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Adds up each parameter's gradient over `group`; one that no process has stays none. Collective.
+    """Sums each parameter's gradient over `group`; a gradient that no process has stays None. Collective.
 
-    Not DistributedDataParallel: its hooks want one forward before each backward, and know nothing of a backward
-    that computes gradients of inputs and of weights apart.
+    DistributedDataParallel is not used: its hooks need one forward before each backward, and do not support a backward
+    that computes gradients of inputs and of weights separately.
     """
     missing = [number for number, one in enumerate(parameters) if one.grad is None]
     present = torch.ones(len(parameters), device=parameters[0].device)

@@ -1,4 +1,4 @@
-"""Which pipelines a plan may have: what each schedule needs, without importing torch."""
+"""Rules for pipelines of a plan: the requirements of each schedule, without importing torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from grappe.plan import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a schedule needs."""
+    """The requirements of a schedule."""
 
     torch_name: str
-    """Its class in torch.distributed.pipelining."""
+    """The schedule's class in torch.distributed.pipelining."""
     stages: tuple[int, int | None]
-    """How many stages a process may have, from and to; None: any number."""
+    """The lowest and the highest number of stages per process; None: any number."""
     rounds: bool
-    """Whether microbatches go in rounds of one per process, so that their number must divide so."""
+    """Whether microbatches go in rounds of one per process; their number must then be a multiple of the processes'."""
     splits_backward: bool = False
-    """Whether gradients of inputs and of weights are computed apart."""
+    """Whether gradients of inputs and of weights are computed separately."""
 
 
 RULES = {
@@ -32,12 +32,12 @@ RULES = {
 
 
 def stages_each(plan: Plan) -> int:
-    """How many stages each process has."""
+    """Returns the number of stages per process."""
     return plan.stages or RULES[plan.schedule].stages[0]
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Why this pipeline cannot be; None where it can, or where there is none."""
+    """Returns the reason why this pipeline is not possible; None if it is possible, or if there is no pipeline."""
     if plan.pipeline == 1:
         return None
     rule, each, request = RULES[plan.schedule], stages_each(plan), f"pipeline={plan.pipeline}"
@@ -61,11 +61,11 @@ def unsupported_reason(plan: Plan) -> str | None:
 
 
 def _refuse_split_backward(plan: Plan) -> str | None:
-    """What a backward in two parts does not go with."""
+    """Returns the reason why another key excludes a backward in two parts; None if there is no reason."""
     name = f"schedule={plan.schedule}"
     if plan.compile:
         return (
-            f"{name} takes a backward apart, which compile makes one piece: use schedule=1f1b or interleaved"
+            f"{name} splits each backward in two, which compile cannot do: use schedule=1f1b or interleaved"
         )
     if plan.recompute:
         return f"{name} would recompute each unit twice: use schedule=1f1b or interleaved, or leave recompute out"

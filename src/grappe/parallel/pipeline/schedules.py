@@ -1,4 +1,4 @@
-"""Runner: the schedules of torch.distributed.pipelining, which torch still calls alpha and only this file uses."""
+"""Runner: the schedules of torch.distributed.pipelining, an alpha interface of torch that only this file uses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Loss = Callable[[Any, Microbatch], Tensor]
 
 
 class Runner:
-    """Runs one step's forward and backward passes as a schedule orders them.
+    """Runs one step's forward and backward passes in the order of a schedule.
 
     Args:
-        whole: whether FSDP's parameters and gradients stay whole during the step, and are reduced at its end.
+        whole: whether FSDP's parameters and gradients stay gathered during the step, and are reduced at its end.
     """
 
     def __init__(self, schedule: str, relay: Relay, device: torch.device, loss: Loss, whole: bool) -> None:
@@ -39,7 +39,7 @@ class Runner:
                 stage.source = self._inputs
 
     def knows(self, micro: Microbatch) -> bool:
-        """Whether microbatches of this shape have been through all stages."""
+        """Returns whether microbatches of this shape have been through all stages."""
         return key_of(micro.inputs) in self._made
 
     def learn(self, micro: Microbatch, microbatches: int) -> None:
@@ -55,7 +55,7 @@ class Runner:
         )
 
     def run(self, micros: Sequence[Microbatch]) -> None:
-        """Forward and backward of all microbatches, which have one shape. Collective over the pipeline."""
+        """Runs forward and backward of all microbatches, which have one shape. Collective over the pipeline."""
         self._micros = micros
         schedule = self._made[key_of(micros[0].inputs)]
         numbers = torch.arange(len(micros))
@@ -88,7 +88,7 @@ class Runner:
         )
 
     def _inputs(self, number: Tensor) -> Any:
-        """What the first stage's argument stands for."""
+        """Returns the inputs of the microbatch whose number the schedule passes to the first stage."""
         return self._micros[int(number)].inputs
 
     def _loss_of(self, output: Any, number: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Runner:
 
 
 class _Closed(nn.Module):
-    """Hides from torch's stage that FSDP is inside, whose own hooks then shard and reduce at each microbatch."""
+    """Hides FSDP from torch's stage, so that FSDP's own hooks shard and reduce at each microbatch."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -110,5 +110,5 @@ class _Closed(nn.Module):
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Every tensor that can have a gradient does: what stages send each other is fixed."""
+    """Makes every tensor that can have a gradient require one: stages exchange a fixed set of messages."""
     return tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in tensors)

@@ -14,11 +14,11 @@ from grappe.private_api.torch import TreeSpec, module_children, tree_flatten, tr
 
 
 class Stage(nn.Module):
-    """Units in sequence. What goes between stages is flat tensors; `entering` and `leaving` say how they nest.
+    """Units in sequence. Stages exchange flat tensors; `entering` and `leaving` describe their nesting.
 
     Args:
-        number: its place among `count` stages, from 0.
-        precision: the context that its forward runs in.
+        number: its index among `count` stages, from 0.
+        precision: the context of its forward.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Stage(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes the model's inputs."""
+        """Returns whether this stage takes the model's inputs."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives the model's output."""
+        """Returns whether this stage returns the model's output."""
         return self.number == self.count - 1
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Flat tensors to flat tensors."""
+        """Maps flat tensors to flat tensors."""
         if self.source is not None:
             value = self.source(*leaves)
         else:
@@ -70,7 +70,7 @@ class Stage(nn.Module):
 
 
 class _Straight(torch.autograd.Function):
-    """The identity; its gradient is contiguous, as what is sent must be."""
+    """The identity, with a contiguous gradient: only contiguous tensors can be sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _straight(leaf: Any) -> Any:
 
 
 def prune(model: nn.Module, foreign: Sequence[nn.Module]) -> None:
-    """Takes the units of other processes out of the model, in place; the other parameters keep their names."""
+    """Removes the units of other processes from the model, in place; the remaining parameters keep their names."""
     gone = {id(unit) for unit in foreign}
     for module in list(model.modules()):
         for name, child in list(module_children(module).items()):

@@ -1,1 +1,1 @@
-"""Sums with the same bits on any number of processes: plan key exact."""
+"""Sums with the same bits on any number of processes, for the plan key exact."""

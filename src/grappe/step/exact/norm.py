@@ -1,4 +1,4 @@
-"""The gradient's norm with the same bits on any number of processes."""
+"""Norm of the gradient with the same bits on any number of processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from grappe.step.clip import NO_GRADIENT, PIECE, local_part, sharded_groups
 
 
 def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """As `clip.gradient_norm`, to the same bits however the gradients are sharded. Collective where they are.
+    """Computes `clip.gradient_norm` with the same bits for any sharding of the gradients. Collective if sharded.
 
-    Squares, relative to the largest number's, are added up as whole numbers of 2^-60: no order, no rounding.
+    Squares, relative to the largest one, are summed as integer multiples of 2^-60: independent of order, no rounding.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert gradients, NO_GRADIENT

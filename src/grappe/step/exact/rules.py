@@ -1,4 +1,4 @@
-"""Which plans can be exact, known before any process starts."""
+"""Rules for exact plans, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from grappe.plan import Plan
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Why `exact` does not go with another key of the plan; None where it does, or where the plan is not exact."""
+    """Returns the reason why another key excludes `exact`; None if no key does, or if the plan is not exact."""
     if not plan.exact:
         return None
     if plan.pipeline > 1:

@@ -22,9 +22,9 @@ from grappe.step.reduction import Sums
 
 
 class TreeReduceScatter:
-    """What FSDP2 calls after each unit's backward: the sum over the processes, neighbours first.
+    """The reduce-scatter that FSDP2 calls after each unit's backward: a sum over the processes, neighbours first.
 
-    Everybody's piece j is j W + rank, so these W pieces are a whole subtree; above it each process adds up its share
+    Process r's piece j is number j W + r, so these W pieces are a whole subtree; above it each process sums its share
     of the gradients of its V / W pieces by itself.
     """
 
@@ -32,7 +32,7 @@ class TreeReduceScatter:
         self._wire = device
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for either side."""
+        """Allocates memory for input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -43,12 +43,12 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """[n / W] from everybody's [n]. Collective."""
+        """Reduces all processes' [n] to this process's [n / W]. Collective."""
         output_tensor.copy_(tree_reduce_scatter(input_tensor.to(self._wire), group))
 
 
 class ShardedExact(Exact):
-    """Takes each piece's sharded gradients, already summed over the processes, and gives the sum over all pieces."""
+    """Sums sharded gradients over all pieces; each piece's gradients are already summed over the processes."""
 
     every_piece: ClassVar[bool] = True  # all processes reduce each unit's gradients together
 
@@ -100,5 +100,5 @@ class ShardedExact(Exact):
 
 
 def exact_sums(model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World) -> Exact:
-    """What sums the gradients of an exact plan."""
+    """Makes the object that sums the gradients of an exact plan."""
     return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world)

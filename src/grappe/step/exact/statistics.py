@@ -19,14 +19,14 @@ from grappe.private_api.torch import BatchNormBase
 
 
 class Statistics:
-    """Batch normalisation's running statistics: each piece's own, taken in by all processes in the pieces' order.
+    """Batch normalisation's running statistics: all processes update them from each piece's own, in the pieces' order.
 
     During a piece's forward momentum is 1, so that the running statistics become those of each call.
     A module may be called several times in a forward: C calls of all modules, with S numbers.
 
     Raises:
-        TaskError: another buffer changed with the samples, which cannot be combined; or pieces call
-            their batch normalisation differently often.
+        TaskError: another buffer changed with the samples and cannot be combined; or pieces call
+            batch normalisation a different number of times.
     """
 
     def __init__(self, model: nn.Module, pieces: ExactPieces, world: World) -> None:
@@ -92,7 +92,7 @@ class Statistics:
         self._recorded = []
 
     def combine(self, samples: int) -> None:
-        """Takes the statistics of all pieces of a step in, one after the other. Collective."""
+        """Updates the running statistics from all pieces of a step, one after the other. Collective."""
         self._check_others()
         self._begin()
         if self._modules and (calls := self._agreed_calls()):
@@ -103,7 +103,7 @@ class Statistics:
         self._before, self._rows = [], {}
 
     def _begin(self) -> None:
-        """Once a step, before its first piece; this process may have none with a sample."""
+        """Begins a step, before its first piece; this process may have no piece with a sample."""
         if not self._before:
             self._modules = [module for module in self._all if module.training]
             self._before = [buffer.clone() for buffer in self._buffers()]
@@ -117,7 +117,7 @@ class Statistics:
         ]
 
     def _agreed_calls(self) -> list[BatchNormBase]:
-        """The calls of a forward; known from others where this process's pieces have had no sample. Collective."""
+        """Returns a forward's calls; from other processes if this process's pieces had no sample. Collective."""
         if self._agreed is None:
             places = {module: place for place, module in enumerate(self._all)}
             mine = None if self._calls is None else [places[module] for module in self._calls]
@@ -129,7 +129,7 @@ class Statistics:
         return self._agreed
 
     def _gathered(self, size: int) -> Tensor:
-        """Every piece's statistics, [V, S], on every process."""
+        """Gathers every piece's statistics, [V, S], on every process."""
         share = self._pieces.pieces // self._pieces.slices
         mine = torch.zeros(share, size, device=self._world.device)
         for index, row in self._rows.items():
@@ -146,7 +146,7 @@ class Statistics:
             variance.lerp_(one[module.num_features :], weight)
 
     def _check_others(self) -> None:
-        """Once, after the first step."""
+        """Checks the other buffers once, after the first step."""
         now = dict(self._model.named_buffers()) if self._others else {}
         for name, before in self._others.items():
             if not torch.equal(now[name], before):

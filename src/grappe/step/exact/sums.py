@@ -1,4 +1,4 @@
-"""Exact: the same bits on any number of processes. A batch in V fixed pieces, summed in one fixed tree.
+"""Exact: sums with the same bits on any number of processes, over V fixed pieces of a batch, in one fixed tree.
 
 Shapes: V pieces of a global batch over W processes, each with V / W of them (data.pieces); n numbers in a model's
 gradient.
@@ -27,15 +27,15 @@ from grappe.step.reduction import Sums
 
 
 class Exact:
-    """Takes one optimizer step's gradients piece by piece, and gives each parameter their sum.
+    """Sums one optimizer step's gradients, piece by piece, for each parameter.
 
     A sum's bits depend on its order, so the order is fixed: a binary tree over the V pieces. W processes, W a
-    power of two, hold W whole subtrees of it; each sums its own, and the rest of the tree is summed by chunks,
-    every number by one process, and handed to all.
+    power of two, hold W whole subtrees; each process sums its own, and the rest of the tree is summed by chunks,
+    every number by one process, which sends the result to all.
     """
 
     every_piece: ClassVar[bool] = False
-    """Whether pieces without a sample go through the model, too."""
+    """Whether pieces without a sample run through the model, too."""
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World
@@ -54,22 +54,22 @@ class Exact:
 
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
-        """Context of the forward and backward of this process's piece `index`: dropout's stream is the piece's own."""
+        """Context of the forward and backward of this process's piece `index`, with the piece's own dropout stream."""
         seed_generators(mix(seed, step, self._places[index]), self._world.device)
         with self._statistics.of_piece(index):
             yield
 
     def forward(self, inputs: Any) -> Any:
-        """The model's output for the piece under way; what batch normalisation sees is recorded."""
+        """Computes the model's output for the current piece, and records batch normalisation's statistics."""
         with self._statistics.recorded():
             return self._model(inputs)
 
     def norm(self) -> Tensor:
-        """The 2-norm of the whole gradient, to the same bits on any number of processes. Collective."""
+        """Computes the 2-norm of the whole gradient, with the same bits on any number of processes. Collective."""
         return exact_norm(self._parameters)
 
     def add(self, loss: Tensor | None) -> None:
-        """Moves the gradients of the piece just done, and its loss, into the tree; None: it had no sample."""
+        """Moves the current piece's gradients and loss into the tree; None: the piece had no sample."""
         entry: list[Tensor | None] | None = None
         if loss is not None:
             entry = [*(parameter.grad for parameter in self._parameters), loss.reshape(1)]
@@ -78,7 +78,7 @@ class Exact:
         self._put(entry)
 
     def _put(self, entry: list[Tensor | None] | None) -> None:
-        """A piece's sums into the tree; neighbours that are both there become one."""
+        """Puts a piece's sums into the tree; two present neighbours are added to one."""
         level = 0
         while self._tree and self._tree[-1][0] == level:
             entry = _sum(self._tree.pop()[1], entry)
@@ -87,7 +87,7 @@ class Exact:
 
     @torch.no_grad()
     def reduce(self, flag: float, samples: int) -> Sums:
-        """Gives every parameter the gradient of the whole batch of `samples`. Collective; the loss and the flags."""
+        """Sets every parameter's gradient over the batch of `samples`; returns the loss and the flags. Collective."""
         [(_, entry)] = self._tree
         self._tree.clear()
         entry = entry if entry is not None else [None] * (len(self._parameters) + 1)
@@ -107,7 +107,7 @@ class Exact:
         return Sums(torch.cat([loss, flags]))
 
     def _flat(self, entry: Sequence[Tensor | None], flag: float) -> Tensor:
-        """[gradients, n | loss | flag | 1 where a parameter has a gradient], filled up to a multiple of W."""
+        """Flattens to [gradients, n | loss | flag | 1 where a parameter has a gradient], padded to a multiple of W."""
         *gradients, loss = entry
         notes = torch.tensor([flag, *(gradient is not None for gradient in gradients)], dtype=torch.float32)
         parts = [
@@ -121,10 +121,10 @@ class Exact:
 
 
 def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the processes' vectors [n], neighbours first: ((0+1)+(2+3))+…; W must divide n. Collective.
+    """Sums the processes' vectors [n], neighbours first: ((0+1)+(2+3))+…; W must divide n. Collective.
 
-    Each process receives one chunk from all, sums it in the tree's order, and sends the sum to all: over a link
-    go 2 n (W-1) / W numbers, as in a ring, and no process adds in an order of its own.
+    Each process receives one chunk from all, sums the chunk in the tree's order, and sends the sum to all: over a link
+    go 2 n (W-1) / W numbers, as in a ring, and no process adds in its own order.
     """
     whole = torch.empty_like(vector)
     gather_into(whole, tree_reduce_scatter(vector, group), group)
@@ -132,27 +132,27 @@ def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tree_reduce_scatter(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This process's chunk [n / W] of the sum. Collective."""
+    """Computes this process's chunk [n / W] of the sum. Collective."""
     incoming = torch.empty_like(vector)
     dist.all_to_all_single(incoming, vector, group=group)
     return tree_sum(incoming.view(dist.get_world_size(group), -1))
 
 
 def tree_sum(rows: Tensor) -> Tensor:
-    """The sum of rows [W, n], neighbours first."""
+    """Sums the rows [W, n], neighbours first."""
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
     return rows[0]
 
 
 def wire(world: World) -> torch.device:
-    """Where what is sent must lie: gloo's all-to-all knows the CPU's memory only."""
+    """Returns the device for sent tensors: gloo's all-to-all supports the CPU's memory only."""
     gloo = world.data_group is not None and dist.get_backend(world.data_group) == "gloo"
     return torch.device("cpu") if gloo else world.device
 
 
 def _sum(left: list[Tensor | None] | None, right: list[Tensor | None] | None) -> list[Tensor | None] | None:
-    """Entry by entry left + right, in the left's memory where it has some."""
+    """Adds left and right entry by entry, in left's memory if it has any."""
     if left is None or right is None:
         return right if left is None else left
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
@@ -162,7 +162,7 @@ def _sum(left: list[Tensor | None] | None, right: list[Tensor | None] | None) ->
 
 
 def _choose_deterministic_kernels() -> None:
-    """CUDA's fastest kernels may add in any order."""
+    """Chooses deterministic kernels, as CUDA's fastest kernels may add in any order."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -29,20 +29,20 @@ LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": 
 
 
 class Source(NamedTuple):
-    """What a carried task is made of."""
+    """The parts of a LightningModule's task."""
 
     module: LightningModule
     data: LightningDataModule | LightningModule
     logged: tuple[str, ...]
-    """What validation_step logs and is carried as a metric."""
+    """Names logged by validation_step that become metrics."""
     loss: str | None
-    """The name under which validation_step logs its loss; None: it returns it."""
+    """The name under which validation_step logs its loss; None: validation_step returns the loss."""
     length: int
-    """Training samples."""
+    """Number of training samples."""
 
 
 class _Samples(Dataset):
-    """A dataset as it is: batches go through its loader's collate function, never around it."""
+    """The user's dataset, unchanged: batches always use its loader's collate function."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -79,7 +79,7 @@ class Carried(Task):
         return {name: Column(index) for index, name in enumerate(self.source.logged, start=1)}
 
     def optimizer(self, named_parameters: Any) -> Optimizer:
-        """The one of configure_optimizers, over the parameters that the engine has in place of the module's."""
+        """Makes the optimizer of configure_optimizers over the engine's parameters instead of the module's."""
         module = self.model().module
         given = {}
         for name, parameter in named_parameters:
@@ -117,16 +117,16 @@ def from_lightning(
 ) -> type[Task]:
     """A task class of a LightningModule with automatic optimization, and of its data.
 
-    Its initial weights are those that `module` has. Evaluation reports what validation_step logs.
+    The task's initial weights are those of `module`. Evaluation reports the values that validation_step logs.
 
     Args:
         datamodule: None: the module has the dataloaders itself.
         batch_size: samples per optimizer step over all processes; None: the training loader's.
-        clip: what Trainer(gradient_clip_val=…) says.
-        without: names of what would be refused, and is knowingly left out.
+        clip: the value of Trainer(gradient_clip_val=…).
+        without: names of unsupported features to leave out.
 
     Raises:
-        TaskError: something cannot be carried over; all of it is named.
+        TaskError: a feature is not supported; the message names all of them.
     """
     from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -166,7 +166,7 @@ def _task_class(name: str, source: Source, **defaults: Any) -> type[Task]:
 
 
 def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
-    """A copy of the module, ready to be used."""
+    """Copies the module, ready to be used."""
     fresh: Any = copy.deepcopy(module)
     set_trainer(fresh, trainer)
     if defines(fresh, "setup"):
@@ -179,7 +179,7 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
 def _tried(
     module: Any, train: Any, refusals: Refusals, without: Collection[str]
 ) -> tuple[tuple[str, ...], str | None]:
-    """The names that validation_step logs and are carried, and that of its loss; refuses what is no mean."""
+    """Runs validation_step to find its metrics' names and its loss's name; refuses values that are no means."""
     length = len(train.dataset)
     samples = [train.dataset[index] for index in range(min(length, unsupported.ROWS))]
     plain = Steps(module).eval()
@@ -206,7 +206,7 @@ def _tried(
 
 
 def _given(data: Any, split: str) -> Any:
-    """The split's loader as the user's class gives it."""
+    """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
         raise TaskError(f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data")
     if defines(data, "setup"):

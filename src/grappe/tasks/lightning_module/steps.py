@@ -20,7 +20,7 @@ from grappe.private_api.torchmetrics import default_states, last_batch_value, se
 
 
 class NoTrainer:
-    """What a module finds as its trainer: what is known before training; anything else is refused by name."""
+    """The module's trainer: has the facts that are known before training, and refuses any other attribute by name."""
 
     def __init__(self, epochs: int, steps: int) -> None:
         self.max_epochs = epochs
@@ -35,24 +35,24 @@ class NoTrainer:
 
 
 class Logged:
-    """In place of `self.log` and `self.log_dict`: keeps what one step logs."""
+    """Replacement of `self.log` and `self.log_dict` that keeps one step's values."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
     def log(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
-        """Keeps it."""
+        """Keeps a value."""
         self.values[name] = value
 
     def log_dict(self, dictionary: Mapping[str, Any], *rest: Any, **options: Any) -> None:
-        """Keeps them."""
+        """Keeps several values."""
         self.values.update(dictionary)
 
     def read(self, name: str) -> Tensor:
-        """A value as a tensor; of a metric what it says of this batch alone.
+        """Returns a value as a tensor; of a metric, its value for this batch alone.
 
         Raises:
-            TaskError: the step did not log it, or it is not one number.
+            TaskError: the step did not log the value, or the value is not one number.
         """
         if name not in self.values:
             raise TaskError(f"validation_step logged '{name}' for some batches, and not for others")
@@ -70,11 +70,11 @@ class Logged:
 
 
 class Steps(nn.Module):
-    """The module's training_step as forward in training; in evaluation the loss and what is logged beside it.
+    """The module's training_step as forward in training; in evaluation, the loss and the logged values.
 
     Args:
         logged: the names of the K values.
-        loss: the name under which validation_step logs its loss; None: it returns it.
+        loss: the name under which validation_step logs its loss; None: validation_step returns the loss.
     """
 
     def __init__(self, module: Any, logged: Sequence[str] = (), loss: str | None = None) -> None:
@@ -90,7 +90,7 @@ class Steps(nn.Module):
         self._fresh = [(metric, copy.deepcopy(default_states(metric))) for metric in metrics]
 
     def forward(self, inputs: tuple[Any, Tensor]) -> Tensor:
-        """The batch and B marks, one a row; [B] in training, [B, 1 + K] in evaluation, every row the batch's mean."""
+        """Maps the batch and B marks, one per row, to [B] in training, [B, 1 + K] in evaluation, means in each row."""
         batch, marks = inputs
         if self.training:
             return self.step(batch, training=True)[0].expand(len(marks))
@@ -99,10 +99,10 @@ class Steps(nn.Module):
         return columns.expand(len(marks), -1)
 
     def step(self, batch: Any, *, training: bool, index: int = 0) -> tuple[Tensor, Logged]:
-        """The module's step: its loss, a scalar, and what it logged.
+        """Runs the module's step; returns its loss, a scalar, and the logged values.
 
         Raises:
-            TaskError: there is no loss, or it is not one number.
+            TaskError: there is no loss, or the loss is not one number.
         """
         self._log.values = {}
         self._reset_metrics()
@@ -127,7 +127,7 @@ class Steps(nn.Module):
 
 
 def defines(module: Any, name: str) -> bool:
-    """Whether the user's class has its own `name`, rather than Lightning's."""
+    """Returns whether the user's class overrides Lightning's `name`."""
     from lightning.pytorch import LightningDataModule, LightningModule
 
     bases = [base for base in (LightningModule, LightningDataModule) if isinstance(module, base)]
@@ -159,7 +159,7 @@ class Column(torchmetrics.Metric):
 
 
 class EachEpoch(LRScheduler):
-    """A schedule of Lightning's interval "epoch", stepped each optimizer step: it advances after every `steps`-th."""
+    """A schedule of Lightning's interval "epoch", stepped each optimizer step: advances after every `steps`-th step."""
 
     def __init__(self, inner: LRScheduler, steps: int) -> None:
         self.optimizer, self.last_epoch = inner.optimizer, 0

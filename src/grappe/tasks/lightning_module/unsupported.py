@@ -1,4 +1,4 @@
-"""What of a LightningModule and its data is not carried over; each is found by what it does, and named."""
+"""Unsupported features of a LightningModule and its data: each is detected by its effect, and refused by name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ WHY = {
 
 
 class Refusals:
-    """Gathers what is not carried over, but for what the user leaves out knowingly."""
+    """Collects unsupported features, except those that the user knowingly leaves out."""
 
     def __init__(self, name: str, without: Collection[str]) -> None:
         self._name, self._without = name, without
         self._found: list[str] = []
 
     def add(self, what: str, why: str = "it is not carried over") -> None:
-        """`what` is refused, unless it is left out."""
+        """Refuses `what`, unless the user leaves it out."""
         if what not in self._without:
             self._found.append(f"{what} ({WHY.get(what, why)})")
 
     def check(self) -> None:
-        """Raises TaskError when something was found."""
+        """Raises TaskError if an unsupported feature was found."""
         if self._found:
             raise TaskError(
                 f"{self._name} cannot be made a task as it is: {'; '.join(self._found)}. Do without it, leave it "
@@ -50,7 +50,7 @@ class Refusals:
 
 
 def overridden(owner: Any, base: type, refusals: Refusals) -> None:
-    """Refuses every hook of Lightning's that the user's class defines and that is never called here."""
+    """Refuses every hook of Lightning that the user's class defines and that grappe never calls."""
     for kind in type(owner).__mro__:
         if kind is base:
             return
@@ -61,7 +61,7 @@ def overridden(owner: Any, base: type, refusals: Refusals) -> None:
 
 
 def loader(found: Any, what: str, training: bool, refusals: Refusals) -> DataLoader | None:
-    """A DataLoader that grappe can replace by its own; None, and a refusal, where it cannot."""
+    """Returns a DataLoader that grappe can replace by its own; None, and a refusal, if it cannot."""
     if isinstance(found, list | tuple) and len(found) == 1:
         found = found[0]
     if not isinstance(found, DataLoader):
@@ -89,7 +89,7 @@ def _is_plain(sampler: Any) -> bool:
 
 
 def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str, Any] | None] | None:
-    """The optimizer, and its schedule {"scheduler", "interval"}; None, and a refusal, where there are others."""
+    """Returns the optimizer, and its schedule {"scheduler", "interval"}; None, and a refusal, if there are several."""
     schedule = None
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list | tuple):
         ones, schedules = configured
@@ -120,9 +120,9 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
 def mean_over_rows(
     steps: Steps, samples: list[Any], collate: Any, names: list[str], refusals: Refusals
 ) -> None:
-    """Refuses what is not the mean over its batch: the losses, and what validation_step logs under `names`.
+    """Refuses values that are not means over their batch: losses, and those logged by validation_step under `names`.
 
-    A batch's value must be that of its two halves, weighted by their sizes. Dropout is off while this is tried.
+    A batch's value must be the mean of its two halves' values, weighted by size. Dropout is off during this test.
     """
     cut, size = len(samples) // 2, len(samples)
     for training in (True, False):
@@ -145,7 +145,7 @@ def mean_over_rows(
 def _values(
     steps: Steps, batch: Any, names: list[str], training: bool, index: int = 0, seed: int = 0
 ) -> dict[str, Tensor]:
-    """The loss, under its step's name, and what is logged, under its own."""
+    """Returns the loss, under its step's name, and the logged values, under their own names."""
     torch.manual_seed(seed)
     loss, logged = steps.step(batch, training=training, index=index)
     if training or not defines(steps.module, "validation_step"):

@@ -1,4 +1,4 @@
-"""Watcher, the base class of callbacks, and what a training says to them: RunInfo, Record, Outcome."""
+"""Watcher, the base class of callbacks, and the data that callbacks get: RunInfo, Record, Outcome."""
 
 from __future__ import annotations
 
@@ -16,114 +16,114 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known of a training when it begins. Steps are optimizer steps, counted over the whole world."""
+    """Facts about a training, known when it begins. Steps are optimizer steps, counted over the whole world."""
 
     folder: Path
-    """The run's."""
+    """The run's folder."""
     task: str
-    """As the user named it."""
+    """The task's name, as the user wrote it."""
     plan: str
     """The plan's text; "" for one process."""
     engine: str
-    """The plan's."""
+    """The plan's engine."""
     rank: int
-    """Of the process that this watcher lives on."""
+    """Rank of the watcher's process."""
     world_size: int
     device: str
     """"cpu" or "cuda"."""
     start: int
-    """Steps already done: 0, or those of the checkpoint that the training resumes from."""
+    """Number of steps already done: 0, or the step of the checkpoint that the training resumes from."""
     last_step: int
-    """The step after which this start of the training ends, if nothing stops it before."""
+    """The last step of this start of the training, if nothing stops it earlier."""
     total_steps: int
-    """Of the whole training; more than `last_step` where --steps ends it sooner."""
+    """Number of steps of the whole training; more than `last_step` if --steps ends this start earlier."""
     steps_per_epoch: int
     batch_size: int
-    """Samples per step."""
+    """Number of samples per step."""
     samples: int
-    """Of the training data."""
+    """Number of training samples."""
     description: Mapping[str, Any]
-    """What run.json says: fields of the task, versions, host."""
+    """The content of run.json: fields of the task, versions, host."""
 
 
 class Record(NamedTuple):
-    """One optimizer step, its numbers read from the device. Steps count from 1, over the whole world."""
+    """Record of one optimizer step, with numbers read from the device. Steps count from 1, over the whole world."""
 
     step: int
     epoch: int
     samples: int
-    """Samples seen since the training began."""
+    """Number of samples seen since the training began."""
     loss: float
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
     lr: float
     seconds: float
-    """Wall time from the step before to this one, evaluation and saving left out."""
+    """Wall time since the step before, without evaluation and saving."""
     norm: float | None
-    """The gradient's norm before clipping; None where nothing needs it."""
+    """The gradient's norm before clipping; None if nothing needs the norm."""
     skipped: bool
-    """An fp16 overflow: nothing was learned."""
+    """Whether an fp16 overflow skipped the update."""
     flag: float
-    """How many processes asked to stop."""
+    """Number of processes that requested a stop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a training ended."""
+    """Outcome of a training."""
 
     status: str
     """"finished", "stopped" (patience), "paused" (--steps) or "interrupted" (a signal or the time limit)."""
     step: int
     scores: Scores | None
-    """Of the last evaluation."""
+    """Scores of the last evaluation."""
     timing: StepTimes
-    """Where this process's time went."""
+    """Summary of this process's time."""
     peaks: Sequence[Mapping[str, int]] = ()
-    """By rank: bytes at most ("host", "device"), and those of parameters, gradients and optimizer state."""
+    """By rank: peak bytes ("host", "device"), and bytes of parameters, gradients and optimizer state."""
     remarks: Sequence[str] = ()
-    """What the engine says of how the plan was carried out."""
+    """The engine's remarks on the plan's execution."""
 
 
 class Watcher:
-    """Base class of watchers (callbacks): override the methods you need, each may be left out.
+    """Base class of watchers (callbacks): override the methods that you need.
 
-    A watcher of your own: `grappe.train(..., watchers=[MyWatcher()])`, or `grappe train ... --watch file.py:MyWatcher`,
-    which makes it without arguments. It lives on process 0 alone, whatever the plan. It travels there by value: what
-    it keeps in its attributes stays there, so write down what you want to see afterwards. An exception ends the
+    To use a watcher: `grappe.train(..., watchers=[MyWatcher()])`, or `grappe train ... --watch file.py:MyWatcher`,
+    which makes it without arguments. A watcher runs on process 0 only, under every plan, as a pickled copy: values that
+    the copy keeps in attributes are lost at the end, so write results to a file. An exception ends the
     training.
     """
 
     prompt: ClassVar[bool] = False
-    """Whether `stepped` is called after each step. Else it is called for groups of steps, in order, at least ten
-    times a second where steps are quicker, and always before an evaluation, a save and the end."""
+    """Whether `stepped` is called after each step. If False, it is called for groups of steps, in order, at least ten
+    times a second if steps are quicker, and always before an evaluation, a save and the end."""
 
     def started(self, info: RunInfo) -> None:
-        """The first step is about to be taken."""
+        """Called before the first step."""
 
     def stepped(self, record: Record) -> None:
-        """A step is over. One step late, when the device has its numbers; at once before an evaluation or a save."""
+        """Called after a step: one step late, when its numbers are ready; before an evaluation or a save, at once."""
 
     def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """The gradients of `step` are there, clipped where the task clips; the optimizer is about to use them.
+        """Called when the gradients of `step` are ready (and clipped, if the task clips), before the optimizer's step.
 
-        Costs time in every step: connected only where a watcher overrides it.
+        This callback costs time in every step, and is connected only if a watcher overrides it.
 
         Args:
-            parameters: this process's, by name; of a sharded model its part. `.grad` may be None.
+            parameters: this process's parameters by name; of a sharded model, its part. `.grad` may be None.
         """
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """An evaluation after `step` is over."""
+        """Called after an evaluation, which follows `step`."""
 
     def saving(self, step: int) -> None:
-        """A checkpoint of `step` is about to be written."""
+        """Called before a checkpoint of `step` is written."""
 
     def failed_to_save(self, problem: str) -> None:
-        """A checkpoint could not be written; the training goes on."""
+        """Called when a checkpoint could not be written and the training continues."""
 
     def ended(self, outcome: Outcome | None) -> None:
-        """The training is over; None: by an error."""
+        """Called at the end of the training; `outcome` is None after an error."""
 
 
 def as_json(value: float | None) -> Any:
-    """A number as JSON has it: infinities and NaN become null."""
+    """Converts a number for JSON: infinities and NaN become null."""
     return value if value is not None and value - value == 0 else None

@@ -1,4 +1,4 @@
-"""Console: shows a training to its user, by a live bar on a terminal, a line for each evaluation, a closing table."""
+"""Console: shows a training to its user: a live bar on a terminal, a line for each evaluation, a table at the end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WIDE = 96  # characters that the longest line takes
 
 
 class Console(Watcher):
-    """Shows a training on `stream`; draws at most five times a second, whatever the number of steps.
+    """Watcher that shows a training on `stream`; draws at most five times a second.
 
     Args:
-        sample: the word for what is counted per second.
+        sample: the word for a sample in the rate per second.
     """
 
     def __init__(self, stream: UserStream, sample: str = "samples") -> None:
@@ -109,9 +109,9 @@ class Console(Watcher):
         assert self._info is not None
         words = {
             "finished": "finished",
-            "stopped": "stopped: no better for a while",
+            "stopped": "stopped: no lower loss within patience",
             "interrupted": "interrupted, saved",
-            "paused": "paused after the steps asked for",
+            "paused": "paused after --steps",
         }
         rows = [
             ("training", f"{words[outcome.status]}, {outcome.step} step{'s' if outcome.step != 1 else ''}")
@@ -132,7 +132,7 @@ class Console(Watcher):
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:
-    """The peak of each process, and what for; of many processes those with the highest and the lowest peak."""
+    """Formats each process's peak memory and its parts; of many processes, only the highest and the lowest peak."""
     ranked = sorted(enumerate(outcome.peaks), key=lambda one: -_most(one[1]))
     if len(ranked) > SHOWN:
         ranked = [ranked[0], ranked[-1]]
@@ -172,6 +172,6 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
 
 
 def sample_word(dataset: Any) -> str:
-    """ "images" where a dataset's first input looks like one, [1 or 3, height, width]; else "samples"."""
+    """Returns "images" if a dataset's first input has an image's shape, [1 or 3, height, width]; else "samples"."""
     inputs = dataset[0][0]
     return "images" if getattr(inputs, "ndim", 0) == 3 and inputs.shape[0] in (1, 3) else "samples"

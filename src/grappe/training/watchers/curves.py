@@ -15,7 +15,7 @@ SKIPPED = ', "skipped": true'
 
 
 class Curves(Watcher):
-    """Writes lines in blocks, so that a step costs a few microseconds; all of them before each save."""
+    """Watcher that writes lines in blocks, so that a step costs a few microseconds; all lines before each save."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -58,7 +58,7 @@ class Curves(Watcher):
 
 
 def _line(record: Record) -> str:
-    """A step as a line of JSON; formatted by hand, since json.dumps takes three times as long."""
+    """Formats a step as a line of JSON by hand, since json.dumps takes three times as long."""
     norm = "" if record.norm is None else f', "norm": {_number(record.norm)}'
     return (
         f'{{"kind": "step", "step": {record.step}, "epoch": {record.epoch}, "samples": {record.samples}, '

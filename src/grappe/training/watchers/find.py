@@ -15,19 +15,19 @@ from grappe.training.watchers.base import Watcher
 
 
 def make(watchers: Iterable[Watcher | str]) -> list[Watcher]:
-    """The watchers themselves: those given by name are found, and made without arguments.
+    """Makes the watchers that are given by name, without arguments; returns all watchers.
 
     Raises:
-        UsageError: one cannot be found, or made.
+        UsageError: a watcher cannot be found, or made.
     """
     return [_made(find(one), one) if isinstance(one, str) else one for one in watchers]
 
 
 def find(reference: str) -> type[Watcher]:
-    """The watcher class that `reference` names.
+    """Finds the watcher class that `reference` names.
 
     Raises:
-        UsageError: there is none, or it cannot be imported.
+        UsageError: there is no such class, or it cannot be imported.
     """
     place, _, name = check_name(reference).rpartition(":")
     module = _loaded(place, reference)
@@ -44,10 +44,10 @@ def find(reference: str) -> type[Watcher]:
 
 
 def check_name(reference: str) -> str:
-    """`reference`, with its file's whole path; loads nothing.
+    """Returns `reference` with its file's absolute path; imports nothing.
 
     Raises:
-        UsageError: it names no class, or a file that is not there.
+        UsageError: `reference` names no class, or a file that does not exist.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
@@ -58,7 +58,7 @@ def check_name(reference: str) -> str:
         return reference
     if not Path(place).is_file():
         raise UsageError(
-            f"--watch={reference}: there is no file {place}: is the path right, seen from {Path.cwd()}?"
+            f"--watch={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
         )
     return f"{Path(place).resolve()}:{name}"
 

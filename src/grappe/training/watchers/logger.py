@@ -1,4 +1,4 @@
-"""Logger: the base of TensorBoard's and Weights & Biases' watchers: scalars, and histograms every so many steps."""
+"""Logger: the base of TensorBoard's and Weights & Biases' watchers, with scalars, and histograms at intervals."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class Logger(Watcher):
-    """Reports a training to another program, from process 0; where a model is sharded, that process's part."""
+    """Watcher that logs a training to another program, from process 0; of a sharded model, that process's part."""
 
     @abstractmethod
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
-        """Opens the run in `folder`, which goes on from step `start`; what was logged beyond it is void."""
+        """Opens the log in `folder` for a run that continues from step `start`; later entries become void."""
 
     @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -38,7 +38,7 @@ class Logger(Watcher):
 
     @abstractmethod
     def histogram(self, step: int, name: str, values: Tensor) -> None:
-        """Logs how finite `values` [N], float32 on the CPU, are distributed."""
+        """Logs the distribution of finite `values` [N], float32 on the CPU."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -78,7 +78,7 @@ class Logger(Watcher):
 
 
 def distribution(values: Tensor) -> tuple[Any, Any]:
-    """Counts [BINS] of `values`, and the limits [BINS + 1] of the bins."""
+    """Computes a histogram of `values`: counts [BINS], and limits [BINS + 1] of the bins."""
     import numpy as np
 
     return np.histogram(values.numpy(), bins=BINS)
@@ -88,7 +88,7 @@ def check(name: str) -> None:
     """Checks that there is a logger called `name`.
 
     Raises:
-        UsageError: there is none, or what it needs is not installed.
+        UsageError: there is no such logger, or its package is not installed.
     """
     if name not in LOGGERS:
         raise UsageError(f"--log={name}: there is {', '.join(sorted(LOGGERS))}")
@@ -97,6 +97,6 @@ def check(name: str) -> None:
 
 
 def find(name: str) -> type[Logger]:
-    """The logger called `name`; raises as `check` does."""
+    """Makes the logger called `name`; raises like `check`."""
     check(name)
     return importlib.import_module(f"grappe.training.watchers.{name}_log").LOGGER

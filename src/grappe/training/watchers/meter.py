@@ -1,4 +1,4 @@
-"""Meter: measures what a training uses (cores, memory, power, energy), about once a second."""
+"""Meter: measures a training's use of cores, memory, power and energy, about once a second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERY_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one process of a training used, from its first instruction to its end."""
+    """The resources that one process of a training used, from its first instruction to its end."""
 
     rank: int
     host: str
@@ -32,31 +32,31 @@ class Usage:
     seconds: float
     """Wall time."""
     cpu_seconds: float
-    """Of all cores, its data workers that have ended too."""
+    """Seconds of all cores, ended data workers included."""
     cores: int
-    """Those of the node that it could use; 0 for a process that is not its node's first, so that they can be summed."""
+    """Usable cores of the node; 0 for a process that is not its node's first, so that the numbers can be summed."""
     threads: int
     workers: int | None
-    """Data-loading processes of its own; None: the samples are in memory."""
+    """The process's data workers; None: the samples are in memory."""
     gpus: int
-    """1 if it is the first process on its GPU."""
+    """1 if the process is the first on its GPU, else 0."""
     peak: Mapping[str, int]
-    """Bytes at most: "host", resident memory, shared pages too; "device", tensors on the GPU."""
+    """Peak bytes: "host", resident memory with shared pages; "device", tensors on the GPU."""
     held: Mapping[str, int]
     """Bytes of this process's parameters, gradients and optimizer state, at the second update."""
     joules: Mapping[str, float | None]
-    """By what drew them: "processors" (of the node, by its first process) and "gpu"; None: not measurable here."""
+    """Energy by consumer: "processors" (of the node, by its first process) and "gpu"; None: not measurable here."""
     why: Mapping[str, str]
-    """Why something could not be measured."""
+    """Reasons why values could not be measured."""
     timing: StepTimes | None
-    """Where the time of this process went."""
+    """Summary of this process's time."""
     step: int
     samples: int
-    """Of this start, over the whole world."""
+    """Number of samples of this start, over the whole world."""
 
 
 class Meter(Watcher):
-    """Measures its own process, one in each; that of process 0 writes usage.jsonl.
+    """Watcher on every process that measures its own process; process 0's meter writes usage.jsonl.
 
     Args:
         per_device: processes that share a GPU.
@@ -108,7 +108,7 @@ class Meter(Watcher):
             self._file = None
 
     def sample(self) -> None:
-        """Writes down what was used since the last time."""
+        """Writes the use since the last call."""
         before = dict(self._joules)
         cpu, wall = _cpu_seconds(), time.perf_counter()
         spent, passed = cpu - self._cpu, wall - self._wall
@@ -138,7 +138,7 @@ class Meter(Watcher):
             return
 
     def usage(self) -> Usage:
-        """What this process used so far."""
+        """Returns this process's use so far."""
         return Usage(
             rank=self._world.rank,
             host=os.uname().nodename,
@@ -183,9 +183,9 @@ def _device_name(world: World) -> str:
 
 
 def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run has used in all its starts, from what all processes of this one used and what was used before.
+    """Sums a run's use over all its starts, from this start's processes and the earlier sum.
 
-    Core-hours are those of all allocated cores, GPU-hours those of all GPUs, busy or not.
+    Core-hours count all allocated cores, GPU-hours all GPUs, busy or not.
     """
     hours = max(usage.seconds for usage in usages) / 3600
     now: dict[str, Any] = {

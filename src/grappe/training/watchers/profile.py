@@ -21,22 +21,22 @@ COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "c10d::", "mpi:")
 
 
 class Event(NamedTuple):
-    """Something that a processor or a GPU did; times in microseconds."""
+    """An operation of a processor or a GPU; times in microseconds."""
 
     name: str
     began: float
     ended: float
     own: float
-    """Without what it called."""
+    """Time without called operations."""
     place: str
     """"main", "device", or another thread."""
 
 
 class Profile(Watcher):
-    """Profiles `steps` steps after the warm-up, on this process.
+    """Watcher that profiles `steps` steps after the warm-up, on this process.
 
     Args:
-        stream: where the summary goes besides the file; None: nowhere.
+        stream: a stream for the summary besides the file; None: only the file.
     """
 
     prompt = True  # it begins and ends between two steps
@@ -88,7 +88,7 @@ class Profile(Watcher):
         _export(profiler, trace)
         steps = self._seen - WARMUP
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
-        self._text += f"\nthe whole of it: {trace} (open it in ui.perfetto.dev)\n"
+        self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
         (self._folder / f"rank-{self._rank}.txt").write_text(self._text)
 
 
@@ -118,13 +118,13 @@ def _events(profiler: Any) -> list[Event]:
 
 
 def summary(events: Sequence[Event], steps: int, title: str) -> str:
-    """What took longest in a step: operators, kernels, gaps in which nothing ran, communication and its overlap."""
+    """Lists what took longest in a step: operators, kernels, idle gaps, communication and its overlap."""
     spans = {place: union(one for one in events if one.place == place) for place in ("main", "device")}
     known = [span for several in spans.values() for span in several]
     if not known or steps < 1:
-        return f"{title}: nothing was seen\n"
+        return f"{title}: no operation was recorded\n"
     whole = (max(end for _, end in known) - min(begin for begin, _ in known)) / steps
-    lines = [f"{title}: {steps} steps of {_time(whole)}, what takes longest in each:"]
+    lines = [f"{title}: {steps} steps of {_time(whole)}, the longest in each step:"]
     for place, word in (("main", "operators on the host (their own time)"), ("device", "kernels on the GPU")):
         lines += _top([one for one in events if one.place == place], steps, whole, word)
         lines += _gaps(spans[place], events, place, steps, whole)
@@ -165,20 +165,20 @@ def _top(events: Sequence[Event], steps: int, whole: float, word: str) -> list[s
 def _gaps(
     spans: Sequence[tuple[float, float]], events: Sequence[Event], place: str, steps: int, whole: float
 ) -> list[str]:
-    """The pauses between what ran, and after what the longest of them came."""
+    """Returns the idle gaps between operations, and the operation before the longest."""
     if len(spans) < 2:
         return []
     found = [(begin - end, end) for (_, end), (begin, _) in itertools.pairwise(spans)]
     total = sum(length for length, _ in found) / steps
     ends = {one.ended: one.name for one in events if one.place == place}
     longest = sorted(found, reverse=True)[:3]
-    behind = ", ".join(f"{_time(length)} behind {ends.get(end, '?')[:40]}" for length, end in longest)
+    after = ", ".join(f"{_time(length)} after {ends.get(end, '?')[:40]}" for length, end in longest)
     where = "no operator ran on the main thread" if place == "main" else "the GPU had nothing to do"
-    return [f"  {where}: {_time(total)} a step ({total / whole:.0%}); the longest: {behind}"]
+    return [f"  {where}: {_time(total)} a step ({total / whole:.0%}); the longest: {after}"]
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times in which at least one of `events` went on, in order and disjoint."""
+    """Returns the intervals in which at least one of `events` was running, in order and disjoint."""
     spans: list[tuple[float, float]] = []
     for one in sorted(events, key=lambda event: event.began):
         if spans and one.began <= spans[-1][1]:
@@ -189,7 +189,7 @@ def union(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times that are in both; each is in order and disjoint."""
+    """Returns the intersection of two lists of intervals, each in order and disjoint."""
     found, left, right = [], 0, 0
     while left < len(a) and right < len(b):
         begin, end = max(a[left][0], b[right][0]), min(a[left][1], b[right][1])

@@ -12,7 +12,7 @@ from grappe.training.watchers.logger import Logger, distribution
 
 
 class TensorBoard(Logger):
-    """Writes to RUN/tensorboard; a restart voids what was written of steps beyond its checkpoint."""
+    """Logger that writes to RUN/tensorboard; a restart voids entries of steps after its checkpoint."""
 
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter

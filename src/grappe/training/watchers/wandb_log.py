@@ -14,10 +14,10 @@ from grappe.training.watchers.logger import Logger, distribution
 
 
 class WandB(Logger):
-    """Writes to RUN/wandb. All starts of a run have one id, made of its folder's name, so that they sync into one.
+    """Logger that writes to RUN/wandb. All starts of a run have one id, from its folder's name, and sync into one.
 
-    Steps that a later start takes again are logged twice; on the site the later ones replace nothing, so the axis
-    to plot over is `step`, where both lie.
+    Steps that a later start repeats are logged twice; on the site the later ones replace nothing, so the axis
+    for plots is `step`, which shows both.
     """
 
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 
 class WatcherList:
-    """Has the methods of a Watcher; an exception in a user's own watcher becomes one message that names its line."""
+    """A Watcher that calls several; an exception in a user's own watcher becomes one message that names its line."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = watchers
@@ -26,42 +26,42 @@ class WatcherList:
 
     @property
     def wants_gradients(self) -> bool:
-        """Whether a watcher overrides `gradients_ready`."""
+        """Returns whether a watcher overrides `gradients_ready`."""
         return bool(self._want_gradients)
 
     def started(self, info: RunInfo) -> None:
-        """The first step is about to be taken."""
+        """Calls `started` of every watcher."""
         for watcher in self._watchers:
             _call(watcher, "started", info)
 
     def stepped(self, records: Sequence[Record]) -> None:
-        """Steps are over; every watcher is called once for each of them."""
+        """Calls `stepped` of every watcher, once for each step."""
         for watcher in self._watchers:
             for record in records:
                 _call(watcher, "stepped", record)
 
     def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """The gradients of `step` are there."""
+        """Calls `gradients_ready` of every watcher."""
         for watcher in self._want_gradients:
             _call(watcher, "gradients_ready", step, parameters)
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """An evaluation after `step` is over."""
+        """Calls `evaluated` of every watcher."""
         for watcher in self._watchers:
             _call(watcher, "evaluated", step, scores)
 
     def saving(self, step: int) -> None:
-        """A checkpoint of `step` is about to be written."""
+        """Calls `saving` of every watcher."""
         for watcher in self._watchers:
             _call(watcher, "saving", step)
 
     def failed_to_save(self, problem: str) -> None:
-        """A checkpoint could not be written; the training goes on."""
+        """Calls `failed_to_save` of every watcher."""
         for watcher in self._watchers:
             _call(watcher, "failed_to_save", problem)
 
     def ended(self, outcome: Outcome | None) -> None:
-        """The training is over; None: by an error."""
+        """Calls `ended` of every watcher."""
         for watcher in self._watchers:
             _call(watcher, "ended", outcome)
 

@@ -1,4 +1,4 @@
-"""grappe doctor: what is wrong with this machine, this allocation; and a small collective between all processes."""
+"""grappe doctor: checks this machine and this allocation, and runs a small collective between all processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PATIENCE_SECONDS = 60.0  # for all to meet: the training that follows would wait
 
 
 class Unfit(GrappeError):
-    """A process found an error that would end the training."""
+    """Error that ends the processes: one of them found an error that would end the training."""
 
     exit_code = EXIT_FAILURE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the processes of an examination do."""
+    """The input of an examination's processes."""
 
     plan: Plan
     folder: Path
@@ -46,10 +46,10 @@ def doctor(request: Request) -> list[Finding]:
     """Examines this machine, or all processes of this job, as the plan would use them. Collective.
 
     Returns:
-        What was found, errors first; the same finding of several nodes once, with their names.
+        The findings, errors first; the same finding of several nodes once, with their names.
 
     Raises:
-        GrappeError: the processes of the plan did not even find each other; the message says why.
+        GrappeError: the plan's processes could not connect; the message gives the reason.
     """
     request = dataclasses.replace(request, run=request.folder)
     return start("grappe.verbs.doctor.doctor:worker", request, request.plan)
@@ -96,7 +96,7 @@ def _first_line(mistake: Exception) -> str:
 
 
 def _collective(world: Any) -> list[Finding]:
-    """A sum over all processes of the plan's own backend: is it right, and how long does it take."""
+    """Runs an all-reduce with the plan's backend: checks the result, and measures the time."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def _clock(apart: float) -> Finding:
 
 
 def _ordered(found: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Errors first; the same on several nodes once."""
+    """Sorts findings, errors first; merges the same finding of several nodes."""
     nodes: dict[Finding, list[str]] = {}
     for host, mine in zip(hosts, found, strict=True):
         for one in mine:
@@ -151,7 +151,7 @@ def _ordered(found: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[F
 
 
 def text(found: Sequence[Finding]) -> str:
-    """The text to print: three lines a finding."""
+    """Formats findings as text, three lines each."""
     if not found:
         return "nothing is wrong here"
     lines = []
@@ -163,5 +163,5 @@ def text(found: Sequence[Finding]) -> str:
 
 
 def failed(found: Sequence[Finding]) -> bool:
-    """Whether a training would fail."""
+    """Returns whether a training would fail."""
     return any(one.level == "error" for one in found)

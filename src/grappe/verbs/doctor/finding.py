@@ -1,4 +1,4 @@
-"""Finding: what is wrong, why it matters, and what to do."""
+"""Finding: a problem, its consequence, and its remedy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Level = Literal["error", "warning", "note"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A problem or a fact that a check found. An error would end the training; a warning costs time or numbers."""
+    """A problem or a fact that a check found. An error would end the training; a warning costs time or accuracy."""
 
     level: Level
     what: str
     why: str = ""
     do: str = ""
     host: str = ""
-    """The node, where several were examined."""
+    """The node's name, if several were examined."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Machine:
     process: ProcessRank
     plan: Plan
     folder: Path
-    """Where the run writes."""
+    """The folder in which the run writes."""
     job: bool
     """Whether this is the first step of a job."""
     environment: Mapping[str, str]
@@ -41,20 +41,20 @@ class Machine:
 
     @property
     def is_node_leader(self) -> bool:
-        """Whether this process is the first on its node: a node's own state is examined once."""
+        """Returns whether this process is the first on its node, which alone examines the node's state."""
         return self.process.local_rank == 0
 
 
 def error(what: str, why: str = "", do: str = "") -> Finding:
-    """A finding that would end the training."""
+    """Makes a finding that would end the training."""
     return Finding(level="error", what=what, why=why, do=do)
 
 
 def warning(what: str, why: str = "", do: str = "") -> Finding:
-    """A finding that costs time or numbers."""
+    """Makes a finding that costs time or accuracy."""
     return Finding(level="warning", what=what, why=why, do=do)
 
 
 def note(what: str, why: str = "", do: str = "") -> Finding:
-    """Something to know."""
+    """Makes a finding that is only information."""
     return Finding(level="note", what=what, why=why, do=do)

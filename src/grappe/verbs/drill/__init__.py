@@ -1,1 +1,1 @@
-"""grappe drill: faults on purpose."""
+"""grappe drill: fault injection into a small training."""

@@ -1,4 +1,4 @@
-"""grappe drill: kills a small training of the user's own task, on purpose, and shows what was lost."""
+"""grappe drill: injects faults into a small training of the user's task, and shows the loss and the recovery."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ class Fault:
     name: str
     injector: FaultInjector | None = None
     damage: Callable[[Path], None] | None = None
-    """Damage to the run's folder, once the training has paused."""
+    """Function that damages the run's folder, once the training has paused."""
     plan: Plan | None = None
-    """The plan to resume under; None: the same."""
+    """The plan under which to resume; None: the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a fault did to a training, and whether it recovered."""
+    """The effect of a fault on a training, and the training's recovery."""
 
     fault: str
     recovered: bool
     lost: int | None = None
-    """Steps that had to be done again."""
+    """Number of repeated steps."""
     seconds: float | None = None
-    """From the new start to its first step."""
+    """Seconds from the new start to its first step."""
     weights: str = ""
 
 
 def drill(request: Request, note: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:
-    """Disturbs trainings of a few steps, in a folder that is thrown away; yields a finding for each fault.
+    """Injects faults into trainings of a few steps, in a temporary folder; yields a finding for each fault.
 
     Args:
-        note: called with a few words on the fault that is tried next.
+        note: callback, called with a short description of the next fault.
 
     Raises:
-        GrappeError: the task does not even train undisturbed.
+        GrappeError: the task does not train without a fault.
     """
     if rank_from_environment() is not None:
         raise UsageError(
@@ -70,7 +70,7 @@ def drill(request: Request, note: Callable[[str], None] = lambda words: None) ->
         )
     with tempfile.TemporaryDirectory(prefix="grappe-drill-") as base:
         quiet = dataclasses.replace(request, base=Path(base), quiet=True)
-        note("a training that nothing disturbs")
+        note("a training without faults")
         reference = _train(quiet, Path(base) / "undisturbed")
         if Run(reference).read_description()["step"] < LEAST_STEPS:
             raise UsageError(f"a drill takes {STEPS} steps, and this training has fewer: give it more epochs")
@@ -90,7 +90,7 @@ def all_faults(plan: Plan) -> list[Fault]:
         Fault(name="all processes killed", injector=FaultInjector("SIGKILL", HURT_AT)),
         Fault(name="killed in a save", injector=FaultInjector("save", HURT_AT, "first")),
         Fault(name="SIGTERM", injector=FaultInjector("SIGTERM", HURT_AT, "first")),
-        Fault(name="newest checkpoint cut short", damage=faults.truncate),
+        Fault(name="newest checkpoint truncated", damage=faults.truncate),
         Fault(name="a bit of it flipped", damage=faults.flip),
         Fault(name="disk full", injector=FaultInjector("disk", HURT_AT)),
     ]
@@ -165,10 +165,10 @@ def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
 
 
 def difference(a: Path, b: Path, *, whole: bool) -> float:
-    """The largest |a - b| / |a| over the tensors of two runs' newest checkpoints; 0: the same bits.
+    """Computes the largest |a - b| / |a| over the tensors of two runs' newest checkpoints; 0: the same bits.
 
     Args:
-        whole: whether optimizer state and buffers count, or the model's parameters alone.
+        whole: whether to include optimizer state and buffers, besides the model's parameters.
     """
     import torch
 
@@ -189,7 +189,7 @@ def difference(a: Path, b: Path, *, whole: bool) -> float:
 
 
 def table(findings: list[Finding]) -> Table:
-    """Findings as a table."""
+    """Formats findings as a table."""
     shown = Table(
         "fault", "recovered", "steps lost", "seconds to next step", "weights", box=None, padding=(0, 2, 0, 0)
     )

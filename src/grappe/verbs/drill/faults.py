@@ -1,4 +1,4 @@
-"""Faults that a drill injects from inside a training's processes: real signals, at chosen steps and random instants."""
+"""Faults that a drill injects inside a training's processes: real signals, at chosen steps and random times."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SPREAD = 2.0  # steps within which a process is killed
 
 @dataclasses.dataclass
 class FaultInjector(Watcher):
-    """Injects a fault into its own process once `step` is done; travels to all processes by value."""
+    """Watcher that injects a fault into its own process once `step` is done; every process gets a pickled copy."""
 
     fault: str
     step: int
     ranks: str = "all"
-    """"all", "first" or "last"."""
+    """Ranks to fail: "all", "first" or "last"."""
     done: bool = False
     prompt = True
 
@@ -69,7 +69,7 @@ class FaultInjector(Watcher):
 
 @dataclasses.dataclass
 class Stopwatch(Watcher):
-    """Records at which step a training began, and when its first step was done."""
+    """Watcher that records the step at which a training began, and the time of its first step's end."""
 
     begun: int = 0
     written: bool = False
@@ -86,12 +86,12 @@ class Stopwatch(Watcher):
 
 
 def write_record(file: Path, values: dict) -> None:
-    """Writes a few numbers for the drill command to read."""
+    """Writes a few numbers for the drill command."""
     file.write_text(json.dumps(values))
 
 
 def largest_file(run: Path) -> Path:
-    """The largest file of the newest checkpoint."""
+    """Finds the largest file of the newest checkpoint."""
     newest = list_checkpoints(Run(run).checkpoints)[0].folder
     return max(newest.iterdir(), key=lambda file: file.stat().st_size)
 
@@ -103,7 +103,7 @@ def truncate(run: Path) -> None:
 
 
 def flip(run: Path) -> None:
-    """Turns over one bit in the middle of the newest checkpoint's largest file."""
+    """Flips one bit in the middle of the newest checkpoint's largest file."""
     file = largest_file(run)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -1,1 +1,1 @@
-"""grappe measure: what plans cost and how they scale."""
+"""grappe measure: speed, memory, energy and scaling of plans."""

@@ -1,4 +1,4 @@
-"""FLOPs of a model, counted operation by operation, and what the device reaches on a large matrix product."""
+"""FLOPs of a model, counted by operation, and the device's measured FLOP/s on a large matrix product."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ REPEATS = 5
 
 
 def per_sample(task: Task, dataset: Any) -> float:
-    """Floating-point operations of one sample's forward and backward: a multiplication and an addition are 2.
+    """Counts floating-point operations of one sample's forward and backward: a multiplication and an addition are 2.
 
     Matrix products, convolutions and attention count; additions, activations and normalisations do not, as is
-    usual (torch.utils.flop_counter). Nothing is computed: the model has no memory, but where it looks at values.
+    usual (torch.utils.flop_counter). Nothing is computed: the model is on the meta device, unless it reads values.
     """
     import torch
 
@@ -59,9 +59,9 @@ def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
 
 
 def reachable(device: torch.device, plan: Plan) -> float:
-    """Floating-point operations per second of a large matrix product on `device`, in the plan's precision.
+    """Measures FLOP/s of a large matrix product on `device`, in the plan's precision.
 
-    Measured, with the threads that this process has, so that it is what could be had here and now; a data
+    The result is what this process's threads can reach on this machine now; a data
     sheet's peak is higher.
     """
     import torch

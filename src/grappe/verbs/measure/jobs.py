@@ -1,4 +1,4 @@
-"""grappe measure --site: points as Slurm jobs, each a training of its own, and gathered once they have ended."""
+"""grappe measure --site: measures points in Slurm jobs, one training each, and gathers the results afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grappe.verbs.submit import Submitted, submit_all
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What to measure in Slurm jobs, and on which site."""
+    """The input of a measurement in Slurm jobs on a site."""
 
     task: str
     fields: tuple[str, ...]
@@ -35,10 +35,10 @@ class JobRequest:
 
 
 def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
-    """Submits a job for each point and repetition; with `show`, renders the scripts only.
+    """Submits a job for each point and repetition; with `show`, only renders the scripts.
 
     Raises:
-        GrappeError: the request is wrong, or sbatch refuses.
+        GrappeError: the request is wrong, or sbatch rejects a job.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     points = [
@@ -77,13 +77,13 @@ def _batch_of(request: JobRequest) -> int:
 
 
 def gather(places: Sequence[Path]) -> list[Point]:
-    """Points of runs that have ended: those of one plan and batch size are trials of one point.
+    """Gathers points from ended runs: runs of one plan and batch size are trials of one point.
 
-    The first, with which the others are compared, is one with the fewest processes.
+    The first point, with which the others are compared, is one with the fewest processes.
 
     Raises:
-        RunError: one of them is no run.
-        UsageError: none of them has ended.
+        RunError: one of the folders is no run.
+        UsageError: no run has ended.
     """
     answers: dict[tuple[str, int], list[Answer]] = {}
     failures: dict[tuple[str, int], str] = {}
@@ -117,10 +117,10 @@ def gather(places: Sequence[Path]) -> list[Point]:
 
 
 def _usages(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a run's processes used.
+    """Reads the use of resources by a run's processes.
 
     Raises:
-        UsageError: it is no trial of a point, and why.
+        UsageError: the run is no trial of a point; the message gives the reason.
     """
     usages = known.get("costs")
     if not isinstance(usages, list) or not usages:
@@ -131,7 +131,7 @@ def _usages(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _not_started(place: Path) -> Point:
-    """A row for a job that has left nothing yet, and of which only the run's name is known."""
+    """Makes a row for a job without results, of which only the run's name is known."""
     failure = (
         f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
     )

@@ -1,4 +1,4 @@
-"""The largest batch that fits: doubled in fresh processes until memory runs out, then closed in on."""
+"""The largest batch that fits: doubled in new processes until memory is exhausted, then found by bisection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.request import Request, make_request
+from grappe.training.request import Request, data_folder
+from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure.measure import with_batch
 
@@ -30,27 +31,27 @@ OUT_OF_MEMORY = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargestRequest:
-    """A few steps of a training, on their way to their processes."""
+    """The input of the processes that take a few steps at one batch size."""
 
     training: Request
     limit: int | None
-    """Bytes of data that a process may have; None: as many as there are."""
+    """Bytes of data that a process may have; None: no limit."""
 
     @property
     def run(self) -> Path | None:
-        """The run's folder, where processes of several nodes meet."""
+        """Returns the run's folder, used for the rendezvous of several nodes."""
         return self.training.run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The largest batch of a plan."""
+    """The result of a search for a plan's largest batch."""
 
     plan: str
     batch: int
-    """Samples a step over all processes; 0: not even the smallest fits."""
+    """Samples per step over all processes; 0: even the smallest batch does not fit."""
     too_large: int | None
-    """The smallest that was seen not to fit; None: the whole dataset fits."""
+    """The smallest batch size that did not fit; None: the whole dataset fits."""
 
     def __str__(self) -> str:
         name = self.plan or "one process"
@@ -71,11 +72,11 @@ def largest_batch(
     """Tries batch sizes under `plan`.
 
     Args:
-        limit: bytes of data that each process may have; None: on a CPU its share of what is free now, so that
-            the system's killer is not needed; on a GPU, what it has.
+        limit: bytes of data that each process may have; None: on a CPU its share of the free memory, so that
+            the system does not kill processes; on a GPU, its memory.
 
     Raises:
-        GrappeError: it fails for another reason than memory.
+        GrappeError: the training fails for another reason than memory.
     """
     task = request.task.resolve()
     samples = len(task.data("train", request.data))  # type: ignore[arg-type]
@@ -101,12 +102,11 @@ def largest_batches(
     data: Path | str | None = None,
     fields: Mapping[str, str] | None = None,
 ) -> Iterator[Largest]:
-    """The largest batch of each plan; raises as `largest_batch` does."""
+    """Finds the largest batch of each plan; raises like `largest_batch`."""
     with scratch("largest") as folder:
         for number, plan in enumerate(plans):
-            yield largest_batch(
-                make_request(task, "", data=data, fields=fields), as_plan(plan), folder / str(number)
-            )
+            request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data))
+            yield largest_batch(request, as_plan(plan), folder / str(number))
 
 
 class _Runner:
@@ -120,7 +120,7 @@ class _Runner:
         self._number = 0
 
     def fits(self, batch: int) -> bool:
-        """Whether a few steps of `batch` samples go through."""
+        """Returns whether a few steps of `batch` samples succeed."""
         self._number += 1
         training = dataclasses.replace(
             self._training,
@@ -144,7 +144,7 @@ class _Runner:
 
 
 def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Runs one process of such a training. Collective."""
+    """Runs one process of a training of a few steps. Collective."""
     if request.limit is not None:
         import resource
 
@@ -156,7 +156,7 @@ def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Pat
 
 
 def _share(plan: Plan, meminfo: Path = MEMINFO) -> int | None:
-    """Each process's share of the host's free memory; None where a GPU's memory is what matters."""
+    """Returns each process's share of the host's free memory; None if the plan trains on a GPU."""
     import torch
 
     if plan.device == "cuda" or (plan.device == "auto" and torch.cuda.is_available()):

@@ -1,4 +1,4 @@
-"""grappe measure: what plans cost and how they scale, each in fresh processes, by turns; a verdict in words."""
+"""grappe measure: measures plans and how they scale, in new processes, by turns; gives a verdict in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grappe.plan import Plan, as_plan
 from grappe.profiling.phases import WARMUP
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.request import Request, make_request
+from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
@@ -26,21 +26,21 @@ from grappe.verbs.measure.points import Point, Process, Trial
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasureRequest:
-    """A training to measure, on its way to its processes."""
+    """The input of a measured training's processes."""
 
     training: Request
     count: bool
-    """Whether to count the model's operations, and what the device reaches."""
+    """Whether to count the model's operations, and to measure the device's FLOP/s."""
 
     @property
     def run(self) -> Path | None:
-        """The run's folder, where processes of several nodes meet."""
+        """Returns the run's folder, used for the rendezvous of several nodes."""
         return self.training.run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a training's processes measured."""
+    """The measurements of a training's processes."""
 
     usages: Sequence[Mapping[str, Any]]
     batch: int
@@ -59,20 +59,25 @@ def measure(
     fields: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Point]:
-    """Measures each plan at each batch size; the first is what the others are compared with.
+    """Measures each plan at each batch size; the first point is the baseline of the comparison.
 
     Args:
-        options: how much of each plan; the points take turns, so that a busy moment hits them alike.
-        advise: try what the first verdict suggests, too.
-        note: called with a line about each training.
+        options: the extent of each measurement; the points take turns, so that a busy moment affects all equally.
+        advise: whether to measure the plans that the first verdict suggests, too.
+        note: callback, called with a line about each training.
 
     Raises:
-        UsageError: nothing to measure.
+        UsageError: there is nothing to measure.
         GrappeError: no point could be measured.
     """
     options = options or MeasureOptions()
     grid = [(as_plan(plan), batch) for batch in (options.batch_size or (0,)) for plan in plans]
-    first = make_request(task, "", data=data, fields=fields, options=_options(options.steps))
+    first = Request(
+        task=TaskReference.of(task, fields),
+        plan=Plan(),
+        data=data_folder(data),
+        options=_options(options.steps),
+    )
     with scratch("measure") as folder:
         runner = _Runner(first, folder, options.weak, note)
         points = runner.measured(grid, options.repeats)
@@ -95,7 +100,7 @@ class _Runner:
     def measured(
         self, grid: Sequence[tuple[Plan, int]], repeats: int, origin: str = "asked", weak: bool | None = None
     ) -> list[Point]:
-        """Measures a point for each of `grid`; batch 0 is the task's own."""
+        """Measures a point for each entry of `grid`; batch 0 is the task's own batch size."""
         weak = self._weak if weak is None else weak
         answers: list[list[Answer]] = [[] for _ in grid]
         failures = [""] * len(grid)
@@ -159,7 +164,7 @@ def _options(steps: int) -> Options:
 
 
 def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Answer:
-    """Runs one process of a training that is measured. Collective."""
+    """Runs one process of a measured training. Collective."""
     result = train_worker(request.training, process, rendezvous_folder)
     task = request.training.task.resolve()
     if process.rank:
@@ -184,7 +189,7 @@ def _counted(answer: Answer, request: MeasureRequest, task: Task, process: Proce
 
 
 def point(plan: Plan, batch: int, answers: Sequence[Answer], failure: str, origin: str) -> Point:
-    """Makes the point that `answers` are trials of, or that says why there are none."""
+    """Makes the point with `answers` as trials, or with the reason why there are none."""
     empty = Point(
         plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, origin=origin
     )

@@ -10,7 +10,7 @@ from grappe.fields import Counts, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """How much of each plan is measured.
+    """The extent of a measurement.
 
     `grappe measure` has an option for each field, with the docstring under the field as its help.
     """
@@ -18,9 +18,9 @@ class MeasureOptions:
     steps: int = 30
     """Timed steps of each training, after 5 warm-up steps."""
     repeats: int = 3
-    """Trainings of each plan, by turns."""
+    """Number of trainings of each plan, by turns."""
     batch_size: Counts = ()
-    """Samples a step over all processes: 64, or 32,64,128. Default: the task's own."""
+    """Samples per step over all processes: 64, or 32,64,128. Default: the task's own."""
     weak: bool = False
     """Weak scaling: batch sizes are for one data-parallel process and grow with their number."""
 

@@ -1,4 +1,4 @@
-"""Points: what was measured of each plan and batch size, and the figures that follow from it."""
+"""Points: the measurements of each plan and batch size, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ COMPUTING = ("forward", "backward", "update")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
-    """What one process did in a trial."""
+    """The measurements of one process in a trial."""
 
     rank: int
     host: str
     step: float
-    """Median seconds a step."""
+    """Median seconds per step."""
     phases: Mapping[str, float]
-    """Mean seconds a step, by phase; they add up to a step."""
+    """Mean seconds per step, by phase; their sum is a step."""
     memory: int
-    """Bytes at most: of the GPU's, of the host's else."""
+    """Peak bytes of the GPU's memory; without a GPU, of the host's."""
     held: Mapping[str, int]
     """Bytes by kind: parameters, gradients, optimizer."""
 
     @property
     def busy(self) -> float:
-        """Seconds a step that it does not wait for others."""
+        """Computes the seconds per step in which this process does not wait for others."""
         return sum(self.phases.values()) - self.phases["communication"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training of a point, in fresh processes."""
+    """One training of a point, in new processes."""
 
     processes: Sequence[Process]
     steps: int
     joules: float | None
-    """A sample."""
+    """Joules per sample."""
     cores_used: float
-    """Of the node of process 0, by all processes on average."""
+    """Average number of cores that all processes on process 0's node used."""
 
     @property
     def step(self) -> float:
-        """Seconds a step, of the slowest process."""
+        """Returns the seconds per step of the slowest process."""
         return max(one.step for one in self.processes)
 
 
@@ -54,58 +54,58 @@ class Point:
 
     plan: str
     batch: int
-    """Samples a step over all processes."""
+    """Samples per step over all processes."""
     processes: int
     slices: int
-    """Into how many the batch is cut."""
+    """Number of data slices of the batch."""
     device: str = "cpu"
     cores: int = 1
-    """Of the nodes it ran on."""
+    """Number of cores of the point's nodes."""
     threads: int = 1
     workers: int | None = None
-    """Data-loading processes of each process; None: the samples are in memory."""
+    """Data workers of each process; None: the samples are in memory."""
     origin: str = "asked"
-    """"asked", or "advice": tried since another point suggested it."""
+    """"asked", or "advice": measured because another point suggested it."""
     flops: float | None = None
-    """Of a sample's forward and backward."""
+    """FLOPs of a sample's forward and backward."""
     reachable: float | None = None
-    """FLOP/s of a large matrix product on the device of one process."""
+    """Measured FLOP/s of a large matrix product on one process's device."""
     trials: Sequence[Trial] = ()
     failure: str = ""
-    """Why it could not be measured."""
+    """The reason why the point could not be measured."""
     why: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Why something about it could not be measured."""
+    """The reasons why some of the point's values could not be measured."""
 
     @property
     def rates(self) -> list[float]:
-        """Samples per second of each trial."""
+        """Computes the samples per second of each trial."""
         return [self.batch / trial.step for trial in self.trials]
 
     @property
     def rate(self) -> float:
-        """Samples per second over all processes."""
+        """Computes the samples per second over all processes."""
         return statistics.median(self.rates)
 
     @property
     def joules(self) -> float | None:
-        """Joules a sample; None: not measurable here."""
+        """Computes the joules per sample; None: not measurable here."""
         known = [trial.joules for trial in self.trials if trial.joules is not None]
         return statistics.median(known) if known else None
 
     @property
     def memory(self) -> int:
-        """Bytes of the process that held most."""
+        """Returns the highest process's peak bytes."""
         return max(one.memory for trial in self.trials for one in trial.processes)
 
     @property
     def computed(self) -> float | None:
-        """The share of what its devices reach on large matrix products."""
+        """Computes FLOP/s as a share of the devices' measured FLOP/s on large matrix products."""
         if not self.flops or not self.reachable:
             return None
         return self.flops * self.rate / (self.reachable * self.processes)
 
     def share(self, *phases: str) -> float:
-        """The share of a step that goes into `phases`, over all processes."""
+        """Computes the share of a step that `phases` take, over all processes."""
         return self._median(
             lambda trial: (
                 sum(one.phases[name] for one in trial.processes for name in phases)
@@ -114,11 +114,11 @@ class Point:
         )
 
     def cost(self, *phases: str) -> float:
-        """Process-seconds a sample that go into `phases`."""
+        """Computes the process-seconds per sample that `phases` take."""
         return statistics.median(self._costs(phases))
 
     def least(self, *phases: str) -> float:
-        """The same in the trial where it is least."""
+        """Computes the same in the trial with the lowest cost."""
         return min(self._costs(phases))
 
     def _costs(self, phases: Sequence[str]) -> list[float]:
@@ -129,18 +129,18 @@ class Point:
 
     @property
     def imbalance(self) -> float:
-        """Process-seconds a sample that processes wait since another has more to do."""
+        """Computes the process-seconds per sample in which processes wait because another has more work."""
         return self._median(lambda trial: _waited(trial) / self.batch)
 
     def slowest(self) -> tuple[Process, float]:
-        """The process with most to do, in the trial in the middle, and by how much a step beside the others' median."""
+        """Finds the process with the most work in the median trial, and its extra seconds per step over the median."""
         trial = sorted(self.trials, key=_waited)[len(self.trials) // 2]
         slow = max(trial.processes, key=lambda one: one.busy)
         others = [one.busy for one in trial.processes if one is not slow]
         return slow, slow.busy - statistics.median(others) if others else 0.0
 
     def middle(self) -> Trial:
-        """The trial whose step is the median."""
+        """Returns the trial with the median step."""
         return sorted(self.trials, key=lambda trial: trial.step)[len(self.trials) // 2]
 
     def _median(self, value: Callable[[Trial], float]) -> float:
@@ -154,18 +154,18 @@ def _waited(trial: Trial) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Where a point's efficiency went beside another's, as shares of its own process-seconds."""
+    """The losses of a point's efficiency compared with another's, as shares of its own process-seconds."""
 
     data: float
     communication: float
     imbalance: float
     computing: float
-    """The same samples' forward, backward and update take longer: smaller slices, or shared cores and memory."""
+    """Loss because forward, backward and update of the same samples take longer: smaller slices, or shared cores."""
     rest: float
 
 
 def lost(point: Point, first: Point) -> Lost:
-    """What `point` spends on a sample beyond what `first` does; below 0: it spends less."""
+    """Computes the extra cost per sample of `point` over `first`; below 0: `point` costs less."""
     whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
 
     def more(*phases: str) -> float:
@@ -182,12 +182,12 @@ def lost(point: Point, first: Point) -> Lost:
 
 
 def efficiency(point: Point, first: Point) -> float:
-    """Samples per second and process, beside `first`'s."""
+    """Computes the samples per second and process, relative to those of `first`."""
     return (point.rate / point.processes) / (first.rate / first.processes)
 
 
 def as_json(point: Point, first: Point) -> dict[str, Any]:
-    """For files and for the report."""
+    """Converts a point to JSON, for files and for the report."""
     known: dict[str, Any] = {
         name: getattr(point, name)
         for name in (

@@ -1,4 +1,4 @@
-"""What grappe measure shows: a table of points, where their efficiency went, and a file for grappe report."""
+"""Output of grappe measure: a table of points, a table of efficiency losses, and a file for grappe report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grappe.verbs.measure.points import Point, as_json, efficiency, lost
 
 
 def table(points: Sequence[Point]) -> Table:
-    """The points' figures; shares of a step in the later columns."""
+    """Makes the table of the points' figures, with shares of a step in the later columns."""
     first = next(point for point in points if not point.failure)
     columns = ("plan", "batch", "samples/s", "per process", "speed-up", "efficiency", "data", "communication")
     more = ("imbalance", "memory", "of reachable", "J/sample")
@@ -44,7 +44,7 @@ def table(points: Sequence[Point]) -> Table:
 
 
 def losses(points: Sequence[Point]) -> Table | None:
-    """Where efficiency went beside the first point; None where there is no other."""
+    """Makes the table of efficiency losses compared with the first point; None if there is only one point."""
     good = [point for point in points if not point.failure]
     if len(good) < 2:
         return None
@@ -65,7 +65,7 @@ def losses(points: Sequence[Point]) -> Table | None:
 
 
 def notes(points: Sequence[Point]) -> Iterator[str]:
-    """What could not be measured, once for each reason."""
+    """Lists values that could not be measured, once for each reason."""
     reasons = {(what, reason) for point in points for what, reason in point.why.items()}
     for what, reason in sorted(reasons):
         label = {"processors": "energy of the processors", "gpu": "energy of the GPU", "flops": "operations"}
@@ -73,7 +73,7 @@ def notes(points: Sequence[Point]) -> Iterator[str]:
 
 
 def write(points: Sequence[Point], task: str, file: Path, *, weak: bool = False) -> None:
-    """Writes what `grappe report` can show.
+    """Writes a file for `grappe report`.
 
     Raises:
         UsageError: the file cannot be written.

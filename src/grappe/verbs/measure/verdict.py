@@ -1,4 +1,4 @@
-"""Verdict: what measured points mean, in words, and what to try next."""
+"""Verdict: explains measured points in words, and suggests the next measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_WORKERS = 16
 
 
 def sentences(points: Sequence[Point]) -> list[str]:
-    """Advice, the most important first."""
+    """Writes the advice as sentences, the most important first."""
     good = [point for point in points if not point.failure]
     if not good:
         return ["nothing could be measured"]
@@ -33,7 +33,7 @@ def sentences(points: Sequence[Point]) -> list[str]:
 
 
 def name(point: Point) -> str:
-    """How a point is called."""
+    """Names a point for messages."""
     return f"{point.plan or 'one process'} (batch {point.batch})"
 
 
@@ -65,7 +65,7 @@ def _gpu_or_cpu(good: Sequence[Point]) -> Iterator[str]:
 
 
 def advised_workers(point: Point) -> int | None:
-    """How many data workers a process needs, from how long batches take to load; None: workers would not help."""
+    """Estimates the data workers that a process needs, from batches' loading time; None: workers would not help."""
     waits = point.share("data", "transfer")
     if waits < WAITING or point.workers is None:
         return None
@@ -83,7 +83,7 @@ def _data(point: Point) -> Iterator[str]:
     wait = f"{name(point)}: {who} for data {waits:.0%} of the time"
     needed = advised_workers(point)
     if point.workers is None:
-        yield f"{wait}: the samples are in memory, so make `prepare` and `augment` cheaper, or the batch larger"
+        yield f"{wait}: the samples are in memory, so make `transform` and `augment` cheaper, or the batch larger"
     elif needed is None or needed > MOST_WORKERS:
         yield f"{wait}: {needed or 'more'} workers would be needed, so store the samples decoded and smaller first"
     else:
@@ -109,7 +109,7 @@ def _imbalance(point: Point) -> Iterator[str]:
     }
     where = max(excess, key=lambda phase: excess[phase])
     yield (
-        f"{name(point)}: process {slow.rank} on {slow.host} holds the others up: it has {slow.busy * 1e3:.3g} ms a "
+        f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has {slow.busy * 1e3:.3g} ms a "
         f"step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
     )
 
@@ -124,7 +124,7 @@ def _crowded(point: Point) -> Iterator[str]:
 
 
 def _slices(good: Sequence[Point]) -> Iterator[str]:
-    """Names the points whose slices are so small that a sample costs more than in larger ones."""
+    """Names the points with slices so small that a sample costs more than in larger slices."""
     for point in good:
         mine = point.batch / point.slices
         larger = [
@@ -165,7 +165,7 @@ def _advised(good: Sequence[Point]) -> Iterator[str]:
 
 
 def _more(good: Sequence[Point]) -> Iterator[str]:
-    """What one more process would bring, by Amdahl's law over the points of the first one's kind."""
+    """Predicts the gain of one more process, by Amdahl's law over the points of the first point's kind."""
     first = good[0]
     family = {
         point.processes: point
@@ -204,12 +204,12 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
 
 
 def _alike(point: Point) -> Plan:
-    """The plan but for how many processes it has: only those that agree in it can tell what processes bring."""
+    """Returns the plan without its degrees: only points that agree in the rest show the effect of more processes."""
     return dataclasses.replace(Plan.parse(point.plan), replicate=1, shard=1, zero=3, pipeline=1, tensor=1)
 
 
 def next_points(points: Sequence[Point]) -> list[tuple[Plan, int]]:
-    """What the advice suggests to try: plans and batch sizes that were not measured yet."""
+    """Returns the plans and batch sizes that the advice suggests and that were not measured yet."""
     good = [point for point in points if not point.failure]
     tried = {(point.plan, point.batch) for point in points}
     found: list[tuple[Plan, int]] = []

@@ -1,1 +1,1 @@
-"""The report: runs and measurements gathered into one HTML file that opens anywhere, offline."""
+"""The report: runs and measurements in one HTML file that opens offline in any browser."""

@@ -1,4 +1,4 @@
-"""Gathers what a report shows of runs and measurements, as plain JSON; long curves are thinned, peaks kept."""
+"""Gathers a report's content from runs and measurements, as plain JSON; long curves are thinned, with peaks kept."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Curve = list[tuple[float, float | None]]
 
 
 def gather(places: Sequence[Path]) -> dict[str, Any]:
-    """What a report of `places` shows: folders of runs, and files that grappe measure has written.
+    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure.
 
     Raises:
-        RunError: one of them is neither.
+        RunError: one of `places` is neither.
     """
     runs, measurements = [], []
     for place in places:
@@ -90,7 +90,7 @@ def _usage(run: Run) -> list[dict[str, Any]]:
 
 
 def _thinned_usage(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours merged until there are few enough: seconds add up, the most of what is a level."""
+    """Merges neighbours until few enough remain: seconds are summed; of levels, the highest is kept."""
     while len(records) > POINTS // 2:
         pairs = [records[place : place + 2] for place in range(0, len(records), 2)]
         records = [_merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
@@ -117,7 +117,7 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinned(curve: Curve, points: int = POINTS) -> Curve:
-    """At most about `points` of a curve: of each piece its lowest and its highest, and every gap."""
+    """Thins a curve to about `points`: keeps the lowest and highest point of each piece, and every gap."""
     if len(curve) <= points:
         return curve
     size = math.ceil(2 * len(curve) / points)
@@ -158,7 +158,7 @@ def _measurement(file: Path) -> dict[str, Any]:
 
 
 def html(gathered: dict[str, Any], title: str) -> str:
-    """The whole page. What is gathered is data in it, never markup or code."""
+    """Renders the page. The gathered content is embedded as data, never as markup or code."""
     folder = Path(__file__).parent
     names = ("page.html", "page.css", "plots.js", "page.js")
     page, style, plots, code = ((folder / name).read_text() for name in names)
@@ -171,7 +171,7 @@ def html(gathered: dict[str, Any], title: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has neither infinities nor NaN: they become null. Text is made visible, as the page shows it."""
+    """Replaces infinities and NaN, which JSON does not have, by null; makes every character of texts visible."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

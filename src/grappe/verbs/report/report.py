@@ -1,4 +1,4 @@
-"""grappe report: one HTML file of runs and measurements, which opens offline."""
+"""grappe report: writes one HTML file of runs and measurements, which opens offline."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
     """Writes a report of `places`: runs' folders, and files of `grappe measure --out`.
 
     Args:
-        out: the file; None: report.html in the run's folder when there is one run, here else.
+        out: the file; None: report.html, in the run's folder if there is only one run, else in the current folder.
 
     Raises:
-        RunError: one of the places is no run and no measurement.
-        UsageError: there is none, or the file cannot be written.
+        RunError: one of `places` is neither a run nor a measurement.
+        UsageError: `places` is empty, or the file cannot be written.
     """
     if not places:
         raise UsageError("nothing to report: give one or several runs (see: grappe runs)")

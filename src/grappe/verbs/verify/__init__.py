@@ -1,1 +1,1 @@
-"""Whether a plan learns what one plain process learns, and if not, why: what `grappe verify` is made of."""
+"""grappe verify: compares a plan's training with one plain process's, and finds the cause of a difference."""

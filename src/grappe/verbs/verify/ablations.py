@@ -1,4 +1,4 @@
-"""Ablations: switches off what may make a plan differ, one thing at a time, to see whether the difference goes."""
+"""Ablations: switch off possible causes of a difference, one at a time, to see whether the difference disappears."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """One thing that can be switched off."""
+    """A possible cause that can be switched off."""
 
     word: str
     plan: Plan
@@ -33,7 +33,7 @@ class Ablation:
 
 
 def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
-    """Names each thing without which the plan learns what one plain process learns."""
+    """Lists the ablations of a plan: changes that may make it learn what one plain process learns."""
     causes = []
     for one in _candidates(runner, plan, instrumentation, known):
         less = one.instrumentation()
@@ -51,52 +51,54 @@ def _candidates(
         return lambda: dataclasses.replace(instrumentation, **off)
 
     if plan.microbatches > 1:
-        word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference goes"
+        word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference disappears"
         yield Ablation(word=word, plan=dataclasses.replace(plan, microbatches=1), instrumentation=changed())
     yield Ablation(
-        word="a loss that averages: computed row by row, each row by itself, the difference goes",
+        word="a loss that averages: computed row by row, each row by itself, the difference disappears",
         plan=plan,
         instrumentation=changed(loss=True),
     )
     even = 2 * plan.data_parallel * plan.microbatches * max(1, plan.exact)
     yield Ablation(
-        word="means of slices are averaged, however large the slices are: with slices of one size the difference goes",
+        word="means of slices are averaged, whatever the slices' sizes: with equal slices the difference disappears",
         plan=plan,
         instrumentation=changed(even=even),
     )
     yield Ablation(
         word="a dataset that draws random numbers outside the keyed generators: with samples that were loaded once "
-        "the difference goes",
+        "the difference disappears",
         plan=plan,
         instrumentation=lambda: dataclasses.replace(
             instrumentation, samples=runner.samples(plan, instrumentation)
         ),
     )
     if known.augments:
-        word = "augmentation that draws random numbers outside grappe.draw: without it the difference goes"
+        word = (
+            "augmentation that draws random numbers outside grappe.draw: without it the difference disappears"
+        )
         yield Ablation(word=word, plan=plan, instrumentation=changed(augment=True))
     if known.buffers:
-        word = (
-            f"a buffer that is not synchronised ({_some(known)}): with buffers held still the difference goes"
-        )
+        word = f"a buffer that is not synchronised ({_some(known)}): with constant buffers the difference disappears"
         yield Ablation(word=word, plan=plan, instrumentation=changed(buffers=True), buffers=False)
     yield Ablation(
-        word="a lower precision than asked for: with the forward held in float32 the difference goes",
+        word="a lower precision than asked for: with the forward in float32 the difference disappears",
         plan=plan,
         instrumentation=changed(precision=True),
     )
     if known.clips:
         yield Ablation(
-            word="clipping: without it the difference goes", plan=plan, instrumentation=changed(clip=True)
+            word="clipping: without it the difference disappears",
+            plan=plan,
+            instrumentation=changed(clip=True),
         )
     yield from _keys(plan, instrumentation)
 
 
 def _keys(plan: Plan, instrumentation: Instrumentation) -> Iterator[Ablation]:
-    """The plan with one of its other keys at its default, key by key."""
+    """Yields the plan with one of its other keys at the default, key by key."""
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
     for key in sorted(plan.changed_keys() - KEPT - {"microbatches"}):
-        word = f"{key}: with {key}={defaults[key]} the difference goes"
+        word = f"{key}: with {key}={defaults[key]} the difference disappears"
         yield Ablation(
             word=word,
             plan=dataclasses.replace(plan, **{key: defaults[key]}),

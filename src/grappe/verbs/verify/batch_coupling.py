@@ -1,4 +1,4 @@
-"""Batch coupling: finds modules in which one sample's output depends on the other samples of its batch, by trying."""
+"""Batch coupling: finds, by trials, modules in which a sample's output depends on the batch's other samples."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Dims = list[int | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Companions:
-    """Fixed samples that each row is run with, in a module that couples samples always: the same under any plan.
+    """Fixed samples that accompany each row in a module that always couples samples: the same under any plan.
 
-    Two rows of a batch by themselves would do as well, if their statistics were not a step function of them: the
-    smallest rounding then grows to anything within three steps.
+    Two rows of a batch alone would be enough if their statistics were not a step function of the rows: the
+    smallest rounding error then grows without bound within three steps.
     """
 
     name: str
@@ -81,17 +81,17 @@ class BatchCoupling:
     """The modules of a model that couple a batch's samples."""
 
     modules: dict[str, Companions | None]
-    """The innermost modules that couple samples while training, by name: None where evaluation stops it, else fixed
-    samples to run each row with."""
+    """The innermost modules that couple samples while training, by name: None if evaluation mode stops it, else fixed
+    samples that accompany each row."""
     independent_rows: bool
-    """Whether each row of the model's output is known to depend on its own row alone."""
+    """Whether each row of the model's output is known to depend only on its own row of the input."""
 
 
 @torch.no_grad()
 def batch_coupled_modules(model: nn.Module, inputs: Any, rows: int) -> BatchCoupling:
     """Tries every module of `model` with `rows` samples and with half of them.
 
-    Batch normalisation couples them, and so does whatever takes a mean over the batch, whatever its class's name.
+    Batch normalisation couples samples, and so does every module that takes a mean over the batch, of any class.
     """
     if rows < FEWEST_ROWS:
         return BatchCoupling(modules={}, independent_rows=False)
@@ -117,7 +117,7 @@ def batch_coupled_modules(model: nn.Module, inputs: Any, rows: int) -> BatchCoup
 
 
 def _calls(model: nn.Module, inputs: Any) -> dict[str, Call]:
-    """Each module's arguments at its first call."""
+    """Records each module's arguments at its first call."""
     calls: dict[str, Call] = {}
     hooks = [
         module.register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
@@ -138,7 +138,7 @@ def _recorder(calls: dict[str, Call], name: str) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """A copy, since modules that work in place change their arguments."""
+    """Copies arguments, since modules that work in place change them."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -151,7 +151,7 @@ class _HalfBatchTrial:
     rows: int
 
     def part(self, rows: int) -> Call:
-        """The call with its first `rows` only."""
+        """Makes the call with its first `rows` only."""
         leaves, form = tree_flatten(self.call)
         cut = [
             leaf if dim is None else _first(leaf, dim, self.rows, rows)
@@ -160,7 +160,7 @@ class _HalfBatchTrial:
         return tree_unflatten(cut, form)
 
     def couples(self, module: nn.Module) -> bool | None:
-        """Whether the first half of the rows comes out otherwise without the second; None: unknown."""
+        """Returns whether the outputs of the first half of the rows change without the second half; None: unknown."""
         try:
             whole, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
         except (RuntimeError, ValueError):
@@ -177,7 +177,7 @@ class _HalfBatchTrial:
         return False
 
     def companions(self, name: str, module: nn.Module) -> Companions:
-        """The first of the rows, as fixed samples."""
+        """Returns the first of the rows as fixed samples."""
         count = min(COMPANIONS, self.rows)
         both = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
         return Companions(
@@ -190,7 +190,7 @@ class _HalfBatchTrial:
 
 
 def _trial(whole: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial | None:
-    """How to try a module that was called so for all rows and for half of them; None: it cannot be cut."""
+    """Makes the trial of a module from its calls with all rows and with half of them; None: it cannot be cut."""
     if whole is None or half is None:
         return None
     leaves, others = tree_flatten(whole)[0], tree_flatten(half)[0]
@@ -205,7 +205,7 @@ def _trial(whole: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial 
 
 
 def _batch_dim(whole: Any, half: Any, rows: int) -> int | None:
-    """The one dimension of a tensor that has half as many rows in `half`."""
+    """Finds the dimension of a tensor that has half as many rows in `half`."""
     if not isinstance(whole, Tensor) or not isinstance(half, Tensor) or whole.dim() != half.dim():
         return None
     differ = [dim for dim, (a, b) in enumerate(zip(whole.shape, half.shape, strict=True)) if a != b]
@@ -214,7 +214,7 @@ def _batch_dim(whole: Any, half: Any, rows: int) -> int | None:
 
 
 def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
-    """The part of the first `kept` of `rows` samples."""
+    """Returns the part of the first `kept` of `rows` samples."""
     if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] % rows:
         return leaf
     return leaf.narrow(dim, 0, kept * (leaf.shape[dim] // rows))

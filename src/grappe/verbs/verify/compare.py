@@ -1,4 +1,4 @@
-"""Compare: a trial's steps beside the reference's, each difference against what rounding alone was seen to make."""
+"""Compare: compares a trial's steps with the reference's; each difference against that of rounding alone."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ FACTOR = 10.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far a trial is from the reference."""
+    """The difference of a trial from the reference."""
 
     first: int | None
-    """The first step (from 0) that differs by more than is tolerated; None: none does."""
+    """The first step (from 0) that differs by more than the tolerance; None: no step does."""
     what: tuple[str, ...]
-    """What differs there."""
+    """The quantities that differ at that step."""
     loss: float
     norm: float | None
     weights: float
     tensor: str
-    """Whose difference is the largest, measured by what is tolerated."""
+    """The tensor with the largest difference, relative to its tolerance."""
     tolerance: float
-    """What is tolerated for that tensor, where it differs most."""
+    """The tolerance of that tensor, at the step where it differs most."""
     excess: float
-    """The largest difference of all, in tolerances: above 1 is too much."""
+    """The largest difference of all, as a multiple of its tolerance: above 1 is too much."""
     steps: tuple[dict[str, float], ...]
-    """By step: loss, reference loss, and the differences of loss, norm and weights with what is tolerated of each."""
+    """By step: loss, reference loss, and the differences of loss, norm and weights with their tolerances."""
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs by more than is tolerated."""
+        """Returns whether nothing differs by more than its tolerance."""
         return self.first is None
 
 
@@ -47,10 +47,10 @@ def compare(
     tolerance: Reference | None = None,
     without: Collection[str] = (),
 ) -> Difference:
-    """The differences of `steps` from `reference`.
+    """Computes the differences of `steps` from `reference`.
 
     Args:
-        tolerance: the reference whose noise is taken, where `reference` has measured none.
+        tolerance: the reference whose noise is used if `reference` has measured none.
         without: tensors that are not compared.
     """
     noise = _so_far((tolerance or reference).steps)
@@ -80,7 +80,7 @@ def compare(
 
 
 def _so_far(steps: Sequence[ReferenceStep]) -> list[ReferenceStep]:
-    """The steps with the largest noise up to each: what has drifted apart may look close again by chance."""
+    """Returns the steps with the largest noise up to each: diverged values may be close again by chance."""
     found: list[ReferenceStep] = []
     for step in steps:
         before = found[-1] if found else step
@@ -122,5 +122,5 @@ def _row(
 
 
 def _number(gap: float) -> float:
-    """What is no number is too far away."""
+    """Replaces NaN by infinity, so that NaN counts as too different."""
     return math.inf if math.isnan(gap) else gap

@@ -1,4 +1,4 @@
-"""Instruments a user's task: records its samples, and switches off what may be why two plans differ."""
+"""Instruments a user's task: records its samples, and switches off possible causes of a difference between plans."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ EPOCH_STEPS = 3  # whole batches in an epoch of a trial; a short odd one follows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instrumentation:
-    """What is switched off, under the plan and in the plain process alike; nothing by default."""
+    """The parts that are switched off, both under the plan and in the plain process; nothing by default."""
 
     draws: bool = False
     """Random numbers drawn in the model are replaced by their mean."""
     coupled: tuple[str, ...] = ()
     """Modules that couple a batch's samples while training, to be run as in evaluation."""
     companions: tuple[Companions, ...] = ()
-    """For modules that couple samples in evaluation too: each row is run with the same other rows only."""
+    """Fixed samples for modules that couple samples in evaluation too: each row runs with the same other rows only."""
     loss: bool = False
     """The loss is computed row by row, so that no row can enter another's."""
     augment: bool = False
     """No augmentation."""
     buffers: bool = False
-    """Every forward finds the buffers as they were in the beginning."""
+    """Every forward starts with the initial buffers."""
     precision: bool = False
-    """The forward runs in float32, whatever surrounds it."""
+    """The forward runs in float32, also inside autocast."""
     clip: bool = False
     """The gradient is not clipped."""
     even: int = 0
-    """Every batch has a multiple of so many samples, and nothing is weighted: no slice is larger than another."""
+    """Every batch has a multiple of this number of samples, without weights, so that all slices have one size."""
     samples: tuple[Any, ...] = ()
-    """Samples that were loaded before, in place of the dataset."""
+    """Samples loaded before, which replace the dataset."""
 
 
 NOTHING = Instrumentation()
 
 
 class SampleRecorder:
-    """Records which samples reached the loss in this process, by the ids that travel with the targets."""
+    """Records the ids of the samples that reached the loss in this process; ids are part of the targets."""
 
     def __init__(self) -> None:
         self._calls: list[Tensor] = []
@@ -62,7 +62,7 @@ class SampleRecorder:
         self._calls.append(ids.detach())
 
     def take(self, rows: Sequence[int]) -> list[int]:
-        """The ids of a step that is over, whose microbatches have so many `rows`; padding has none."""
+        """Returns the ids of a finished step, whose microbatches have `rows` rows; padding rows have no id."""
         calls, self._calls = self._calls, []
         # An engine may make a dry run before its first step, and may leave out what has no row.
         wanted = list(rows) if len(calls) >= len(rows) else [one for one in rows if one]
@@ -71,10 +71,10 @@ class SampleRecorder:
 
 
 def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Task:
-    """A task of a class derived from the user's: the same to every engine, but for `instrumentation`.
+    """Makes a task of a class derived from the user's: the same for every engine, except for `instrumentation`.
 
-    Its data is a part of the user's: three batches and a short one an epoch, evenly spread, each sample's id
-    travelling with its target.
+    The data is a part of the user's: three batches and a short one per epoch, evenly spread, each sample's id
+    in its target.
     """
     kind = type(task)
     methods: dict[str, Any] = {
@@ -97,10 +97,10 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
 
 
 def length_of(task: Task, instrumentation: Instrumentation, available: int) -> int:
-    """How many samples an epoch of a trial has: its last batch is short, so that slices are uneven.
+    """Computes the number of samples in an epoch of a trial: the last batch is short, so that slices are uneven.
 
-    It is odd where the dataset is: a row that is alone in its piece, which a plan with many pieces then has, is more
-    than some models bear.
+    The number is odd if the dataset's is: then a plan with many pieces has a row that is alone in its piece, which some
+    models do not support.
     """
     batch = (
         -(-task.batch_size // instrumentation.even) * instrumentation.even
@@ -115,7 +115,7 @@ def length_of(task: Task, instrumentation: Instrumentation, available: int) -> i
 
 
 class Subset(Dataset):
-    """A few of a dataset's samples, each with its place as its id: (input, (target, id))."""
+    """A few of a dataset's samples, each with its position as its id: (input, (target, id))."""
 
     def __init__(self, dataset: Any, index: np.ndarray, loaded: Sequence[Any]) -> None:
         self._dataset, self._index, self._loaded = dataset, index, loaded
@@ -205,7 +205,7 @@ def _evaluating(module: nn.Module) -> None:
 
 
 class _RestoredBuffers:
-    """Puts the buffers back before each forward; not after it, since backward may still want to read them."""
+    """Module that restores the buffers before each forward; not after it, since backward may still read them."""
 
     def __init__(self) -> None:
         self._kept: Kept = []

@@ -1,4 +1,4 @@
-"""Judge: decides whether a plan learns the same as one plain process; if not, finds the causes by ablation."""
+"""Judge: decides whether a plan learns the same as one plain process; else finds the causes by ablation."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Finding:
     difference: Difference
     """The difference from one plain process, with nothing switched off."""
     causes: tuple[str, ...] = ()
-    """What the difference goes away without, in words."""
+    """The causes without which the difference disappears, in words."""
     notes: tuple[str, ...] = ()
 
     @property
     def learns_the_same(self) -> bool:
-        """Whether the plan differs in nothing but what its user asked for."""
+        """Returns whether the plan differs only as its user requested."""
         return self.verdict != "different"
 
 
 def judge(runner: Runner, plan: Plan) -> Finding:
-    """Runs trials of a plan: of the whole, and where it differs of the plan without this or that."""
+    """Judges a plan by trials: of the whole plan, and if it differs, of the plan without possible causes."""
     return _Case(runner, plan).finding()
 
 
 class _Case:
-    """A plan under judgement."""
+    """The judgement of one plan."""
 
     def __init__(self, runner: Runner, plan: Plan) -> None:
         self._runner, self._plan = runner, plan
@@ -53,7 +53,7 @@ class _Case:
         self._difference = compare(self._base, self._steps)
 
     def finding(self) -> Finding:
-        """Returns the verdict, and what it rests on."""
+        """Returns the verdict, and its evidence."""
         wrong = wrong_samples(self._base, self._steps)
         if wrong:
             return self._of_samples(wrong)
@@ -91,7 +91,7 @@ class _Case:
     # ---- Exact plans -----------------------------------------------------------------------------------
 
     def _of_exact(self) -> Finding:
-        """Compares the bits with the same exact plan's on one process, its numbers with the plain process."""
+        """Compares bits with those of the same exact plan on one process, and numbers with the plain process."""
         alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
         if alone != self._plan:
             steps = self._runner.trial(alone, Instrumentation(), self._base)
@@ -118,7 +118,7 @@ class _Case:
     # ---- A difference ----------------------------------------------------------------------------------
 
     def _of_difference(self, notes: Sequence[str] = ()) -> Finding:
-        """Switches off what was asked for; where the difference goes, finds the fewest such things that explain it."""
+        """Switches off requested features; if the difference disappears, finds the fewest that explain it."""
         asked_for = self._asked_for()
         if asked_for and self._agrees(asked_for):
             fewest = self._fewest(asked_for)
@@ -137,7 +137,7 @@ class _Case:
         return self._found("different", causes, notes)
 
     def _asked_for(self) -> tuple[str, ...]:
-        """The things that may make a plan differ from one plain process without any fault."""
+        """Lists the plan's features that may make it differ from one plain process without a fault."""
         found = [PRECISION] if self._plan.precision != "fp32" else []
         found += [STATISTICS] if self._base.coupled else []
         return (*found, *([DROPOUT] if self._base.draws else []))
@@ -167,7 +167,7 @@ class _Case:
         return kept
 
     def _faults_of(self, explained: Sequence[str]) -> list[str]:
-        """Says what is wrong with the things that explain a difference; nothing where each is as the plan says."""
+        """Names faults of the features that explain a difference; empty if each works as the plan says."""
         faults = _stream_faults(self._steps, self._again()) if DROPOUT in explained else []
         if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
             faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
@@ -195,7 +195,7 @@ class _Case:
         )
 
     def _second(self, explained: Sequence[str]) -> list[str]:
-        """A note where the plan as it is agrees with the second reference."""
+        """Returns a note if the unchanged plan agrees with the second reference."""
         if PRECISION in explained and self._plan.precision == "fp16":
             return []
         pieces = self._pieces(Instrumentation(), precision=True)
@@ -211,7 +211,7 @@ class _Case:
         return " and ".join(self._coupled_names())
 
     def _coupled_names(self) -> list[str]:
-        """The modules that couple a batch's samples, in words; these come from their classes."""
+        """Describes the modules that couple a batch's samples in words, from their classes."""
         batchnorms = self._batchnorms()
         others = [
             f"{name or 'the model'} ({kind})"

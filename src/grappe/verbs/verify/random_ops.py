@@ -1,4 +1,4 @@
-"""RandomOps: records or switches off the random numbers that a model draws while it trains, in whichever layer."""
+"""RandomOps: records or switches off the random numbers that a model draws while it trains, in any layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Op = Any
 
 
 class RandomOps(TorchDispatchMode):
-    """Intercepts every operator that draws from a generator: torch tags them, so no layer's class need be known.
+    """Mode that intercepts every operator that draws from a generator: torch tags them, so that any layer is covered.
 
     Args:
         off: whether each draw is replaced by its mean: dropout then keeps everything as it is.
@@ -49,14 +49,14 @@ class RandomOps(TorchDispatchMode):
         return result
 
     def take(self) -> str:
-        """A hash of what was drawn since the last call; empty where too little was to tell two steps apart."""
+        """Returns a hash of the draws since the last call; "" if there were too few to distinguish two steps."""
         text = self._hash.hexdigest() if self._numbers >= LEAST_NUMBERS else ""
         self._hash, self._numbers = xxhash.xxh3_64(), 0
         return text
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which draws are neither recorded nor replaced: in loading and augmentation, say."""
+        """Context in which draws are neither recorded nor replaced: for loading and augmentation."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -79,13 +79,13 @@ def _named(func: Op, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _draws(arguments: dict[str, Any]) -> bool:
-    """Some operators carry the tag whether they draw something or not."""
+    """Returns whether an operator draws: some operators have the tag but may not draw."""
     off = (arguments.get(name) is False for name in ("train", "training"))
     return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout")) and not any(off)
 
 
 def _expected(func: Op, name: str, arguments: dict[str, Any]) -> Any:
-    """What `func` gives on average, in its form."""
+    """Returns the mean of `func`'s result, in its shape."""
     if name in _MEANS:
         return _MEANS[name](arguments)
     for rate in ("dropout_p", "dropout"):

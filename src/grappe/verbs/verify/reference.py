@@ -1,7 +1,7 @@
-"""Reference: a training on one plain process, in a loop written by hand that shares no code with engines or loaders.
+"""Reference: a training on one plain process, in a hand-written loop that shares no code with engines or loaders.
 
-The reference has in common with a training the initial weights, the order of the samples and the keys of their
-randomness. Beside it run the same steps with each batch's rows in another order: how far these drift is what
+The reference shares with a training the initial weights, the order of the samples and the keys of their
+randomness. It also runs the same steps with each batch's rows in other orders: their drift is the difference that
 rounding explains.
 """
 
@@ -33,28 +33,28 @@ ONE_PROCESS = Plan()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRequest:
-    """What the plain process does."""
+    """The input of the plain process."""
 
     task: Any
     """A TaskReference."""
     data: Path
     steps: int
     folder: Path
-    """The folder that the weights after each step are written to."""
+    """The folder for the weights after each step."""
     instrumentation: Instrumentation = NOTHING
     plan: Plan = ONE_PROCESS
     """The device, threads and precision."""
     slices: int = 1
-    """Data slices of each batch, one after the other, with buffers and random streams of their own."""
+    """Number of data slices of each batch, run one after the other, each with its own buffers and random streams."""
     pieces: int = 1
-    """Microbatches of each slice."""
+    """Number of microbatches of each slice."""
     recorded: tuple[RecordedBatch, ...] = ()
     run: None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceStep:
-    """One step of the plain process, and how far the same sums in another order are away."""
+    """One step of the plain process, and the difference that other orders of summation make."""
 
     ids: tuple[int, ...]
     loss: float
@@ -67,7 +67,7 @@ class ReferenceStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the plain process did."""
+    """The result of the plain process."""
 
     folder: Path
     steps: tuple[ReferenceStep, ...]
@@ -78,7 +78,7 @@ class Reference:
     coupled: dict[str, str]
     """Modules that couple a batch's samples, by name: their classes."""
     companions: tuple[Companions, ...]
-    """For those that couple samples in evaluation too: fixed samples to run each row with."""
+    """Fixed samples for modules that couple samples in evaluation too, to accompany each row."""
     buffers: tuple[str, ...]
     augments: bool
     clips: bool
@@ -145,7 +145,7 @@ def load(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Pat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Probe:
-    """What one forward of the model shows."""
+    """The result of one forward of the model."""
 
     draws: tuple[str, ...]
     coupled: dict[str, str]
@@ -154,7 +154,7 @@ class _Probe:
 
 
 def _probe(task: Task, batches: ReferenceBatches, device: torch.device, off: bool) -> _Probe:
-    """Finds modules that couple a batch's samples, and operators that draw, in one forward of a model of its own."""
+    """Finds modules that couple a batch's samples, and operators that draw, in one forward of a separate model."""
     torch.manual_seed(task.seed)
     model = task.model().to(device).train()
     rows = batches.batch(0).slices[0][0]

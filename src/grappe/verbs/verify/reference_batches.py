@@ -26,18 +26,18 @@ Reorder = Callable[[list[int]], list[int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedBatch:
-    """The samples that a step of a trial has really used, which may not be those of the sample order."""
+    """The samples that a step of a trial used, which may differ from those of the sample order."""
 
     epoch: int
     ids: tuple[int, ...]
     count: float
     total: int
-    """The number of steps that the schedule is made for."""
+    """The total number of steps, for the schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """One piece: the rows that go through the model at once."""
+    """One piece: the rows that run through the model at once."""
 
     piece: int
     """The piece's number in its slice."""
@@ -46,11 +46,11 @@ class Rows:
     targets: Any
 
     def part(self, first: int, last: int) -> Any:
-        """The inputs of rows `first` to `last` - 1."""
+        """Returns the inputs of rows `first` to `last` - 1."""
         return tree_map(lambda leaf: leaf[first:last] if self._has_rows(leaf) else leaf, self.inputs)
 
     def reordered(self, reorder: Reorder) -> Rows:
-        """The same rows in another order, pair by pair: pairs are what a task may mix."""
+        """Returns the same rows in another order, pair by pair, since a task may mix pairs."""
         size = len(self.ids)
         # A row without a partner stays last: in front, it would part all the others.
         pairs = reorder(list(range(0, size - 1, 2)))
@@ -71,11 +71,11 @@ class Batch:
     """The rows of one step."""
 
     slices: tuple[tuple[Rows, ...], ...]
-    """By slice and piece, without empty ones."""
+    """Rows by slice and piece, without empty pieces."""
     count: float | Tensor
 
     def reordered(self, reorder: Reorder) -> Batch:
-        """The same batch, each piece's rows in another order."""
+        """Returns the same batch with each piece's rows in another order."""
         slices = tuple(tuple(rows.reordered(reorder) for rows in pieces) for pieces in self.slices)
         return Batch(slices=slices, count=self.count)
 
@@ -84,8 +84,8 @@ class ReferenceBatches:
     """Loads the batches of a trial.
 
     Args:
-        slices, pieces: the slices of each batch, and the pieces of each slice.
-        recorded: batches to use in place of those of the sample order.
+        slices, pieces: the number of slices of each batch, and of pieces of each slice.
+        recorded: batches that replace those of the sample order.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ReferenceBatches:
         self.total = self._recorded[0].total if self._recorded else task.epochs * self.per_epoch
 
     def batch(self, number: int) -> Batch:
-        """The batch of step `number`, cut as asked for."""
+        """Loads the batch of step `number`, cut into slices and pieces."""
         task = self._task
         if self._recorded:
             epoch, ids = self._recorded[number].epoch, np.array(self._recorded[number].ids, dtype=np.int64)

@@ -46,8 +46,8 @@ class ReferenceModel:
         """Takes a step; returns the loss, and the gradient's norm before clipping.
 
         Args:
-            parts: how many parts the rows go through the model in, for other rounding and nothing else.
-            sums: how many sums the losses are added up in, each with a backward of its own; likewise.
+            parts: the number of parts in which the rows run through the model, to change only the rounding.
+            sums: the number of partial sums of the losses, each with its own backward, to change only the rounding.
         """
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
@@ -74,7 +74,7 @@ class ReferenceModel:
         return float(total), norm
 
     def _in_parts(self, model: nn.Module, rows: Rows, parts: int) -> Any:
-        """The model's output of all rows, computed in parts; its buffers are those after all rows at once."""
+        """Computes the model's output of all rows in parts; sets its buffers to those after all rows at once."""
         before = kept_buffers(model)
         with torch.no_grad():
             model(rows.inputs)
@@ -101,7 +101,7 @@ class ReferenceModel:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers on the CPU; the mean of the slices' buffers."""
+        """Returns parameters, and the mean of the slices' buffers, on the CPU."""
         weights = {name: one.detach().cpu().clone() for name, one in self.model.named_parameters()}
         for name, buffer in self.model.named_buffers():
             alike = [dict(model.named_buffers())[name].cpu() for model in self._models]

@@ -13,7 +13,7 @@ COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights
 
 
 def cells(found: Finding) -> list[str]:
-    """A row under COLUMNS; differences are relative."""
+    """Makes a row under COLUMNS; differences are relative."""
     gap = found.difference
     first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(gap.what)})"
     norm = "" if gap.norm is None else f"{gap.norm:.1e}"
@@ -26,12 +26,12 @@ def cells(found: Finding) -> list[str]:
 
 
 def as_json(found: Finding) -> dict[str, Any]:
-    """Everything that was found, for JSON; what is no number is null."""
+    """Converts all findings to JSON; NaN and infinities become null."""
     return _plain(dataclasses.asdict(found))
 
 
 def page(task: str, findings: Sequence[Finding]) -> str:
-    """One HTML page that needs no other file."""
+    """Renders one HTML page that needs no other file."""
     parts = [f"<h1>grappe verify {html_text(task)}</h1>", _rows(COLUMNS, [cells(one) for one in findings])]
     for one in findings:
         names = ("loss", "loss tolerated", "norm", "norm tolerated", "weights", "weights tolerated")

@@ -1,4 +1,4 @@
-"""RoundingTrial: the reference's steps with sums in another order, whose drift is what rounding explains."""
+"""RoundingTrial: the reference's steps with sums in other orders; their drift is what rounding alone explains."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from grappe.verbs.verify.reference_model import ReferenceModel
 class RoundingTrial:
     """The same training with the rows of each batch in other orders, and without random draws, which belong to rows.
 
-    Rows move in pairs: pairs are what a task may mix. Where none meets another in the model they go through it in
-    parts, else the gradients of a few of their losses are added up: some differences (of a bias whose gradient is
-    nothing but rounding, divided by its own size by Adam) show only then. The loss sees all rows at once.
+    Rows move in pairs, since a task may mix pairs. If the model does not couple rows, they run through it in
+    parts, else the gradients of partial sums of losses are added: some differences (of a bias whose gradient is
+    only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RoundingTrial:
     def step(
         self, number: int, batch: Batch, model: ReferenceModel, result: tuple[float, float]
     ) -> tuple[float, float, dict[str, float]]:
-        """The largest relative differences of loss, norm and each tensor, over the orders."""
+        """Computes the largest relative differences of loss, norm and each tensor, over the orders."""
         loss_noise = norm_noise = 0.0
         noise: dict[str, float] = {}
         with RandomOps(off=True):
@@ -51,7 +51,7 @@ class RoundingTrial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SummationOrder:
-    """How one of the other models adds up."""
+    """The order of summation in one of the other models."""
 
     reorder: Reorder
     parts: int
@@ -67,13 +67,13 @@ ORDERS = (
 
 
 def relative(a: float, b: float) -> float:
-    """|a - b| / |a|; infinite where one is no number and the other is."""
+    """Computes |a - b| / |a|; infinity if exactly one is not a number."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) / (abs(a) or 1.0)
     return 0.0 if repr(a) == repr(b) else math.inf
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |a| in norms."""
+    """Computes |a - b| / |a| in norms."""
     a, b = a.double(), b.double()
     return 0.0 if torch.equal(a, b) else float((a - b).norm() / (a.norm() or 1.0))

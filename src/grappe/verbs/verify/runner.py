@@ -1,4 +1,4 @@
-"""Runner: runs references and trials for a judgement, each reference once."""
+"""Runner: runs references and trials for a judgement, each reference only once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Runner:
 
     Args:
         task: a TaskReference.
-        folder: an empty one, for weights.
-        note: called with a few words on what is about to run.
+        folder: an empty folder, for weights.
+        note: callback, called with a short description of the next training.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Runner:
         """Runs one plain process on the plan's kind of device, once for the same arguments.
 
         Args:
-            slices, pieces: the data slices and microbatches that the process takes one after the other.
-            precision: whether to train in the plan's precision, rather than in fp32.
-            recorded: batches to learn from, rather than those of the sample order.
+            slices, pieces: the number of data slices and microbatches, run one after the other.
+            precision: whether to train in the plan's precision instead of fp32.
+            recorded: batches that replace those of the sample order.
         """
         plain = Plan(
             device=plan.device,
@@ -89,7 +89,7 @@ class Runner:
     def trial(
         self, plan: Plan, instrumentation: Instrumentation, reference: Reference
     ) -> tuple[TrialStep, ...]:
-        """The plan's steps, compared with a reference's."""
+        """Runs the plan's steps and compares them with a reference's."""
         request = TrialRequest(
             task=self.task, plan=plan, data=self.data, steps=self.steps, reference=reference.folder,
             instrumentation=instrumentation, draws=bool(reference.draws),
@@ -98,7 +98,7 @@ class Runner:
         return self._run("grappe.verbs.verify.trial:worker", request, plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
-        """A trial's samples, each loaded once."""
+        """Returns a trial's samples, each loaded once."""
         request = ReferenceRequest(
             task=self.task,
             data=self.data,

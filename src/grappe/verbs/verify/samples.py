@@ -1,4 +1,4 @@
-"""Samples: whether every step used the samples of the sample order, each once; a sentence where it did not."""
+"""Samples: checks that every step used the samples of the sample order, each once; describes an error in a sentence."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SHOWN = 3
 
 
 def used(step: TrialStep) -> list[int]:
-    """The ids of a step's samples, over all slices."""
+    """Returns the ids of a step's samples, over all slices."""
     return [i for ids in step.slices for i in ids]
 
 
 def recorded_batches(steps: Sequence[TrialStep]) -> tuple[RecordedBatch, ...]:
-    """The samples that a trial's steps used, for one process to learn from."""
+    """Returns the samples that a trial's steps used, on which one process can train."""
     return tuple(
         RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total)
         for step in steps
@@ -26,7 +26,7 @@ def recorded_batches(steps: Sequence[TrialStep]) -> tuple[RecordedBatch, ...]:
 
 
 def wrong_samples(reference: Reference, steps: Sequence[TrialStep]) -> str:
-    """Says what is wrong with the samples of a trial; "" where nothing is."""
+    """Describes the error in a trial's samples; "" if there is none."""
     for number, (plain, step) in enumerate(zip(reference.steps, steps, strict=False)):
         if Counter(plain.ids) != Counter(used(step)):
             return _words(reference, steps, number)
@@ -34,7 +34,7 @@ def wrong_samples(reference: Reference, steps: Sequence[TrialStep]) -> str:
 
 
 def _words(reference: Reference, steps: Sequence[TrialStep], number: int) -> str:
-    """Says what is wrong with the samples of step `number`."""
+    """Describes the error in the samples of step `number`."""
     plain, step = reference.steps[number], steps[number]
     wanted, found = Counter(plain.ids), Counter(used(step))
     missing, extra = wanted - found, found - wanted
@@ -45,7 +45,7 @@ def _words(reference: Reference, steps: Sequence[TrialStep], number: int) -> str
         return f"another order: {at} none of its samples is seen"
     shift = _shift(reference, number, step)
     if shift:
-        return f"a sampler that is off by {shift}: {at} it begins {'behind' if shift > 0 else 'before'} its place"
+        return f"a sampler that is off by {shift}: {at} it begins {'after' if shift > 0 else 'before'} its position"
     doubled = [one for one in extra if one in wanted]
     words = []
     if doubled:
@@ -59,7 +59,7 @@ def _words(reference: Reference, steps: Sequence[TrialStep], number: int) -> str
 
 
 def _shift(reference: Reference, number: int, step: TrialStep) -> int:
-    """By how many places the whole step, or its every slice, lies off the order; 0 where it is something else."""
+    """Computes the positions by which the whole step, or each slice, is shifted in the order; 0: another error."""
     epoch = number // reference.per_epoch
     order = [
         i

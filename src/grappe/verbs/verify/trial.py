@@ -1,4 +1,4 @@
-"""Trial: a few steps of an instrumented task under a plan, by any engine's interface alone, beside a reference."""
+"""Trial: a few steps of an instrumented task under a plan, through the engine interface, compared with a reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grappe.verbs.verify.rounding import gap
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """What the processes of a trial do."""
+    """The input of a trial's processes."""
 
     task: Any
     """A TaskReference."""
@@ -39,7 +39,7 @@ class TrialRequest:
     """The folder of the reference's weights after each step."""
     instrumentation: Instrumentation = NOTHING
     draws: bool = False
-    """Whether the model draws random numbers, to be recorded."""
+    """Whether the model draws random numbers, which are then recorded."""
     run: None = None
 
 
@@ -49,9 +49,9 @@ class TrialStep:
 
     epoch: int
     total: int
-    """The number of steps that the schedule was made for."""
+    """The total number of steps, for the schedule."""
     slices: tuple[tuple[int, ...], ...]
-    """By data slice: the ids of the samples that reached the loss."""
+    """Ids of the samples that reached the loss, by data slice."""
     count: float
     loss: float
     norm: float | None
@@ -59,7 +59,7 @@ class TrialStep:
     gaps: dict[str, float]
     """By tensor, |a - b| / |a| in norms, a the reference's."""
     draws: tuple[str, ...]
-    """By data slice: a hash of what the model drew; empty where that was little or nothing."""
+    """Hash of the model's draws, by data slice; "" if there were few or none."""
     bits: str
     """A hash of all weights and buffers after the step, and of the loss."""
 
@@ -67,7 +67,7 @@ class TrialStep:
 def worker(
     request: TrialRequest, process: ProcessRank, rendezvous_folder: Path
 ) -> tuple[TrialStep, ...] | None:
-    """One process of a trial; process 0 returns its steps. Collective."""
+    """Runs one process of a trial; process 0 returns its steps. Collective."""
     world = join(request.plan, process, rendezvous_folder)
     samples = SampleRecorder()
     task = instrumented(request.task.resolve(), request.instrumentation, samples)
@@ -97,7 +97,7 @@ def worker(
 
 
 def _unrecorded(batches: Iterator[Batch], random_ops: RandomOps | None) -> Iterator[Batch]:
-    """The same batches, without recording the random numbers of loading and augmentation."""
+    """Yields the same batches, without recording the random numbers of loading and augmentation."""
     while True:
         with random_ops.paused() if random_ops is not None else contextlib.nullcontext():
             batch = next(batches, None)
@@ -107,7 +107,7 @@ def _unrecorded(batches: Iterator[Batch], random_ops: RandomOps | None) -> Itera
 
 
 class _StepRecorder:
-    """Records each step of this process after it."""
+    """Recorder of this process's steps."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _StepRecorder:
         return gaps, bits.hexdigest()
 
     def gathered(self, world: World, total: int) -> tuple[TrialStep, ...]:
-        """The steps, with the samples and draws of each data slice. Collective."""
+        """Gathers the steps, with the samples and draws of each data slice. Collective."""
         mine = [(one["ids"], one["draws"]) for one in self._steps]
         # Of the processes that share a slice, a pipeline's last stage alone calls the loss.
         recorded = sum(len(ids) for ids, _ in mine)

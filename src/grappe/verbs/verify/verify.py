@@ -1,4 +1,4 @@
-"""grappe verify: whether plans learn what one plain process learns, and if one does not, why."""
+"""grappe verify: tests whether plans learn what one plain process learns; if not, finds the cause."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def verify(
     run: StartProcesses = start,
     note: Callable[[str], None] | None = None,
 ) -> Iterator[Finding]:
-    """Tries each plan beside one plain process: the same weights, the same global batches, `steps` steps.
+    """Compares each plan with one plain process: the same weights, the same global batches, `steps` steps.
 
     Args:
-        run: what starts processes; for tests.
-        note: called with a few words on what is being tried.
+        run: the function that starts processes; for tests.
+        note: callback, called with a short description of the next trial.
 
     Raises:
-        GrappeError: a plan cannot be honoured, or the task does not train at all.
+        GrappeError: a plan is not supported, or the task does not train.
     """
     if rank_from_environment() is not None:
         raise UsageError("grappe verify starts processes of its own: start it without torchrun or srun")

@@ -1,4 +1,4 @@
-"""The doctor's checks, found by their file's name: adding one is adding one file with `check(machine)`."""
+"""The doctor's checks, found by file name: to add a check, add one file with `check(machine)`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from grappe.verbs.doctor.finding import Finding, Machine, warning
 
 
 def names() -> list[str]:
-    """The checks there are."""
+    """Lists the checks."""
     return sorted(file.stem for file in Path(__file__).parent.glob("[a-z]*.py"))
 
 
 def examine(machine: Machine) -> Iterator[Finding]:
-    """Runs every check; one that fails is a finding, and hides no other."""
+    """Runs every check; an exception in a check becomes a finding, and the other checks still run."""
     for name in names():
         try:
             yield from importlib.import_module(f"{__name__}.{name}").check(machine)

@@ -1,4 +1,4 @@
-"""The Slurm job: its processes against the plan's, memory of an older one, what sbatch would refuse."""
+"""Check of the Slurm job: processes against the plan's, variables of an older job, sbatch's rejections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIAL = "#!/bin/bash\n#SBATCH --time=5\ntrue\n"
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Looks at Slurm's variables in a job, and at what sbatch says of the smallest job outside."""
+    """Checks Slurm's variables inside a job; outside, sbatch's answer to the smallest job."""
     environment, process, plan = machine.environment, machine.process, machine.plan
     job = environment.get("SLURM_JOB_ID")
     if job is None:
@@ -50,7 +50,7 @@ def _runs(job: str) -> bool:
 
 
 def submittable() -> Iterator[Finding]:
-    """What a real sbatch says of a job of one core and five minutes."""
+    """Tests a job of one core and five minutes with sbatch."""
     with tempfile.TemporaryDirectory(prefix="grappe-doctor-") as folder:
         script = Path(folder) / "trial.sh"
         script.write_text(TRIAL)

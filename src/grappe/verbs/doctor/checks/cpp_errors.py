@@ -1,4 +1,4 @@
-"""Errors in C++: whether they arrive in Python as exceptions with a traceback, or end the process (c10::Error)."""
+"""Check of errors in C++: they become Python exceptions with a traceback, or else end the process (c10::Error)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grappe.verbs.doctor.finding import Finding, Machine, error
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Provokes such an error in a forked process: a convolution with the wrong number of channels."""
+    """Provokes an error in a forked process: a convolution with the wrong number of channels."""
     if machine.process.rank:
         return
     import torch
@@ -25,7 +25,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_exit_code(code: int) -> Iterator[Finding]:
-    """Findings for the exit code of that process."""
+    """Returns findings for the exit code of the forked process."""
     if code < 0:
         yield error(
             "an error in torch's C++ ends the process (terminate called after throwing 'c10::Error')",

@@ -1,4 +1,4 @@
-"""The cores that each process may use, against its threads and data workers."""
+"""Check of the cores that each process may use, against its threads and data workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grappe.verbs.doctor.finding import Finding, Machine, warning
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Too many threads fight for cores; too few leave what was paid for idle."""
+    """Checks for too many threads, which compete for cores, and for too few, which leave cores idle."""
     plan, process = machine.plan, machine.process
     usable, mine = cores(), own_cores(process)
     threads, workers = plan.threads or mine, plan.workers or 0
@@ -24,7 +24,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_cores(usable: int, mine: int, threads: int, workers: int, requested: int | None) -> Iterator[Finding]:
-    """Findings for a process that may use `usable` cores, of which `mine` are its own."""
+    """Returns findings for a process that may use `usable` cores, of which `mine` are its own."""
     if threads > mine:
         yield warning(
             f"threads={threads}, and each process has {mine} core{'s' if mine > 1 else ''}",
@@ -34,7 +34,7 @@ def of_cores(usable: int, mine: int, threads: int, workers: int, requested: int 
     elif workers > mine:
         yield warning(
             f"workers={workers} for each process, which has {mine} core{'s' if mine > 1 else ''}",
-            "loading fights with training for cores",
+            "loading competes with training for cores",
             f"use workers={max(0, mine - 1)}, or ask for more cores",
         )
     if requested is not None and usable < requested:

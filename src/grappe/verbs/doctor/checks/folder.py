@@ -1,4 +1,4 @@
-"""The run's folder: can it be written, renamed in, how fast, how much room, is it where the site wants it."""
+"""Check of the run's folder: writing, renaming, speed, free space, quota, and the site's rules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def speed(probe: Path) -> float:
-    """Bytes a second to write and flush a file; raises OSError where it cannot be renamed atomically."""
+    """Measures the bytes per second to write and flush a file; raises OSError if it cannot be renamed atomically."""
     renamed = probe.with_name(f"{probe.name}-renamed")
     try:
         began = time.perf_counter()
@@ -61,7 +61,7 @@ def speed(probe: Path) -> float:
 
 
 def of_speed(folder: Path, found: float) -> Iterator[Finding]:
-    """Findings for a folder that takes so many bytes a second."""
+    """Returns findings for a folder's speed in bytes per second."""
     if found < SLOW:
         yield warning(
             f"{folder} takes {found / 1e6:.1f} MB/s",
@@ -71,7 +71,7 @@ def of_speed(folder: Path, found: float) -> Iterator[Finding]:
 
 
 def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
-    """Findings for what is left there."""
+    """Returns findings for the free space."""
     if free < LEAST_FREE:
         yield warning(
             f"{folder} has {free / 1e9:.1f} GB left",
@@ -85,7 +85,7 @@ def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
 
 
 def quota() -> Iterator[Finding]:
-    """What `quota` says, where it is installed: a line with a star is over its limit."""
+    """Runs `quota`, if it is installed: a line with a star is over its limit."""
     try:
         text = command.run("quota", "-w", seconds=5)
     except GrappeError as mistake:

@@ -1,4 +1,4 @@
-"""Processes against GPUs: how many there are, and whether each process sees those that it needs."""
+"""Check of GPUs: their number against the processes', and their visibility to each process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Compares the processes of this node with the GPUs that this one sees."""
+    """Compares the number of processes on this node with the GPUs that this process sees."""
     import torch
 
     if machine.plan.device == "cpu" or not torch.cuda.is_available():
@@ -18,7 +18,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_gpus(visible: int, local: int, per_device: int, launcher: str) -> Iterator[Finding]:
-    """Findings for `local` processes on a node that see `visible` GPUs each."""
+    """Returns findings for `local` processes on a node that see `visible` GPUs each."""
     needed = -(-local // per_device)
     if launcher == "srun" and visible == 1 and needed > 1:
         yield warning(

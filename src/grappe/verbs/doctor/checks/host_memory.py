@@ -1,4 +1,4 @@
-"""Host memory: shared memory for data workers, the cgroup's limit, and whether it grows by computing alone."""
+"""Check of host memory: shared memory for data workers, the cgroup's limit, and a leak of the libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROWTH = 64 << 20  # far beyond what caches take after the first rounds
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Looks at memory once a node, and at growth in one process."""
+    """Checks memory once per node, and growth in one process."""
     if machine.is_node_leader:
         if SHARED.is_dir():
             yield from of_shared(shutil.disk_usage(SHARED).free, machine.plan.workers)
@@ -27,17 +27,17 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_shared(free: int, workers: int | None) -> Iterator[Finding]:
-    """Workers hand batches over through shared memory."""
+    """Returns findings for shared memory, through which data workers pass batches."""
     if workers != 0 and free < LEAST_SHARED:
         yield warning(
             f"{free / 1e9:.1f} GB of shared memory ({SHARED}) are free",
-            "data workers hand batches over in it, and die with a bus error when it is full",
+            "data workers pass batches through it, and die with a bus error when it is full",
             "give the container more (--shm-size, --ipc=host), or use workers=0",
         )
 
 
 def of_limit(bytes_: int | None, processes: int) -> Iterator[Finding]:
-    """torch alone takes about half a gigabyte a process, with CUDA two."""
+    """Returns findings for the memory limit: torch alone takes about half a gigabyte per process, with CUDA two."""
     if bytes_ is not None and bytes_ < processes * LEAST_PER_PROCESS:
         yield warning(
             f"{processes} processes may use {bytes_ / 1e9:.1f} GB of memory on this node",
@@ -47,7 +47,7 @@ def of_limit(bytes_: int | None, processes: int) -> Iterator[Finding]:
 
 
 def of_growth(grown: int) -> Iterator[Finding]:
-    """The page's memory leak: old torch on CPUs with AVX512."""
+    """Returns findings for a memory leak: old torch on CPUs with AVX512."""
     if grown > GROWTH:
         yield error(
             f"host memory grows by {grown / ROUNDS / 1e6:.1f} MB with every convolution",
@@ -57,7 +57,7 @@ def of_growth(grown: int) -> Iterator[Finding]:
 
 
 def limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The memory limit of this process's control group, in bytes, version 2 or 1; None without one."""
+    """Returns the memory limit of this process's control group (version 2 or 1) in bytes; None without a limit."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (root / name).read_text().strip()
@@ -68,7 +68,7 @@ def limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def growth() -> int:
-    """Bytes by which this process grows over some rounds of the same small convolution, forward and backward."""
+    """Measures this process's growth in bytes over several forwards and backwards of one small convolution."""
     import torch
 
     layer, batch = torch.nn.Conv2d(3, 8, 3), torch.zeros(8, 3, 32, 32)

@@ -1,4 +1,4 @@
-"""Processes that share a GPU: NVIDIA's MPS, and what carries their collectives."""
+"""Check of processes that share a GPU: NVIDIA's MPS, and the communication library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST_NCCL = (2, 30)
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Only for plans with per_device > 1."""
+    """Checks plans with per_device > 1."""
     import torch
 
     plan = machine.plan
@@ -23,7 +23,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_sharing(clients: int, backend: str, nccl: tuple[int, ...], *, program: bool) -> Iterator[Finding]:
-    """Findings for `clients` processes on each GPU."""
+    """Returns findings for `clients` processes on each GPU."""
     if not program:
         yield warning(
             f"there is no {PROGRAM} here",

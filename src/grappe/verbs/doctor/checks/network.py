@@ -1,4 +1,4 @@
-"""The network: names that resolve, interfaces that variables name, a shared folder to meet in, fast links unused."""
+"""Check of the network: host names, interfaces named by variables, a shared rendezvous folder, unused fast links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Looks at names and interfaces, once a node."""
+    """Checks host names and interfaces, once per node."""
     if not machine.is_node_leader:
         return
     several = machine.process.size > machine.process.local_size
@@ -21,14 +21,14 @@ def check(machine: Machine) -> Iterator[Finding]:
         address = socket.gethostbyname(socket.gethostname())
         if several and address.startswith("127."):
             yield warning(
-                f"this node's name {socket.gethostname()} leads to {address}",
+                f"this node's name {socket.gethostname()} resolves to {address}",
                 "processes on other nodes cannot reach it there",
                 "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network's interface (ip addr)",
             )
     except OSError:
         yield (error if several else note)(
-            f"this node's name {socket.gethostname()} leads nowhere",
-            "processes meet by name between nodes",
+            f"this node's name {socket.gethostname()} does not resolve",
+            "processes on several nodes find each other by host name",
             "tell the site",
         )
     interfaces = [entry.name for entry in INTERFACES.iterdir()] if INTERFACES.is_dir() else []
@@ -39,12 +39,12 @@ def check(machine: Machine) -> Iterator[Finding]:
         and machine.environment.get("NCCL_IB_DISABLE") == "1"
     ):
         yield warning(
-            "NCCL_IB_DISABLE=1 where there is InfiniBand", "gradients take the slow way", "unset it"
+            "NCCL_IB_DISABLE=1 where there is InfiniBand", "gradients take a slower network", "unset it"
         )
 
 
 def of_variables(environment, interfaces: Iterable[str]) -> Iterator[Finding]:  # noqa: ANN001
-    """A variable that names an interface which is not here makes every start fail."""
+    """Returns findings for variables that name a missing interface, which makes every start fail."""
     known = list(interfaces)
     for variable in VARIABLES:
         text = environment.get(variable, "")

@@ -1,4 +1,4 @@
-"""Sizes that tensor cores do not like: matrices and batches that are no multiple of 8."""
+"""Check of sizes that are slow on tensor cores: matrices and batches that are not multiples of 8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 4
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Builds the task's model without memory, and looks at its layers; a task that cannot be built is an error."""
+    """Builds the task's model without memory, and checks its layers; a task that cannot be built is an error."""
     if machine.task is None or machine.process.rank:
         return
     import torch
@@ -28,7 +28,7 @@ def check(machine: Machine) -> Iterator[Finding]:
         return
     except Exception as mistake:
         yield note(
-            f"the task's model could not be built without memory ({type(mistake).__name__}): sizes not looked at"
+            f"the task's model could not be built without memory ({type(mistake).__name__}): sizes not checked"
         )
         return
     if machine.plan.precision != "fp32":
@@ -37,7 +37,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_sizes(model: Any, rows: int) -> Iterator[Finding]:
-    """Findings for a model whose layers see `rows` samples at once. The course DLO-JZ says: multiples of 8."""
+    """Returns findings for layers that get `rows` samples at once. The course DLO-JZ recommends multiples of 8."""
     from torch import nn
 
     odd = []

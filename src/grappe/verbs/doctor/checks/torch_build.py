@@ -1,4 +1,4 @@
-"""Torch's build against this machine: GPU architectures, driver, known-bad versions, what it can communicate with."""
+"""Check of torch's build against this machine: GPU architectures, driver, faulty versions, communication libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_FOR_H100 = (2, 5, 1)
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Compares what torch was built for with what is here."""
+    """Compares the targets of torch's build with this machine."""
     import torch
     import torch.distributed as dist
 
@@ -36,7 +36,7 @@ def check(machine: Machine) -> Iterator[Finding]:
             yield warning(
                 "TF32 is switched on for matrix products",
                 "plan precision=fp32 rounds them to 10 bits then",
-                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or say precision=tf32",
+                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or use precision=tf32",
             )
         if machine.plan.per_device == 1 and machine.plan.processes > 1 and not dist.is_nccl_available():
             yield error(
@@ -61,24 +61,24 @@ def check(machine: Machine) -> Iterator[Finding]:
         )
     elif machine.environment.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0"):
         yield warning(
-            "Slurm gave this job GPUs, and no driver is here", "training goes on CPU cores", "tell the site"
+            "Slurm gave this job GPUs, and no driver is here", "training runs on CPU cores", "tell the site"
         )
     else:
-        yield note("no GPU here: training goes on CPU cores")
+        yield note("no GPU here: training runs on CPU cores")
 
 
 def of_version(version: str) -> Iterator[Finding]:
-    """Findings about a version of torch."""
+    """Returns findings about a version of torch."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
     for first, beyond, why in BAD_VERSIONS:
         if first <= numbers < beyond:
-            yield error(f"torch {version} is known to be bad", why, "install a newer one")
+            yield error(f"torch {version} has known faults", why, "install a newer one")
 
 
 def of_architectures(
     built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str
 ) -> Iterator[Finding]:
-    """Whether torch has code for each GPU: its own (same major version), or one that the driver can translate."""
+    """Returns findings for GPUs without code in torch: native (same major version), or translatable by the driver."""
     known = list(built)
     parts = [re.fullmatch(r"(sm|compute)_(\d+)[af]?", one) for one in known]  # another maker's are not judged
     numbers = [(one[1], int(one[2])) for one in parts if one]
@@ -102,6 +102,6 @@ def of_architectures(
 
 
 def driver_version(text: str) -> str:
-    """The version in /proc/driver/nvidia/version."""
+    """Reads the version in /proc/driver/nvidia/version."""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else "unknown"

@@ -1,0 +1,1 @@
+"""Tests of grappe's promises on a GPU: `python -m benchmarks.gpu --help`."""

@@ -1,0 +1,75 @@
+"""Row: one line of what a part of the GPU proof found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+Verdict = Literal["passed", "failed", "measured", "not tried"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One check or measurement.
+
+    Attributes:
+        name: what was tried.
+        verdict: `not tried` is never counted as passed; `text` then says why.
+        text: the figures, or the reason, in a line.
+        figures: the same as numbers; seconds, bytes and samples/s.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str = ""
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Part:
+    """The device, and a way to report rows as they are found.
+
+    Args:
+        folder: keeps the rows.
+        scratch: an empty folder for runs, removed afterwards.
+    """
+
+    def __init__(self, device: Literal["cuda", "cpu"], folder: Path, scratch: Path) -> None:
+        self.device, self.folder, self.scratch = device, folder, scratch
+        self._file = folder / "rows.jsonl"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether figures of this part are a GPU's."""
+        return self.device == "cuda"
+
+    def report(self, row: Row) -> None:
+        """Writes a row down at once: what was found before a time limit counts."""
+        with self._file.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print(f"{row.verdict:10} {row.name}  {row.text}", flush=True)
+
+    def check(self, name: str, right: bool, text: str = "", **figures: float) -> None:
+        """Reports `passed` or `failed`."""
+        self.report(Row(name=name, verdict="passed" if right else "failed", text=text, figures=figures))
+
+    def measured(self, name: str, text: str, **figures: float) -> None:
+        """Reports figures that nothing is demanded of."""
+        self.report(Row(name=name, verdict="measured", text=text, figures=figures))
+
+    def not_tried(self, name: str, reason: str) -> None:
+        """Reports what could not be tried here."""
+        self.report(Row(name=name, verdict="not tried", text=reason))
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Reads the rows that a part has reported, also those of a part that was ended."""
+    try:
+        lines = (folder / "rows.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [Row(**json.loads(line)) for line in lines]
