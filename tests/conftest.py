@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,10 @@ from tests import tiers
 from tests.processes import Pool
 
 pytest_plugins = ["tests.skips"]
+# What grappe keeps in the user's state folder is kept in one of the tests; processes that they start have it, too.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="grappe-state-")
+os.environ.pop("XDG_RUNTIME_DIR", None)
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 torch.set_num_threads(1)  # the same bits and no fights for two cores
 
 

@@ -1,4 +1,4 @@
-"""What grappe is built from: a bill of materials, requirements with hashes, and no file that is unpickled."""
+"""Supply chain: a bill of materials, requirements with hashes, and no file that is unpickled."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.commit import commit, write_new
+from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.format import latest, list_checkpoints, step_folder
 from grappe.checkpoint.keep import Keep
 
@@ -16,7 +16,12 @@ def made(folder: Path, step: int, loss: object = None) -> None:
     beside = folder / f".step-{step}"
     beside.mkdir()
     state = json.dumps({"step": step, "validation_loss": loss}).encode()
-    commit(beside, step_folder(folder, step), {"state.json": write_new(beside / "state.json", state)})
+    commit(
+        beside,
+        step_folder(folder, step),
+        {"state.json": write_new(beside / "state.json", state)},
+        Origin(step=step),
+    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -68,9 +73,9 @@ def test_a_state_that_cannot_be_read_is_not_the_best(tmp_path) -> None:
     assert steps(tmp_path) == [3, 2]
 
 
-def test_one_that_was_half_removed_is_finished(tmp_path) -> None:
-    made(tmp_path, 1)
-    made(tmp_path, 2)
-    (tmp_path / ".old-step-000001/inside").mkdir(parents=True)
-    Keep(last=1).clean(tmp_path, 2)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000002"]
+def test_what_holds_a_users_own_file_stays(tmp_path) -> None:
+    for step in (1, 2, 3):
+        made(tmp_path, step)
+    (step_folder(tmp_path, 1) / "thesis.txt").write_text("mine")
+    assert Keep(last=1).clean(tmp_path, 3) == [step_folder(tmp_path, 2)]
+    assert (step_folder(tmp_path, 1) / "thesis.txt").read_text() == "mine"

@@ -179,7 +179,8 @@ def two_save(process: ProcessRank, rendezvous_folder: Path, folder: Path, failin
     told = []
     for step in (1, 2, 3):
         if step == 2 and process.rank == failing:
-            (folder / f".step-000002.token/rank-{failing}.safetensors").mkdir(parents=True)
+            (folder / ".step-000002.token").mkdir(exist_ok=True)
+            (folder / f".step-000002.token/rank-{failing}.safetensors").touch()
         world.gather(None)
         own = {f"local.{process.rank}.n": torch.tensor(step)}
         to.save(step, {"model.w": torch.full((3,), float(step))}, own, {})
@@ -240,7 +241,8 @@ def two_stream(process: ProcessRank, rendezvous_folder: Path, folder: Path, fail
     told = []
     for step in (1, 2, 3):
         if step == 2 and process.rank == failing:
-            (folder / f".step-000002.token/rank-{failing}.safetensors").mkdir(parents=True)
+            (folder / ".step-000002.token").mkdir(exist_ok=True)
+            (folder / f".step-000002.token/rank-{failing}.safetensors").touch()
         world.gather(None)
         own = {f"local.{process.rank}.n": torch.tensor(step)}
         to.save(step, {name: torch.empty(3, device="meta") for name in names}, own, {}, stream)
@@ -263,9 +265,9 @@ def test_one_that_cannot_write_its_part_goes_on_gathering_for_the_other(pool, tm
 
 
 def test_leftovers_are_what_kills_left(tmp_path) -> None:
-    for name in (".step-000003.abc", ".old-step-000001", "step-000002"):
+    for name in (".step-000003.abc", ".old-step-000001.abc", "step-000002", ".old-thoughts"):
         (tmp_path / name).mkdir()
-    assert sorted(entry.name for entry in leftovers(tmp_path)) == [".old-step-000001", ".step-000003.abc"]
+    assert sorted(entry.name for entry in leftovers(tmp_path)) == [".old-step-000001.abc", ".step-000003.abc"]
     assert leftovers(tmp_path, older_than_seconds=1000) == []
     assert leftovers(tmp_path / "nowhere") == []
 

@@ -91,10 +91,13 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     from grappe.launch.rank import ProcessRank
     from grappe.launch.world import World
 
-    name = f"{disk.PREFIX}{disk.socket.gethostname()}"
-    gone, world, other = (tmp_path / one for one in (f"{name}-999999999", f"{name}-1", "grappe-elsewhere-1"))
-    for folder in (gone, world, other):
+    gone, lives, mine_own = (tmp_path / f"{disk.PREFIX}{one}" for one in ("gone", "lives", "notes-1"))
+    for folder in (gone, lives, mine_own):
         folder.mkdir()
+    disk._owned(gone).close()  # as the end of its process does
+    (gone / "rank-0").write_bytes(bytes(9))
+    owner = disk._owned(lives)
+    (mine_own / "thesis.txt").write_text("mine")
     monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x")
     scratch = disk.Scratch(
@@ -103,12 +106,13 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     said: dict = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     scratch.make(1000, said)
     assert not gone.exists()
-    assert world.exists()
-    assert other.exists()
+    assert (lives / "owner").exists()
+    assert (mine_own / "thesis.txt").read_text() == "mine"
     mine = Path(said["zero_optimization"]["offload_param"]["nvme_path"])
     assert mine.is_dir()
     scratch.close()
-    assert sorted(tmp_path.iterdir()) == sorted([world, other])
+    assert sorted(tmp_path.iterdir()) == sorted([lives, mine_own])
+    owner.close()
 
 
 def test_without_libaio_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the fuzzer feeds grappe with: words, JSON, and runs that are damaged as an accident or an attacker would."""
+"""Inputs of the fuzzer: words, JSON, and runs that are damaged as an accident or an attacker would."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ HONEST = Path(tempfile.mkdtemp(prefix="grappe-hostile-"))
 
 
 def make_honest() -> None:
-    """What the cases are damaged from."""
+    """Makes the honest files that the cases damage."""
     train(HONEST / "run", Images(), steps=2, save_every=1, log_samples=True)
     state = Large().model().state_dict()
     torch.save(state, HONEST / "new.pt")
@@ -173,7 +173,7 @@ def make_honest() -> None:
 
 
 def attempt(case: Case, seed: int, model: float) -> list[str]:
-    """How each command of a case ended; the worst that can be said of it."""
+    """Runs the commands of a case; returns how each ended, and what must not be."""
     rng = random.Random(seed)
     ends = []
     with tempfile.TemporaryDirectory(prefix="grappe-case-") as folder:

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.commit import commit, write_new
+from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.format import STATE, step_folder
 from grappe.cli import commands
 from grappe.plan import Plan
@@ -98,7 +98,7 @@ def saved(run: Path, tensors: dict[str, torch.Tensor]) -> Path:
         ]
         file = beside / f"rank-{rank}.safetensors"
         files[file.name] = tensor_file.write(file, pieces)
-    commit(beside, step_folder(run / "checkpoints", 1), files)
+    commit(beside, step_folder(run / "checkpoints", 1), files, Origin(step=1))
     return run
 
 

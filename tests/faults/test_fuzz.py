@@ -35,7 +35,7 @@ from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import evaluate, follow, logs, predict, prune, runs
 from grappe.verbs.curves import write_csv
-from grappe.verbs.load import load
+from grappe.verbs.load import choose, load
 from grappe.verbs.report.gather import gather, html
 from grappe.verbs.sites import facts
 from grappe.verbs.sites import listing as site_listing
@@ -116,6 +116,7 @@ def evaluated(folder: Path) -> None:
         plan=Plan.parse("threads=1"),
         split="validation",
         data=folder,
+        step=choose(Run(folder))[1].step,
     )
     evaluate.worker(request, ProcessRank(launcher="test"), folder.parent)
 
@@ -515,5 +516,6 @@ def evaluated_odd(folder: Path) -> None:
         plan=Plan.parse("threads=1"),
         split="validation",
         data=folder,
+        step=choose(Run(folder))[1].step,
     )
     evaluate.worker(request, ProcessRank(launcher="test"), folder.parent)

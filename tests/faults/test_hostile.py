@@ -22,8 +22,9 @@ from grappe.errors import GrappeError
 from grappe.launch.world import ProcessRank
 from grappe.plan import Plan
 from grappe.training.run import Run
+from grappe.training.task_record import given
 from grappe.verbs import evaluate
-from grappe.verbs.load import load
+from grappe.verbs.load import choose, load
 from grappe.verbs.runs import describe, listing
 from tests.parity.tasks import Images
 from tests.patience import PATIENCE_SECONDS
@@ -146,7 +147,12 @@ def run(made, tmp_path, monkeypatch) -> Iterator[Path]:
 
 def scores(folder: Path) -> object:
     request = evaluate.EvaluateRequest(
-        run=folder, task=None, plan=Plan.parse("threads=1"), split="validation", data=folder
+        run=folder,
+        task=given(Run(folder), None),
+        plan=Plan.parse("threads=1"),
+        split="validation",
+        data=folder,
+        step=choose(Run(folder))[1].step,
     )
     return evaluate.worker(request, ProcessRank(launcher="test"), folder)
 
@@ -175,7 +181,9 @@ def look(folder: Path) -> list[str]:
 def seal(checkpoint: Path) -> None:
     """Makes a manifest that is right for the files there, as whoever sends them can."""
     files = {one.name: fingerprint(one) for one in checkpoint.iterdir() if one.name != MANIFEST}
-    (checkpoint / MANIFEST).write_text(json.dumps({"files": files, "xxh3_128": json_hash(files)}))
+    step = int(checkpoint.name.partition("-")[2])
+    content = {"step": step, "run": Run(checkpoint.parents[1]).id, "samples": 0, "files": files}
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))
 
 
 def newest(folder: Path) -> Path:

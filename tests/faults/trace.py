@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -108,10 +107,11 @@ def _path(path: Any, dir_fd: int | None = None) -> Path:
 
 @contextlib.contextmanager
 def recording(root: Path) -> Iterator[Recorder]:
-    """Inside, every change under `root` that is made with pathlib, os or shutil is recorded, and really made."""
+    """Inside, every change under `root` made through os is recorded, and really made."""
     recorder = Recorder(root)
-    real = {name: getattr(os, name) for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")}
-    real_open = pathlib.Path.open
+    real = {
+        name: getattr(os, name) for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open")
+    }
     kept = []  # open handles, so that no inode's number is given twice
 
     def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -130,10 +130,12 @@ def recording(root: Path) -> Iterator[Recorder]:
         return removing
 
     def rename(name: str) -> Any:
-        def renaming(old: Any, new: Any) -> None:
+        def renaming(
+            old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+        ) -> None:
             when = time.monotonic_ns()
-            real[name](old, new)
-            recorder.moved(_path(old), _path(new), when)
+            real[name](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            recorder.moved(_path(old, src_dir_fd), _path(new, dst_dir_fd), when)
 
         return renaming
 
@@ -141,19 +143,20 @@ def recording(root: Path) -> Iterator[Recorder]:
         real["fsync"](handle)
         recorder.synced(Path(f"/proc/self/fd/{handle}").readlink())
 
-    def opening(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        new, when = not path.exists(), time.monotonic_ns()
-        stream = real_open(path, mode, *arguments, **named)
+    def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        place, when = _path(path, dir_fd), time.monotonic_ns()
+        new = flags & os.O_CREAT and not place.exists()
+        handle = real["open"](path, flags, mode, dir_fd=dir_fd)
         if new:
-            recorder.made(path, when)
-        return stream
+            recorder.made(place, when)
+        return handle
 
     shims = {"mkdir": mkdir, "rename": rename("rename"), "replace": rename("replace"), "fsync": fsync}
+    shims["open"] = opening
     shims |= {"unlink": remove("unlink"), "rmdir": remove("rmdir")}
     with contextlib.ExitStack() as stack:
         for name, shim in shims.items():
             stack.enter_context(patch.object(os, name, shim))
-        stack.enter_context(patch.object(pathlib.Path, "open", opening))
         yield recorder
     for handle in kept:
         os.close(handle)

@@ -28,9 +28,13 @@ SHARED = Plan.parse("replicate=8,per_device=8,device=cuda")
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install(tmp_path, monkeypatch)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / "record"
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "grappe" / f"mps-{os.uname().nodename}"
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
@@ -47,21 +51,21 @@ def told(record: Path) -> list:
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def test_started_and_ended_in_private_folders(record: Path, tmp_path: Path) -> None:
+def test_started_and_ended_in_private_folders(record: Path, base: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "2,3"}
     with mps.shared_gpus(SHARED, None, environment):
         pipe, log = environment["CUDA_MPS_PIPE_DIRECTORY"], environment["CUDA_MPS_LOG_DIRECTORY"]
         assert "CUDA_VISIBLE_DEVICES" not in environment  # the daemon numbers its devices from 0
         for folder in (pipe, log):
             assert Path(folder).stat().st_mode & 0o777 == 0o700
-            assert Path(folder).is_relative_to(tmp_path / f"grappe-mps-{os.getuid()}")
+            assert Path(folder).is_relative_to(base)
     assert environment == {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "2,3"}  # a notebook goes on
     folders = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
     first, last = told(record)
     assert first == [["-d"], "", {**folders, "CUDA_VISIBLE_DEVICES": "2,3"}]
     assert last[:2] == [[], "quit\n"]
     assert {name: last[2][name] for name in folders} == folders
-    assert not list((tmp_path / f"grappe-mps-{os.getuid()}").iterdir())
+    assert not list(base.iterdir())
 
 
 def test_ended_when_training_fails(record: Path) -> None:
@@ -84,8 +88,8 @@ def test_the_first_process_of_a_node_starts_it_for_the_others(record: Path) -> N
         assert first["CUDA_MPS_PIPE_DIRECTORY"].endswith("7-0-0-2/pipe")
 
 
-def test_a_killed_owners_daemon_is_ended_by_the_next(record: Path, tmp_path: Path) -> None:
-    orphan = tmp_path / f"grappe-mps-{os.getuid()}" / "dead"
+def test_a_killed_owners_daemon_is_ended_by_the_next(record: Path, base: Path) -> None:
+    orphan = base / "dead"
     mps.start(orphan, {**os.environ})
     (orphan / mps.OWNER).write_text("999999999")
     with mps.shared_gpus(SHARED, None, {**os.environ}):
@@ -110,9 +114,20 @@ def test_plans_that_share_no_gpu_here_start_nothing(
 
 def test_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, code=1)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(UsageError, match="MPS does not start"), mps.shared_gpus(SHARED, None, {**os.environ}):
         pass
     many = Plan.parse("replicate=64,per_device=64,device=cuda")
     with pytest.raises(PlanError, match="48 processes a GPU"), mps.shared_gpus(many, None, {}):
         pass
+
+
+def test_without_a_folder_of_ones_own_it_is_refused(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grappe").mkdir(mode=0o777)
+    (tmp_path / "grappe").chmod(0o777)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    refused = pytest.raises(UsageError, match="needs a folder that nobody else can write in")
+    with refused, mps.shared_gpus(SHARED, None, {**os.environ}):
+        pass
+    assert told(record) == []

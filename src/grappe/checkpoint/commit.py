@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import shutil
+import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,54 +14,117 @@ from typing import Any
 import xxhash
 
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN, flush
 
 MANIFEST = "manifest.json"
 READ_SIZE = 1 << 22
 LARGEST_JSON = 1 << 25  # bytes; a state of more is a lie
 LARGEST_LIST = 1 << 22  # bytes, of a manifest or run.json; what is made of them takes 20 times as much memory
+OURS = re.compile(r"\.?(rank-\d+\.safetensors(\.done)?|state\.json|manifest\.json)(\.[0-9a-f]{8})?", re.ASCII)
+"""The files that a save makes."""
+
+OLDER = "it is of an older grappe, whose checkpoints do not say which step of which run they are"
 
 Fingerprint = dict[str, Any]
 
 
-def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint]) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a checkpoint belongs; its manifest says it, since a folder can be renamed or copied."""
+
+    step: int
+    """Optimizer steps done."""
+    run: str = ""
+    """The run's id; "": it has none, as a hand-written loop."""
+    samples: int = 0
+    """Position in the data: training samples seen, over all epochs."""
+
+
+def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint], origin: Origin) -> None:
     """Renames the temporary folder `beside`, whose `files` are on disk already, to `folder`: wholly, or not at all."""
-    manifest = {"files": files, "xxh3_128": json_hash(files)}
+    content = {**dataclasses.asdict(origin), "files": files}
+    manifest = {**content, "xxh3_128": json_hash(content)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
-    flush(beside)
-    if folder.exists():
-        if verify(folder) is None:  # the same step, saved before
-            shutil.rmtree(beside)
+    flush(beside, IN_PART)
+    if safe.kind(folder):
+        if verify(folder, origin.run) is None:  # the same step, saved before
+            safe.remove_tree(beside, IN_PART)
             return
-        shutil.rmtree(folder)  # damaged; a rename cannot replace a folder that is not empty
-    beside.rename(folder)
-    flush(folder.parent)
+        _make_way(folder)
+    safe.rename(beside, folder, IN_PART)
+    flush(folder.parent, IN_RUN)
+
+
+def _make_way(folder: Path) -> None:
+    """Removes what is damaged, as a rename replaces no folder that is not empty; what grappe has not made stays."""
+    if safe.kind(folder) == "folder" and not strangers(folder):
+        safe.remove_tree(folder, IN_PART)
+    else:
+        safe.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), IN_PART)
+
+
+def strangers(folder: Path) -> list[str]:
+    """Lists what a checkpoint's folder holds that no save of grappe's puts there: that is not grappe's to remove."""
+    try:
+        listed = set(read_json(folder / MANIFEST, IN_CHECKPOINT, LARGEST_LIST).get("files", {}))
+    except (RunError, TypeError):
+        listed = set()
+    return [
+        name
+        for name in safe.names(folder, IN_PART)
+        if not (name in listed or OURS.fullmatch(name)) or safe.kind(folder / name) == "folder"
+    ]
 
 
 def write_new(file: Path, content: bytes) -> Fingerprint:
     """Writes a new file and flushes it to disk; returns its fingerprint."""
-    with file.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
+    with safe.new_file(file, IN_CHECKPOINT) as stream:
+        write_all(stream.fileno(), content)
         os.fsync(stream.fileno())
     return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 
-def verify(folder: Path) -> str | None:
-    """Checks a committed folder against its manifest: returns what is wrong, or None."""
+def write_all(handle: int, content: bytes | memoryview) -> int:
+    """Writes all of it, however little the system takes at a time; returns its bytes."""
+    view, done = memoryview(content), 0
+    while done < len(view):
+        done += os.write(handle, view[done:])
+    return done
+
+
+def verify(folder: Path, run: str = "") -> str | None:
+    """Checks a committed folder against its manifest, and its place: returns what is wrong, or None.
+
+    Args:
+        run: the id of the run that it should be of; "": any.
+    """
     try:
-        manifest = read_json(folder / MANIFEST, LARGEST_LIST)
+        manifest = read_json(folder / MANIFEST, IN_CHECKPOINT, LARGEST_LIST)
+        expected_hash = manifest.pop("xxh3_128", None)
         files = manifest["files"]
+        if files and not manifest.keys() & {"step", "run"}:
+            return OLDER
         for name, expected in files.items():
             file = folder / name
-            if Path(name).name != name or file.is_symlink() or not file.is_file():
+            if Path(name).name != name or safe.kind(file) != "file":
                 return f"its manifest names {name!r}, which is no file in it"
             if fingerprint(file, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
-        if manifest["xxh3_128"] != json_hash(files):  # one name turned into another would hide a file
+        if expected_hash != json_hash(manifest):  # one name turned into another would hide a file
             return f"{MANIFEST} is not what was saved"
+        if folder.name != step_name(manifest["step"]):
+            return f"it is the checkpoint of step {manifest['step']}, in a folder of another name"
+        if run and manifest["run"] != run:
+            return "it is a checkpoint of another run"
     except Exception as error:  # whatever a manifest that lies may lead to
         return f"its manifest or a file cannot be read: {error}"
     return None
+
+
+def step_name(step: int) -> str:
+    """Returns the name of the folder of a step's checkpoint."""
+    return f"step-{step:06d}"
 
 
 def json_hash(content: Mapping[str, Any]) -> str:
@@ -69,48 +134,34 @@ def json_hash(content: Mapping[str, Any]) -> str:
 
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
     """Reads a file's size in bytes and its XXH3 hash; a file without the expected `size` is not read."""
-    actual = file.stat().st_size
-    if size is not None and actual != size:
-        return {"bytes": actual}
     digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
+    with safe.reader(file, IN_CHECKPOINT) as stream:
+        actual = os.fstat(stream.fileno()).st_size
+        if size is not None and actual != size:
+            return {"bytes": actual}
         while chunk := stream.read(READ_SIZE):
             digest.update(chunk)
     return {"bytes": actual, "xxh3_128": digest.hexdigest()}
 
 
-def write_json(file: Path, content: object) -> None:
+def write_json(file: Path, content: object, levels: int = IN_RUN) -> None:
     """Replaces a JSON file by one rename, so that no reader sees half of the file."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    write_new(beside, (json.dumps(content, indent=1) + "\n").encode())
-    beside.replace(file)
-    flush(file.parent)
+    safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True)
 
 
-def read_json(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
+def read_json(file: Path, levels: int = IN_RUN, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """Reads the object in a JSON file of at most `largest` bytes.
 
     Raises:
         RunError: the file cannot be read, or is no JSON object.
     """
     try:
-        if file.exists() and not file.is_file():
-            raise RunError(f"{file} is no file")  # reading from a pipe would wait forever
-        if file.stat().st_size > largest:
-            raise RunError(f"{file} is larger than any that grappe writes")
-        content = json.loads(file.read_bytes())
+        with safe.reader(file, levels) as stream:
+            if os.fstat(stream.fileno()).st_size > largest:
+                raise RunError(f"{file} is larger than any that grappe writes")
+            content = json.loads(stream.read())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise RunError(f"{file} should hold a JSON object")
     return content
-
-
-def flush(folder: Path) -> None:
-    """Flushes a folder's entries (fsync), so that files created, renamed or removed in `folder` are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -31,7 +31,7 @@ def foreign_weights(file: Path) -> Weights:
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
-        found = TensorFiles([file])
+        found = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
         if found.has_pieces:
             raise RunError(
                 f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "
@@ -75,7 +75,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
 
 
 def _not_plain(tensor: Tensor) -> str | None:
-    """What kind of tensor it is, where it is not one of numbers in memory."""
+    """Names the kind of a tensor that is not one of numbers in memory; None for a plain one."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}"
     if tensor.is_nested:

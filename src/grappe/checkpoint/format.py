@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.checkpoint.commit import MANIFEST, read_json, verify
+from grappe.checkpoint.commit import MANIFEST, read_json, step_name, verify
+from grappe.launch import files as safe
+from grappe.launch.files import IN_CHECKPOINT, IN_RUN
 
 if TYPE_CHECKING:
     from grappe.checkpoint.model_weights import ModelWeights
@@ -27,12 +29,12 @@ class Checkpoint:
         """Opens the checkpoint's files and checks their headers; each tensor is read when it is requested."""
         from grappe.checkpoint.tensor_file import TensorFiles
 
-        names = read_json(self.folder / MANIFEST).get("files", {})
+        names = read_json(self.folder / MANIFEST, IN_CHECKPOINT).get("files", {})
         return TensorFiles([self.folder / name for name in sorted(names) if name.endswith(".safetensors")])
 
     def read_values(self) -> dict[str, Any]:
         """Reads the checkpoint's JSON."""
-        return read_json(self.folder / STATE)
+        return read_json(self.folder / STATE, IN_CHECKPOINT)
 
     def read_model(self) -> ModelWeights:
         """Opens the model's parameters and buffers, as one model."""
@@ -42,26 +44,39 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Lists the committed checkpoints in `folder`, newest first; not yet verified."""
+    """Lists the committed checkpoints in `folder`, newest first; not yet verified.
+
+    Raises:
+        RunError: the folder is a link.
+    """
     checkpoints = []
     try:
-        entries = list(folder.iterdir())
+        names = safe.names(folder, IN_RUN)
     except OSError:
         return []
-    for entry in entries:
-        prefix, _, number = entry.name.partition("-")
-        if prefix == "step" and number.isdecimal() and number.isascii() and entry.is_dir():
+    for name in names:
+        prefix, _, number = name.partition("-")
+        if (
+            prefix == "step"
+            and number.isdecimal()
+            and number.isascii()
+            and safe.kind(folder / name) == "folder"
+        ):
             step = int(number)
-            if entry == step_folder(folder, step):  # a step has one name
-                checkpoints.append(Checkpoint(folder=entry, step=step))
+            if folder / name == step_folder(folder, step):  # a step has one name
+                checkpoints.append(Checkpoint(folder=folder / name, step=step))
     return sorted(checkpoints, key=lambda one: one.step, reverse=True)
 
 
-def latest(folder: Path) -> Checkpoint | None:
-    """Finds the newest checkpoint that verifies, from the checkpoint folders alone: no pointer can be wrong."""
-    return next((one for one in list_checkpoints(folder) if verify(one.folder) is None), None)
+def latest(folder: Path, run: str = "") -> Checkpoint | None:
+    """Finds the newest checkpoint that verifies, from the checkpoint folders alone: no pointer can be wrong.
+
+    Args:
+        run: the id of the run that it should be of; "": any.
+    """
+    return next((one for one in list_checkpoints(folder) if verify(one.folder, run) is None), None)
 
 
 def step_folder(folder: Path, step: int) -> Path:
     """Returns the folder of the checkpoint of `step`."""
-    return folder / f"step-{step:06d}"
+    return folder / step_name(step)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import mmap
-import os
-import shutil
+import secrets
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.commit import commit, write_new
+from grappe.checkpoint.choice import choose
+from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign import ALONE, foreign_weights
-from grappe.checkpoint.format import STATE, latest, step_folder
+from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, RunError, TaskError
 from grappe.errors.foreign_text import printable
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
 from grappe.launch.limits import LimitReached, Limits
+from grappe.launch.terminal import complain
 from grappe.task import Task
 
 SLACK = 1 << 26  # bytes, for what is not weights: names, headers, torch's own
@@ -28,16 +31,17 @@ LEAST_SECONDS = 3
 BYTES_PER_SECOND = 10**8  # of a file that is read, and copied into the model
 
 
-def build(task: Task, checkpoints: Path, given: Path | None) -> None:
+def build(task: Task, checkpoints: Path, given: Path | None, run: str = "") -> None:
     """Makes the model in a separate process and saves it as step 0; the memory of building is freed with that process.
 
     Args:
         given: a run or a file to take the weights from, instead of fresh ones.
+        run: the id of the run that it is for.
 
     Raises:
         GrappeError: the model cannot be made, or `given` does not fit it.
     """
-    run_in_fork(lambda: _build(task, checkpoints, given))
+    run_in_fork(lambda: _build(task, checkpoints, given, run))
 
 
 def built(task: Task) -> Weights:
@@ -45,12 +49,12 @@ def built(task: Task) -> Weights:
     return InMemory({name: tensor.detach() for name, tensor in named_tensors(_made(task)).items()})
 
 
-def _build(task: Task, checkpoints: Path, given: Path | None) -> None:
+def _build(task: Task, checkpoints: Path, given: Path | None, run: str) -> None:
     torch.set_num_threads(1)  # a forked process must not use its parent's threads
     model = _made(task)
     if given is not None:
         take_over(model, given)
-    _save(model, checkpoints)
+    _save(model, checkpoints, run)
 
 
 def _made(task: Task) -> nn.Module:
@@ -61,15 +65,16 @@ def _made(task: Task) -> nn.Module:
     return model
 
 
-def _save(model: nn.Module, checkpoints: Path) -> None:
+def _save(model: nn.Module, checkpoints: Path, run: str = "") -> None:
     pieces = [_piece(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
     pieces += [_piece(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
-    beside = checkpoints / f".step-000000.{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = checkpoints / f".step-000000.{secrets.token_hex(8)}"
+    checkpoints.parent.mkdir(parents=True, exist_ok=True)
+    safe.make_folder(checkpoints, IN_RUN)
+    safe.make_folder(beside, IN_PART)
     files = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
     files[STATE] = write_new(beside / STATE, b'{"step": 0}')
-    commit(beside, step_folder(checkpoints, 0), files)
+    commit(beside, step_folder(checkpoints, 0), files, Origin(step=0, run=run))
 
 
 def _piece(name: str, tensor: Tensor) -> Piece:
@@ -80,10 +85,13 @@ def _piece(name: str, tensor: Tensor) -> Piece:
 def _given_weights(given: Path) -> Weights:
     if not given.is_dir():
         return foreign_weights(given)
-    checkpoint = latest(given / "checkpoints")
-    if checkpoint is None:
-        raise RunError(f"--from {given}: there is no run with a checkpoint that verifies")
-    return checkpoint.read_model()
+    found = choose(given / "checkpoints")
+    if found.checkpoint is None:
+        why = f": {found.passed_over[0]}" if found.passed_over else ""
+        raise RunError(f"--from {given}: there is no run with a checkpoint that verifies{why}")
+    if found.passed_over:
+        complain(f"grappe: --from {given}: {found}")
+    return found.checkpoint.read_model()
 
 
 def take_over(model: nn.Module, given: Path) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shutil
+import secrets
 from pathlib import Path
 
+from grappe.checkpoint.choice import validation_loss
+from grappe.checkpoint.commit import strangers
 from grappe.checkpoint.format import Checkpoint, list_checkpoints
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,25 +31,24 @@ class Keep:
         removed = []
         candidates = [one for one in list_checkpoints(folder) if one.step <= committed]
         for checkpoint in superfluous(candidates, self.last):
-            # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
-            doomed = checkpoint.folder.with_name(f".old-{checkpoint.folder.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
-            with contextlib.suppress(OSError):  # tried again at the next commit
-                checkpoint.folder.rename(doomed)
-                removed.append(checkpoint.folder)
-            shutil.rmtree(doomed, ignore_errors=True)
+            with contextlib.suppress(OSError, RunError):  # tried again at the next commit
+                if remove(checkpoint.folder):
+                    removed.append(checkpoint.folder)
         return removed
+
+
+def remove(checkpoint: Path) -> bool:
+    """Removes a checkpoint's folder; returns False, and leaves it alone, where it holds what no save has put there."""
+    if strangers(checkpoint):
+        return False
+    # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
+    doomed = checkpoint.with_name(f".old-{checkpoint.name}.{secrets.token_hex(8)}")
+    safe.rename(checkpoint, doomed, IN_PART)
+    safe.remove_tree(doomed, IN_PART)
+    return True
 
 
 def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
     """Returns those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
-    best = min(checkpoints, key=_loss, default=None)
-    return [one for one in checkpoints[last:] if one is not best or _loss(one) == math.inf]
-
-
-def _loss(checkpoint: Checkpoint) -> float:
-    try:
-        loss = checkpoint.read_values().get("validation_loss")
-    except RunError:
-        return math.inf
-    return float(loss) if isinstance(loss, float) and math.isfinite(loss) else math.inf
+    best = min(checkpoints, key=validation_loss, default=None)
+    return [one for one in checkpoints[last:] if one is not best or validation_loss(one) == math.inf]

@@ -14,6 +14,7 @@ from typing import Any
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError
+from grappe.launch import files as safe
 
 FILE = "lease.json"
 BEAT_SECONDS = 5.0
@@ -87,7 +88,7 @@ class Lease:
         holder = self._holder()
         if holder is not None and holder.token == self.token:
             with contextlib.suppress(OSError):  # it ends by itself; an error here would hide the one before
-                self._file.unlink()
+                safe.remove(self._file)
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
@@ -101,8 +102,6 @@ class Lease:
         write_json(self._file, {**_myself(), "token": self.token, "beat": time.time()})
 
     def _holder(self) -> Holder | None:
-        if not self._file.exists():
-            return None
         try:
             known = read_json(self._file)
             return Holder(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import json
-import shutil
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,16 +20,20 @@ from typing import Any
 from torch import Tensor
 
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.commit import Fingerprint, commit, read_json, write_json, write_new
+from grappe.checkpoint.commit import Fingerprint, Origin, commit, read_json, strangers, write_json, write_new
 from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.pieces import pieces_to_write
 from grappe.checkpoint.snapshot import Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.world import World
 
 POLL_SECONDS = 0.01
+SAMPLES = "samples"  # of the values that are saved: how many samples were seen
+LEFT = re.compile(r"\.(step-\d{6,}|old-step-\d{6,})\.\w+", re.ASCII)
 Stream = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -39,11 +43,19 @@ class Saver:
     Args:
         token: identifies this start of the run, so that files of an earlier, dead start are never used.
         may_commit: called before each commit; raises RunError when another process writes this run now.
+        run: the run's id, which checkpoints carry.
     """
 
     def __init__(
-        self, folder: Path, world: World, token: str, keep: Keep, may_commit: Callable[[], None]
+        self,
+        folder: Path,
+        world: World,
+        token: str,
+        keep: Keep,
+        may_commit: Callable[[], None],
+        run: str = "",
     ) -> None:
+        self._run = run
         self._folder, self._world, self._token = folder, world, token
         self._keep, self._may_commit = keep, may_commit
         self._snapshots = Snapshots()
@@ -102,7 +114,8 @@ class Saver:
         self._error = None
         if problem is not None and self._beside is not None and self._world.rank == 0:
             # One that was slow may have written its part after another had failed and tidied up.
-            shutil.rmtree(self._beside, ignore_errors=True)
+            with contextlib.suppress(OSError, RunError):
+                self._tidy(self._beside)
         return problem
 
     def _stream(
@@ -149,22 +162,24 @@ class Saver:
         except Exception as error:
             kind = "" if isinstance(error, OSError | RunError) else f"{type(error).__name__}: "
             self._error = f"step {step} could not be saved: {kind}{error}"
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RunError):
                 self._tidy(beside)
 
     def _tidy(self, beside: Path) -> None:
         """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
-        if self._world.rank == 0:
-            shutil.rmtree(beside)
-        else:
-            for file in beside.glob(f"*rank-{self._world.rank}.safetensors*"):
-                file.unlink()
+        mine = re.compile(rf"\.?rank-{self._world.rank}\.safetensors.*", re.DOTALL)
+        if self._world.rank == 0 and not strangers(beside):
+            safe.remove_tree(beside, IN_PART)
+            return
+        for name in safe.names(beside, IN_PART):
+            if mine.fullmatch(name):
+                safe.remove(beside / name, IN_CHECKPOINT)
 
     def _write_mine(self, beside: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:
-        beside.mkdir(exist_ok=True)  # no parents: a run that was removed must not come back in part
+        safe.make_folder(beside, IN_PART)  # no parents: a run that was removed must not come back in part
         name = f"rank-{self._world.rank}.safetensors"
         print_of = tensor_file.write(beside / name, pieces, values)
-        write_json(beside / f"{name}.done", print_of)
+        write_json(beside / f"{name}.done", print_of, IN_CHECKPOINT)
 
     def _commit(self, beside: Path, step: int, values: dict[str, Any]) -> None:
         files: dict[str, Fingerprint] = {}
@@ -172,20 +187,21 @@ class Saver:
             name = f"rank-{rank}.safetensors"
             files[name] = self._waited_for(beside / f"{name}.done")
         for name in files:
-            (beside / f"{name}.done").unlink()
+            safe.remove(beside / f"{name}.done", IN_CHECKPOINT)
         state = json.dumps({"step": step, **values}, indent=1)
         files[STATE] = write_new(beside / STATE, state.encode())
         self._may_commit()
-        commit(beside, step_folder(self._folder, step), files)
+        origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
+        commit(beside, step_folder(self._folder, step), files, origin)
         self._keep.clean(self._folder, step)
 
     def _waited_for(self, file: Path) -> Fingerprint:
-        while not file.exists():
+        while not safe.kind(file):
             if self._abandoned.wait(POLL_SECONDS):
                 raise RunError("another process could not write its part")
             if not file.parent.is_dir():  # nobody would ever write it
                 raise RunError(f"{file.parent} was removed: No such file or directory")
-        return read_json(file)
+        return read_json(file, IN_CHECKPOINT)
 
     def close(self) -> None:
         """Abandons a running save: the checkpoint before it stays the newest."""
@@ -200,12 +216,17 @@ def _again(error: Exception | None) -> None:
 
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
-    """Lists the folders and files that interrupted saves left on disk."""
+    """Lists the folders that interrupted saves left on disk: those that hold nothing but files of a save.
+
+    Raises:
+        RunError: `folder` is a link.
+    """
     now = time.time()
     left = []
     with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now
-        for entry in folder.iterdir():
-            ours = entry.name.startswith((".step-", ".old-"))
-            if ours and now - entry.stat().st_mtime >= older_than_seconds:
+        for name in safe.names(folder):
+            entry = folder / name
+            ours = LEFT.fullmatch(name) and safe.kind(entry) == "folder" and not strangers(entry)
+            if ours and now - entry.lstat().st_mtime >= older_than_seconds:
                 left.append(entry)
     return left

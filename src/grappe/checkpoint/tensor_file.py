@@ -21,8 +21,10 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from grappe.checkpoint.commit import Fingerprint
+from grappe.checkpoint.commit import Fingerprint, write_all
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_CHECKPOINT
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -59,9 +61,9 @@ def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None =
     digest = xxhash.xxh3_128()
     size = 0
     tensors = (piece.data for piece in pieces) if values is None else _fitting(pieces, values)
-    with file.open("xb", buffering=0) as stream:
+    with safe.new_file(file, IN_CHECKPOINT) as stream:
         for chunk in itertools.chain([header], (part for one in tensors for part in _bytes(one))):
-            size += _write_all(stream.fileno(), chunk)
+            size += write_all(stream.fileno(), chunk)
             digest.update(chunk)
         os.fsync(stream.fileno())
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
@@ -104,27 +106,24 @@ def _bytes(data: Tensor) -> Iterator[memoryview]:
         yield view[start : start + WRITE_SIZE]
 
 
-def _write_all(handle: int, chunk: bytes | memoryview) -> int:
-    view, done = memoryview(chunk), 0
-    while done < len(view):
-        done += os.write(handle, view[done:])
-    return done
-
-
 class _Mapped:
     """A file's tensors, mapped into memory for reading only.
 
     The library maps them so that they could be written: under RLIMIT_DATA a checkpoint counts as data then.
     """
 
-    def __init__(self, file: Path) -> None:
-        with file.open("rb") as stream:
+    def __init__(self, file: Path, levels: int) -> None:
+        with safe.reader(file, levels) as stream:
             if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
                 raise RunError(f"{file} is no readable safetensors file: its header is too long")
-        with safe_open(file, framework="np") as checked:  # whether the header is a true one
-            self.names = list(checked.keys())
-            self.metadata = checked.metadata() or {}
-        whole = np.asarray(np.memmap(file, np.uint8, "r"))
+            stream.seek(0)
+            # The library opens by name: this one means the file that is open here, whatever has its name by now.
+            with safe_open(
+                f"/dev/fd/{stream.fileno()}", framework="np"
+            ) as checked:  # is the header a true one?
+                self.names = list(checked.keys())
+                self.metadata = checked.metadata() or {}
+            whole = np.asarray(np.memmap(stream, np.uint8, "r"))
         start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
         self._entries = json.loads(whole[8:start].tobytes())
         self._data = whole[start:]
@@ -153,18 +152,21 @@ def _writable(tensor: Tensor) -> np.ndarray:
 class TensorFiles:
     """The tensors of several files, assembled from their pieces when they are read.
 
+    Args:
+        levels: how many of the last names of each file's path may not be links (see grappe.launch.files).
+
     Raises:
         RunError: a file is no safetensors file, or its pieces do not fit together.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], levels: int = IN_CHECKPOINT) -> None:
         self.has_pieces = False
         """Whether a file is one of grappe's own, which may hold pieces of tensors."""
         self._places: dict[str, list[tuple[_Mapped, tuple[int, ...]]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
-                self._add(file)
+                self._add(file, levels)
             except RunError:
                 raise
             except (
@@ -172,8 +174,8 @@ class TensorFiles:
             ) as error:  # the library has an error class of its own, beside OSError and ValueError
                 raise RunError(f"{file} is no readable safetensors file: {error}") from error
 
-    def _add(self, file: Path) -> None:
-        mapped = _Mapped(file)
+    def _add(self, file: Path, levels: int) -> None:
+        mapped = _Mapped(file, levels)
         self.has_pieces |= "pieces" in mapped.metadata
         parts = json.loads(mapped.metadata.get("pieces", "{}"))
         for name in mapped.names:

@@ -19,6 +19,20 @@ PlanText = Annotated[
     ),
 ]
 RunFolder = Annotated[Path, Parameter(help="A run's folder: runs/… (see: grappe runs)")]
+RunTask = Annotated[
+    str | None,
+    Parameter(
+        name="--task",
+        help="The run's task, where it was not trained here: a name or file as for grappe train.",
+    ),
+]
+CheckpointName = Annotated[
+    str | None,
+    Parameter(
+        name="--checkpoint",
+        help="A step, best or last: that and no other. Default: the newest that verifies.",
+    ),
+]
 DataFolder = Annotated[Path | None, Parameter(help="Folder of datasets. Default: $GRAPPE_DATA, or ./data.")]
 BaseFolder = Annotated[Path, Parameter(help="The folder of runs.")]
 SWITCH = Parameter(negative="", show_default=False)

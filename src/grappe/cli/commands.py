@@ -15,10 +15,12 @@ from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
     BaseFolder,
+    CheckpointName,
     DataFolder,
     FieldText,
     PlanText,
     RunFolder,
+    RunTask,
     TaskName,
     read_text_forms,
 )
@@ -92,23 +94,26 @@ def evaluate(
         Literal["train", "validation", "test"], Parameter(help="Split to evaluate on.")
     ] = "validation",
     plan: PlanText = "",
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
     data: DataFolder = None,
     json_: Annotated[
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
 ) -> int:
-    """Evaluate a run's newest checkpoint on a split, every sample counted once."""
+    """Evaluate a run's checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
 
     if run.is_dir():
         preflight([plan], once=True)
     from grappe.verbs.evaluate import evaluate as verb
 
-    scores = verb(run, split, plan, data=data)
+    scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint)
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
     table = plain_table("", "")
+    table.add_row("checkpoint", scores.checkpoint)
     table.add_row("samples", f"{scores.samples:,} of {split}, each once")
     table.add_row("loss", f"{scores.loss:.6f}")
     for name, value in scores.metrics.items():
@@ -123,6 +128,8 @@ def predict(
     inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
     /,
     *,
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
     data: DataFolder = None,
     out: Annotated[
         Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
@@ -132,12 +139,13 @@ def predict(
     from grappe.verbs.predict import answer, write
     from grappe.verbs.predict import predict as verb
 
-    outputs = verb(run, inputs, data=data)
+    taken: list[str] = []
+    outputs = verb(run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append)
     if out is not None:
         write(outputs, out)
         return EXIT_OK
     for index, output in enumerate(outputs):
-        say(json.dumps({"sample": index, **answer(output)}))
+        say(json.dumps({"sample": index, "checkpoint": taken[0], **answer(output)}))
     return EXIT_OK
 
 

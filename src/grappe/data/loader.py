@@ -19,6 +19,7 @@ from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
+from grappe.launch.orphan import end_with_parent
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_map
@@ -124,7 +125,7 @@ class BatchLoader:
             batch_sampler=sampler,
             collate_fn=self._task.collate,
             num_workers=workers,
-            worker_init_fn=_ignore_signals if workers else None,
+            worker_init_fn=_begin_worker if workers else None,
             # Our processes come from a server, and would have one started for their workers: it would neither
             # know a task file's classes nor have torch imported.
             multiprocessing_context="fork" if workers else None,
@@ -286,6 +287,7 @@ def _channels_last(leaf: Any) -> Any:
     return leaf
 
 
-def _ignore_signals(_: int) -> None:
+def _begin_worker(_: int) -> None:
+    end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from multiprocessing import reduction
@@ -21,6 +17,9 @@ from typing import Any
 import cloudpickle
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError, of_file
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
+from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.launch.terminal import complain
 from grappe.private_api import torch_dynamo
@@ -107,7 +106,7 @@ def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
     """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever."""
     if process.launcher == "grappe":
-        _last_words(early_log(rendezvous_folder, process)).write_text(message)
+        safe.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
         complain(f"grappe: {message}")
     os._exit(EXIT_FAILURE)
@@ -116,7 +115,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
 def last_words(log: Path) -> Report | None:
     """Makes the report of a process that `end_now` ended; `log` is its early log."""
     try:
-        return Report(kind="error", error="ProcessDied", message=_last_words(log).read_text())
+        return Report(kind="error", error="ProcessDied", message=safe.read_text(_last_words(log)))
     except OSError:
         return None
 
@@ -127,35 +126,21 @@ def _last_words(log: Path) -> Path:
 
 def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None:
     """Appends this process's standard output and error to `log`, after the content of `early`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    if early is not None:
+        safe.make_folder(log.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with safe.appender(log, IN_PART) as stream:
+        handle = os.dup(stream.fileno())
     if early is None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {process.rank} of {process.size} on {os.uname().nodename}"
         os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
     else:
-        os.write(handle, early.read_bytes())
+        os.write(handle, safe.read_bytes(early))
         beside = early.with_suffix(".link")
         beside.symlink_to(log.absolute())
         beside.replace(early)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-
-
-def end_with_parent() -> None:
-    """Kills this process when its parent process ends for any reason, so that no orphan survives."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        # It was forked by the command, or by a server that outlives the command: so the command is watched as well.
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -9,7 +9,9 @@ import time
 import traceback
 from pathlib import Path
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, of_file
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank, rank_from_environment
 
 LEAVING_SECONDS = 2.0
@@ -41,8 +43,8 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
 def _leave_code(code: int) -> None:
     """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
     if file := os.environ.get(FAILURE):
-        with contextlib.suppress(OSError):
-            Path(file).write_text(str(code))
+        with contextlib.suppress(OSError, RunError):
+            safe.replace(Path(file), str(code).encode(), IN_PART)
 
 
 def _lost_another(error: Exception) -> bool:

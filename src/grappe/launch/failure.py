@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grappe import errors
-from grappe.errors import GrappeError, ProcessDied
+from grappe.errors import GrappeError, ProcessDied, RunError
 from grappe.launch import child
-from grappe.launch.local_process import LocalProcess
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
+from grappe.launch.local_process import LocalProcess, hint, server_end, signal_name
 
 LAST_LINES = 12
+UNKNOWN = 255  # exit code
 
 
 def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
@@ -24,32 +27,25 @@ def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
         error = getattr(errors, first.report.error, GrappeError)(first.report.message)
         error.details = first.report.details
         return error
-    hint = ""
-    if first.exit_code == -signal.SIGKILL:
-        hint = " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
-    return ProcessDied(f"{first.name} {_how_it_ended(first)}{hint}{last_lines(first.log)}")
+    return ProcessDied(f"{first.name} {_how_it_ended(first)}{hint(first.exit_code)}{last_lines(first.log)}")
 
 
 def _how_it_ended(process: LocalProcess) -> str:
     if process.exit_code < 0:
-        return f"was killed by {_signal_name(-process.exit_code)}"
+        return f"was killed by {signal_name(-process.exit_code)}"
+    # What multiprocessing says where the server cannot tell any more.
+    if process.exit_code == UNKNOWN and (end := server_end()):
+        return f"was ended with what had started it: {end}"
     if process.report.kind == "crashed":
         return f"failed with {process.report.error}"
     return f"ended by itself with exit code {process.exit_code}"
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def last_lines(log: Path) -> str:
     """Formats the end of a process's log, of this start only, to follow a message."""
     try:
-        lines = log.read_text(errors="replace").rstrip().splitlines()
-    except OSError:
+        lines = safe.read_text(log.resolve(), IN_PART).rstrip().splitlines()  # a link of this start's own
+    except (OSError, RunError):
         return ""
     begins = [index for index, line in enumerate(lines) if line.startswith(child.STARTED)]
     lines = lines[begins[-1] + 1 :] if begins else lines

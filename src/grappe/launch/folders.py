@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from grappe.errors import UsageError
+from grappe.launch import files as safe
 from grappe.launch.rank import ProcessRank, rank_from_environment
 
 RUNS = Path("runs")
@@ -18,22 +17,47 @@ RUNS = Path("runs")
 
 
 def rendezvous_folder_of(process: ProcessRank, run: Path | None) -> Path:
-    """Returns the rendezvous folder: the run's folder for several nodes, else a private folder of this machine.
+    """Returns the rendezvous folder: the run's folder for several nodes, else a private folder of the user's.
 
-    Raises:
-        UsageError: the private folder belongs to another user, or others may write there.
+    Never in the machine's /tmp: names that all processes of a start know can be foreseen by others, too.
     """
     if process.size > process.local_size:
         return run or RUNS
-    folder = Path(tempfile.gettempdir()) / f"grappe-{os.getuid()}"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        # Whoever can write there can make our processes talk to theirs.
-        raise UsageError(
-            f"{folder} can be written by others: remove it, or set TMPDIR to a folder of your own"
-        )
-    return folder
+    return private_folder() or run or RUNS
+
+
+def private_folder() -> Path | None:
+    """Makes or finds a folder in which nobody but the user can make anything; None where there is no room for one.
+
+    It is in XDG_RUNTIME_DIR, which a login makes for its user, or in the user's state folder.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    for base in (Path(runtime) if runtime.startswith("/") else None, state_base()):
+        if base is not None and (folder := own_folder(base / "grappe")) is not None:
+            return folder
+    return None
+
+
+def state_base() -> Path | None:
+    """Returns XDG_STATE_HOME, ~/.local/state where it is not set, None where there is no home."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    if given.startswith("/"):  # the standard has a relative one ignored
+        return Path(given)
+    try:
+        return Path.home() / ".local/state"
+    except RuntimeError:
+        return None
+
+
+def own_folder(folder: Path) -> Path | None:
+    """Makes `folder`, readable by the user alone; returns None where it cannot be, or others can write in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+    except OSError:
+        return None
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if ours and os.access(folder, os.W_OK | os.X_OK) else None
 
 
 @contextlib.contextmanager
@@ -46,9 +70,9 @@ def scratch(name: str) -> Iterator[Path]:
         return
     shared = rendezvous_folder_of(process, None) / f"{name}-{process.job}"
     if process.rank == 0:
-        shutil.rmtree(shared, ignore_errors=True)
+        safe.remove_tree(shared)
     try:
         yield shared
     finally:
         if process.rank == 0:
-            shutil.rmtree(shared, ignore_errors=True)
+            safe.remove_tree(shared)

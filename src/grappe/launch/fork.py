@@ -11,6 +11,7 @@ from collections.abc import Callable
 from grappe import errors
 from grappe.errors import GrappeError, TaskError, user_code
 from grappe.launch.limits import Limits
+from grappe.launch.orphan import end_with_forking_parent
 
 DONE = "done"  # written by the child, as an exit code alone may be the task's own
 
@@ -28,10 +29,12 @@ def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
     # The child must not collect its parent's garbage: a process group of an earlier training, say, whose end waits
     # for threads that are not there.
     gc.freeze()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         gc.unfreeze()
     else:
+        end_with_forking_parent(parent)
         os.close(reader)
         message = _message_of(work if limits is None else lambda: _limited(work, limits))
         os.write(writer, (message or DONE).encode()[:60_000])
@@ -61,8 +64,10 @@ def _limited(work: Callable[[], None], limits: Limits) -> None:
 
 def exit_code_in_fork(work: Callable[[], None]) -> int:
     """Calls `work` in a silent forked process; returns 0, 1 where `work` raised, or -N where signal N killed it."""
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        end_with_forking_parent(parent)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             work()

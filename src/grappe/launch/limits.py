@@ -57,7 +57,7 @@ class Limits:
         return False
 
     def reached(self, exit_code: int, killed: bool) -> LimitReached | None:
-        """What ended a process that said nothing; None where it was no limit."""
+        """Returns the limit that ended a process that said nothing; None where it was none."""
         if killed or exit_code == -signal.SIGABRT:  # how C++ ends where memory is refused
             return LimitReached(f"it needs more than {self.memory / 1e6:,.0f} MB of memory")
         if exit_code == -signal.SIGXCPU:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ from grappe.private_api.multiprocessing import forkserver_is_running
 GRACE_SECONDS = 3.0
 METRICS = "torchmetrics"
 # torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
-PRELOADED = ("torch._dynamo", "grappe.engines.native", "grappe.training.worker")
+PRELOADED = ("grappe.launch.server", "torch._dynamo", "grappe.engines.native", "grappe.training.worker")
 TASKS = Path("/proc/self/task")  # a folder for each thread
 
 
@@ -77,6 +78,7 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
             with sleeping_threads():
                 payload = cloudpickle.dumps((function, argument, dict(os.environ)))
             context = _context(processes)
+            secret = secrets.token_hex(32)
             for rank in range(processes):
                 process = LocalProcess(
                     ProcessRank(
@@ -85,6 +87,7 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
                         local_rank=rank,
                         local_size=processes,
                         job=rendezvous_folder.name,
+                        secret=secret,
                     ),
                     rendezvous_folder,
                 )

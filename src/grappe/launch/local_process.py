@@ -13,9 +13,11 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from grappe.errors import ProcessDied
 from grappe.launch import child
 from grappe.launch.child import Report, Terminal
 from grappe.launch.rank import ProcessRank
+from grappe.private_api.multiprocessing import forkserver_exit_code
 
 NAME = "grappe-rank-"
 
@@ -39,10 +41,14 @@ class LocalProcess:
             args=(payload, self._rank, rendezvous_folder, theirs, terminal),
             name=f"{NAME}{self._rank.rank}",
         )
-        with theirs, without_main():
-            self.process.start()
-        if terminal is not None:
-            terminal.close()
+        try:
+            with theirs, without_main():
+                self.process.start()
+        except (EOFError, ConnectionError, BrokenPipeError) as error:
+            raise ProcessDied(f"{self.name} could not be started: {server_end() or error}") from error
+        finally:
+            if terminal is not None:
+                terminal.close()
 
     @property
     def name(self) -> str:
@@ -89,6 +95,32 @@ class LocalProcess:
         if self.process is not None and self.process.pid:
             self.process.join()
             self.pipe.close()
+
+
+def server_end() -> str:
+    """Tells how the server that processes are forked from has ended; "" where it lives."""
+    code = forkserver_exit_code()
+    if code is None:
+        return ""
+    server = f"the server on {os.uname().nodename} that processes are started from"
+    if code < 0:
+        return f"{server} was killed by {signal_name(-code)}{hint(code)}"
+    return f"{server} ended by itself with exit code {code}; what it wrote stands above"
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name: SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def hint(code: int) -> str:
+    """Says what an exit code mostly comes from, ready to follow a message."""
+    if code != -signal.SIGKILL:
+        return ""
+    return " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
@@ -13,6 +12,8 @@ from pathlib import Path
 
 from grappe.errors import PlanError, UsageError
 from grappe.launch import command
+from grappe.launch import files as safe
+from grappe.launch.folders import own_folder, private_folder
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 
@@ -95,31 +96,34 @@ def start(folder: Path, environment: MutableMapping[str, str]) -> None:
     Raises:
         UsageError: the daemon does not start; the message is the daemon's own.
     """
-    shutil.rmtree(folder, ignore_errors=True)
+    safe.remove_tree(folder)  # of an earlier start with this number
     for name in ("pipe", "log"):
         (folder / name).mkdir(parents=True, mode=0o700)
-    (folder / OWNER).write_text(str(os.getpid()))
+    safe.replace(folder / OWNER, str(os.getpid()).encode())
     try:
         command.run(PROGRAM, "-d", environment={**environment, **variables(folder)})
     except command.Failed as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        safe.remove_tree(folder)
         raise UsageError(f"MPS does not start: {error}. per_device=1 goes without it") from None
-    (folder / READY).touch()
+    safe.replace(folder / READY, b"")
 
 
 def stop(folder: Path) -> None:
     """Ends the daemon (`quit` on the standard input of `nvidia-cuda-mps-control`), and removes its folders."""
     with contextlib.suppress(command.Failed, command.Missing):  # it may have ended with its GPU
         command.run(PROGRAM, words="quit\n", environment={**os.environ, **variables(folder)})
-    shutil.rmtree(folder, ignore_errors=True)
+    safe.remove_tree(folder)
 
 
 def _folder(process: ProcessRank | None) -> Path:
     """Returns a folder for this user, node and start; short, since a socket's path has at most 108 characters."""
-    base = Path(tempfile.gettempdir()) / f"grappe-mps-{os.getuid()}"
-    base.mkdir(exist_ok=True, mode=0o700)
-    if base.lstat().st_uid != os.getuid() or base.is_symlink():
-        raise UsageError(f"{base} belongs to another user: set TMPDIR to a folder of your own")
+    private = private_folder()
+    base = None if private is None else own_folder(private / f"mps-{os.uname().nodename}")
+    if base is None:
+        raise UsageError(
+            "the service that shares GPUs needs a folder that nobody else can write in, and there is none: "
+            "set XDG_RUNTIME_DIR or HOME to a folder of yours"
+        )
     if process is None or not process.job:
         return base / str(os.getpid())
     # The same processes may train twice, and must not find the service that is just ending.
@@ -141,5 +145,5 @@ def _end_orphans(base: Path) -> None:
     """Ends daemons whose owner was killed before it could end them."""
     for owner in base.glob(f"*/{OWNER}"):
         with contextlib.suppress(ValueError, OSError):
-            if not Path(f"/proc/{int(owner.read_text())}").exists():
+            if not Path(f"/proc/{int(safe.read_text(owner))}").exists():
                 stop(owner.parent)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import UsageError
+from grappe.launch import files as safe
+from grappe.launch import proof
 
 if TYPE_CHECKING:
     import torch
@@ -40,21 +42,24 @@ def start(
 
     Raises:
         UsageError: process 0 did not publish its address in time.
+        ProcessDied: another program answers in the place of one of the processes.
     """
     import torch.distributed as dist
 
     if process.size == process.local_size:
         # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
-    address = rendezvous_folder / f"rendezvous-{process.job or 'local'}"
+    address = rendezvous_folder / f".rendezvous-{process.job or '0'}"
     if process.size == 1:
         store: dist.Store = dist.HashStore()  # FSDP2 offloads through a group, of one process too
+    elif process.launcher == "torchrun":
+        store = _env_store(process)
+    elif process.secret:
+        # A file in a folder that the command has made for itself alone: there is no port to connect to.
+        store = dist.FileStore(str(rendezvous_folder / "store"), process.size)
+        store.set_timeout(timeout)
     else:
-        store = (
-            _env_store(process)
-            if process.launcher == "torchrun"
-            else _published_store(process, address, timeout)
-        )
+        store = _published_store(process, address, timeout)
     # FSDP's offload and our own objects need CPU collectives beside NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
     dist.init_process_group(
@@ -67,7 +72,9 @@ def start(
     )
     if process.rank == 0:
         with contextlib.suppress(OSError):
-            address.unlink(missing_ok=True)  # all are connected, so all have read it
+            safe.remove(address)  # all are connected, so all have read it
+    if process.size > 1 and backend != "mpi":  # whose launcher connects the processes itself
+        proof.prove(process, process.secret or proof.shared_secret(process, store, rendezvous_folder))
 
 
 def claims_error_report(process: ProcessRank) -> bool:
@@ -124,11 +131,11 @@ def _published_store(process: ProcessRank, address: Path, timeout: timedelta) ->
         host = "127.0.0.1" if alone else socket.gethostname()
         store = dist.TCPStore(host, 0, process.size, True, timeout, wait_for_workers=False)
         address.parent.mkdir(parents=True, exist_ok=True)
-        beside = address.with_suffix(f".{os.getpid()}")
-        beside.write_text(f"{host} {store.port}")
-        beside.replace(address)
+        safe.replace(address, f"{host} {store.port}".encode(), mode=safe.PRIVATE)
         return store
-    host, port = _wait_for(lambda: address.read_text().split(), f"process 0's address in {address.parent}")
+    host, port = _wait_for(
+        lambda: safe.read_text(address).split(), f"process 0's address in {address.parent}"
+    )
     return dist.TCPStore(host, int(port), process.size, False, timeout, wait_for_workers=False)
 
 

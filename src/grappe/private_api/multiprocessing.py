@@ -1,7 +1,13 @@
-"""Private names of Python's multiprocessing."""
+"""Private names of Python's multiprocessing, and the words that it starts its server with."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import stat
+import sys
+import time
 from multiprocessing import forkserver
 
 from grappe.private_api.name import PrivateName
@@ -12,8 +18,44 @@ USED = (
     PrivateName("multiprocessing.forkserver", "_forkserver", SEEN),
     PrivateName("multiprocessing.forkserver.ForkServer", "_forkserver_pid", SEEN),
 )
+SERVER = re.compile(r"from multiprocessing\.forkserver import main; main\((?:\w+=)?\d+, (?:alive_r=)?(\d+),")
+"""What Python runs as the server, with the pipe that ends when all processes that know the server have ended."""
+PATIENCE_SECONDS = 3.0
 
 
 def forkserver_is_running() -> bool:
     """Returns whether this process has started the fork server; ensure_running() starts it."""
-    return getattr(forkserver._forkserver, "_forkserver_pid", None) is not None  # type: ignore[attr-defined]
+    return _pid() is not None
+
+
+def alive_pipe_of_this_server() -> int | None:
+    """Returns the pipe whose end ends the server; None where this process is no such server."""
+    found = SERVER.match(sys.orig_argv[-1]) if sys.orig_argv else None
+    if found is None:
+        return None
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(int(found[1])).st_mode):
+            return int(found[1])
+    return None
+
+
+def forkserver_exit_code() -> int | None:
+    """Returns how the server has ended (negative: the signal that killed it); None: it lives, or never was.
+
+    Waits a moment for a server that is just ending. Leaves the server to be collected by multiprocessing.
+    """
+    pid = _pid()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while pid is not None and time.monotonic() < deadline:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # collected already, or another process's
+            return None
+        if found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        time.sleep(0.02)
+    return None
+
+
+def _pid() -> int | None:
+    return getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]

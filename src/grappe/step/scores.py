@@ -31,6 +31,8 @@ class Scores:
     """The loss's divisor: the number of samples, or of counted tokens."""
     loss: float
     metrics: Mapping[str, float | list[float]]
+    checkpoint: str = ""
+    """Of a run that was evaluated: the checkpoint that was taken, and why."""
 
 
 class Scorer:

@@ -25,8 +25,20 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
-def find(reference: str) -> type[Task]:
+def shipped(reference: str) -> str | None:
+    """Returns the name of a shipped task, also of one named by its module (`grappe.tasks.digits:Digits`); else None."""
+    place, _, name = reference.partition(":")
+    if reference in names():
+        return reference
+    short = place.removeprefix(f"{__name__}.")
+    return reference if short != place and short in names() and name.isidentifier() else None
+
+
+def find(reference: str, root: str = "") -> type[Task]:
     """Finds the task class of `reference`: `digits`, `path/to/file.py`, `file.py:Name` or `package.module:Name`.
+
+    Args:
+        root: the folder that a module must come from; "": the working folder, or wherever Python finds it.
 
     Raises:
         TaskError: there is no such task, it cannot be imported, or several tasks match.
@@ -41,7 +53,7 @@ def find(reference: str) -> type[Task]:
     if place.endswith(".py"):
         module = _from_file(Path(place))
     elif "." in place or name:
-        module = _imported(place, place)
+        module = _imported(place, place) if shipped(reference) else _users(place, root)
     else:
         module = _imported(f"{__name__}.{place}", place)
     return _class_in(module, name, reference)
@@ -99,9 +111,20 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _imported(name: str, shown: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     return _executed(lambda: importlib.import_module(name), shown)
+
+
+def _users(place: str, root: str) -> ModuleType:
+    """A module of the user's own, from `root`, or seen from the working folder as in a script."""
+    folder = root or str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = _imported(place, place)
+    if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
+        raise TaskError(
+            f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now"
+        )
+    return module
 
 
 def _executed(load: Callable[[], T], shown: str) -> T:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import inspect
 import platform
-import shutil
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,16 +16,20 @@ from typing import Any
 import torch
 
 import grappe
+from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.errors.user_code import naming_user_line
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
-from grappe.training.run import Run, new_folder
+from grappe.training.run import PARTS, Made, Run, new_folder
+from grappe.training.task_record import write_record
 from grappe.training.task_reference import field_texts, same_task
 
 ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
@@ -98,10 +102,11 @@ def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
 
 
 def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...], Lease]:
+    made: Made | None = None
     new = request.folder is None or not Run.is_run(request.folder)
     now = description(request, world)
     if new:
-        run = Run.create(request.folder or new_folder(request.base, request.name), now)
+        run, made = Run.begin(request.folder or new_folder(request.base, request.name), now)
     else:
         assert request.folder is not None
         run = Run(request.folder)
@@ -113,34 +118,42 @@ def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...
     lease = Lease(run.folder)
     lease.take()
     try:
-        return run.folder, *_begin(run, request, now, new), lease
+        step, notes = _begin(run, request, now, new)
+        unknown = write_record(run.id, request.name, request.task)
+        return run.folder, step, (*notes, unknown) if unknown else notes, lease
     except BaseException:
         lease.release()
-        if new:
-            shutil.rmtree(run.folder, ignore_errors=True)
+        if made is not None:
+            made.undo()
         raise
 
 
 def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tuple[int, tuple[str, ...]]:
+    for name in PARTS:
+        safe.refuse_link(run.folder / name)
     for entry in leftovers(run.checkpoints):
-        shutil.rmtree(entry, ignore_errors=True)
-    found = run.latest()
+        with contextlib.suppress(OSError):
+            safe.remove_tree(entry, IN_PART)
+    known, chosen = run.read_description(), run.choose()
+    found = chosen.checkpoint
+    if found is None and any(OLDER in why for why in chosen.passed_over):
+        raise RunError(
+            f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
+        )
     if found is None:
-        build(request.task, run.checkpoints, request.weights)
+        build(request.task, run.checkpoints, request.weights, known.get("id", ""))
         if new:
             return 0, ()
         found = Checkpoint(folder=step_folder(run.checkpoints, 0), step=0)
-    known = run.read_description()
     changes = tuple(changed(known, now))
     _refuse_another_order(run, known, now, found.step)
     restarts = int(known.get("restarts", 0)) + 1
-    kept = {name: known[name] for name in ("started", "host") if name in known}
+    kept = {name: known[name] for name in ("started", "host", "id") if name in known}
     history = known.get("changes") if isinstance(known.get("changes"), list) else []
     history = [*history, *(f"restart {restarts} at step {found.step}: {one}" for one in changes)]
     run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
     run.cut_back(found.step)
-    unread = [one.folder.name for one in run.unverified(found)]
-    notes = tuple(f"{name} does not verify: skipped" for name in unread)
+    notes = chosen.passed_over
     resumed = f"resuming from step {found.step}" if found.step else "starting again from step 0"
     mine = Plan.parse(request.plan).engine
     if found.step and (engine := found.read_values().get("engine_name")) != mine:
@@ -231,6 +244,7 @@ def description(request: OpenRequest, world: World) -> dict[str, Any]:
         },
         "restarts": 0,
         "status": "running",
+        "id": secrets.token_hex(16),
     }
 
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.commit import LARGEST_LIST, flush, json_hash, read_json, write_json
+from grappe.checkpoint.choice import Choice, select
+from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
+from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
+
+T = TypeVar("T")
 
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
-LONGEST_LINE = 1 << 20  # characters; a longer one is damage, and is read in parts
+LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
 DONE = "done"
+SAVED = ("finished", "stopped", "paused", "interrupted")
+"""Endings behind a save: run.json has its step then."""
+PARTS = ("checkpoints", "logs", METRICS, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
+"""What a training writes in a run's folder, beside run.json and what is replaced whole."""
+RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
 
 
 class Run:
@@ -31,6 +43,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        safe.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
             raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
 
@@ -40,7 +53,7 @@ class Run:
         Raises:
             RunError: run.json is damaged.
         """
-        found = read_json(self.folder / DESCRIPTION, LARGEST_LIST)
+        found = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
         if found.pop(HASH, None) not in {None, json_hash(found)}:
             raise RunError(
                 f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
@@ -49,8 +62,8 @@ class Run:
         return found
 
     def is_finished(self) -> bool:
-        """Reads from run.json whether the run's training is finished."""
-        return (self.folder / DONE).exists()
+        """Reads from the run's folder whether the training is finished."""
+        return safe.kind(self.folder / DONE) != ""
 
     @property
     def checkpoints(self) -> Path:
@@ -59,24 +72,44 @@ class Run:
 
     def latest(self) -> checkpoint_format.Checkpoint | None:
         """Finds the run's newest checkpoint that verifies."""
-        return checkpoint_format.latest(self.checkpoints)
+        return checkpoint_format.latest(self.checkpoints, self.id)
 
-    def unverified(self, found: checkpoint_format.Checkpoint) -> list[checkpoint_format.Checkpoint]:
-        """Lists the checkpoints newer than `found`, the newest that verifies."""
-        return [one for one in checkpoint_format.list_checkpoints(self.checkpoints) if one.step > found.step]
+    @property
+    def id(self) -> str:
+        """The run's id, which its checkpoints carry; asks the disk. "": unknown."""
+        return self._known("id", str) or ""
+
+    def choose(self, which: int | str | None = None) -> Choice:
+        """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
+
+        Args:
+            which: a step, "last" or "best": that one and no other. None: the newest that verifies.
+
+        Raises:
+            RunError: the one that is asked for does not verify.
+        """
+        step = self._known("step", int) if self._known("status", str) in SAVED else None
+        return select(self.checkpoints, which, run=self.id, saved=step)
+
+    def _known(self, name: str, kind: type[T]) -> T | None:
+        try:
+            value = self.read_description().get(name)
+        except RunError:
+            return None
+        return value if isinstance(value, kind) else None
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""
-        if not (self.folder / METRICS).is_file():  # a pipe would be waited for
+        if safe.kind(self.folder / METRICS) not in ("file", "link"):
             return
         try:
-            stream = (self.folder / METRICS).open(errors="replace")
+            stream = safe.reader(self.folder / METRICS)
         except OSError:
             return
         with stream:
-            for line in iter(lambda: stream.readline(LONGEST_LINE), ""):
+            for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(record, dict) and kind in (None, record.get("kind")):
@@ -89,9 +122,7 @@ class Run:
             at = record.get("step", 0)
             if isinstance(at, int) and at <= step:
                 kept.append(json.dumps(record))
-        beside = self.folder / f".{METRICS}.{os.getpid()}"
-        beside.write_text("".join(line + "\n" for line in kept))
-        beside.replace(self.folder / METRICS)
+        safe.replace(self.folder / METRICS, "".join(line + "\n" for line in kept).encode())
 
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
@@ -99,7 +130,7 @@ class Run:
 
     def finish(self) -> None:
         """Marks the training as finished."""
-        (self.folder / DONE).touch()
+        safe.replace(self.folder / DONE, b"")
 
     @staticmethod
     def is_run(folder: Path) -> bool:
@@ -113,24 +144,69 @@ class Run:
         Raises:
             RunError: the folder has other content, or cannot be written.
         """
+        return cls.begin(folder, description)[0]
+
+    @classmethod
+    def begin(cls, folder: Path, description: dict[str, Any]) -> tuple[Run, Made]:
+        """Makes a new run as `create` does; returns what was made, too, so that it can be undone."""
+        made = Made(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            strangers = [
-                entry.name for entry in folder.iterdir() if not entry.name.startswith(("rendezvous-", "logs"))
-            ]
-            if strangers:
-                raise RunError(
-                    f"{folder} holds {strangers[0]} and is no run: give an empty folder, or a new one"
-                )
+            with contextlib.suppress(FileExistsError):  # what is no folder is told of below
+                folder.parent.mkdir(parents=True, exist_ok=True)
+            made.folder(folder)
+            _refuse_strangers(folder)
             for name in ("checkpoints", "logs"):
-                (folder / name).mkdir(exist_ok=True)
+                made.folder(folder / name)
             _write_description(folder, description)
-            flush(folder.parent)
+            made.described = True
+            safe.flush(folder.parent)
         except OSError as error:
+            made.undo()
             raise RunError(
                 f"{folder} cannot be written: {error.strerror}: give another with --run"
             ) from error
-        return cls(folder)
+        except RunError:
+            made.undo()
+            raise
+        return cls(folder), made
+
+
+class Made:
+    """What a start has made of a new run: of all that is in the folder, the only thing that may be taken back."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._folders: list[Path] = []
+        self.described = False
+        """Whether run.json is of this start."""
+
+    def folder(self, folder: Path) -> None:
+        """Makes a folder, unless there is one."""
+        if safe.make_folder(folder):
+            self._folders.append(folder)
+
+    def undo(self) -> None:
+        """Removes run.json, the first checkpoint, and those folders that hold nothing then."""
+        with contextlib.suppress(OSError, RunError):
+            if self.described:  # so nothing was in `checkpoints` before this start
+                first = checkpoint_format.step_folder(self._run / "checkpoints", 0)
+                for left in (*leftovers(first.parent), first):
+                    if safe.kind(left) == "folder" and not strangers(left):
+                        safe.remove_tree(left, IN_PART)
+                safe.remove(self._run / DESCRIPTION)
+        for folder in reversed(self._folders):
+            safe.remove_empty(folder)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    for name in safe.names(folder):
+        found = safe.kind(folder / name)
+        # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
+        known = (name == "logs" and found == "folder") or (RENDEZVOUS.fullmatch(name) and found == "file")
+        if name == "logs" and found == "link":
+            safe.refuse_link(folder / name)
+        if not known:
+            raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
 
 
 def _write_description(folder: Path, description: dict[str, Any]) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.data.order import SampleOrder
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 FOLDER = "samples"
 BUFFER_BYTES = 1 << 16
+NAME = re.compile(r"rank-(\d+)\.jsonl", re.ASCII)
 
 
 class SampleLog(Watcher):
@@ -28,7 +32,7 @@ class SampleLog(Watcher):
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._file: IO[bytes] | None = None
+        self._file: BinaryIO | None = None
         self._buffer = bytearray()
         self._step = 0  # steps done, as of the last that was delivered: of all before an evaluation
 
@@ -37,15 +41,15 @@ class SampleLog(Watcher):
         if not self._enabled:
             return
         folder = info.folder / FOLDER
-        folder.mkdir(exist_ok=True)
+        safe.make_folder(folder, IN_RUN)
         self._step = info.start
         ranks = {info.rank}
         if info.rank == 0:
-            found = {int(file.stem.partition("-")[2]) for file in folder.glob("rank-*.jsonl")}
+            found = {int(one[1]) for name in safe.names(folder, IN_RUN) if (one := NAME.fullmatch(name))}
             ranks |= {rank for rank in found if rank >= info.world_size}  # of processes that are no more
         for rank in ranks:
             _cut_back(_path(folder, rank), info.start)
-        self._file = _path(folder, info.rank).open("ab", buffering=0)
+        self._file = safe.appender(_path(folder, info.rank), IN_PART)
 
     def stepped(self, record: Record) -> None:
         self._step = record.step
@@ -99,13 +103,13 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def _cut_back(file: Path, step: int) -> None:
-    if not file.exists():
+    try:
+        lines = safe.read_bytes(file, IN_PART).splitlines(keepends=True)
+    except FileNotFoundError:
         return
     kept = []
-    for line in file.read_text().splitlines(keepends=True):
+    for line in lines:
         # A process that was killed has left half a line, the last, of a step after the checkpoint.
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
+        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    beside = file.with_name(f".{file.name}")
-    beside.write_text("".join(kept))
-    beside.replace(file)
+    safe.replace(file, b"".join(kept), IN_PART)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grappe.checkpoint.format import Checkpoint
-from grappe.checkpoint.saver import Saver
+from grappe.checkpoint.saver import SAMPLES, Saver
 from grappe.checkpoint.weights import Weights
 from grappe.engines.base import Engine, SavedState
 from grappe.errors import RunError
@@ -60,6 +60,7 @@ class Saving:
                 "engine_name": self._info.engine,
                 "engine": dict(state.values),
                 **evaluated,
+                SAMPLES: _samples(self._info, step),
             }
             problem = self._saver.save(step, state.tensors, state.local, values, state.stream)
             self._step = step
@@ -99,6 +100,12 @@ class Saving:
         self._watchers.failed_to_save(problem)
 
 
+def _samples(info: RunInfo, step: int) -> int:
+    """Returns the position in the data behind `step`: training samples seen, over all epochs."""
+    epoch, within = divmod(step, info.steps_per_epoch)
+    return epoch * info.samples + within * info.batch_size
+
+
 def resume(
     engine: Engine, evaluation: Evaluation, info: RunInfo, checkpoint: Checkpoint, tensors: Weights
 ) -> None:
@@ -111,6 +118,13 @@ def resume(
         RunError: the checkpoint verifies, but has content that no training of grappe wrote.
     """
     values = checkpoint.read_values()
+    here = _samples(info, checkpoint.step)
+    if values.get(SAMPLES, here) != here:
+        raise RunError(
+            f"{checkpoint.folder} was saved behind {values[SAMPLES]} samples, and step {checkpoint.step} of this "
+            f"training is behind {here}: it is not where it belongs. Start a new run from its weights: "
+            f"--from {info.folder}"
+        )
     try:
         saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
         # The optimizer's state means something to the engine that saved it only.

@@ -19,6 +19,8 @@ class TaskReference:
     name: str
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     value: Task | None = None
+    root: str = ""
+    """The folder that its module must come from; "": anywhere."""
 
     def resolve(self) -> Task:
         """Finds or unpickles the task.
@@ -26,7 +28,9 @@ class TaskReference:
         Raises:
             TaskError: the task cannot be found or made, or lacks a part.
         """
-        task = self.value if self.value is not None else tasks.make(tasks.find(self.name), self.texts)
+        task = (
+            self.value if self.value is not None else tasks.make(tasks.find(self.name, self.root), self.texts)
+        )
         for part in ("model", "data", "loss", "optimizer"):
             if not overrides(task, part):
                 raise TaskError(

@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from grappe.errors import user_code
+from grappe.errors import RunError, user_code
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION
 
 T = TypeVar("T")
@@ -152,8 +154,8 @@ class Watchdog:
             if min(found, default=self._rank) >= self._rank:
                 self._end(sentence(found, self._size, self._folder, silent))
                 return True
-        with contextlib.suppress(OSError):
-            self._path(self._rank).unlink()
+        with contextlib.suppress(OSError, RunError):
+            safe.remove(self._path(self._rank), IN_PART)
         return self._over.is_set()
 
     def _path(self, rank: int) -> Path:
@@ -172,21 +174,21 @@ class Watchdog:
         ]
         head = json.dumps({"token": self._token, **dataclasses.asdict(me)})
         words = f"no progress for {silent:.0f} s in {me.phase}, {me.step} steps done\n"
-        beside = self._path(self._rank).with_suffix(".new")
-        with contextlib.suppress(OSError):  # a full disk must not keep a standstill from being ended
-            beside.write_text(f"{head}\n{words}{''.join(stacks)}")
-            beside.replace(self._path(self._rank))
+        text = f"{head}\n{words}{''.join(stacks)}"
+        # Neither a full disk nor a link must keep a standstill from being ended.
+        with contextlib.suppress(OSError, RunError):
+            safe.replace(self._path(self._rank), text.encode(errors="replace"), IN_PART)
 
     def _others(self) -> dict[int, Standstill]:
         """Reads the reports of this start's processes, by rank."""
         found = {}
         for rank in range(self._size):
             try:
-                with self._path(rank).open() as stream:
+                with safe.reader(self._path(rank), IN_PART) as stream:
                     known = json.loads(stream.readline())
                 if known.pop("token") == self._token:
                     found[rank] = Standstill(**known)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError):
                 continue
         return found
 

@@ -114,7 +114,12 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 writing=lambda: terminal is not None and terminal.writing,
             )
             saver = Saver(
-                opened.run.checkpoints, world, opened.token, Keep(last=options.keep), opened.check_lease
+                opened.run.checkpoints,
+                world,
+                opened.token,
+                Keep(last=options.keep),
+                opened.check_lease,
+                run=info.description.get("id", ""),
             )
             saving = Saving(engine, saver, info, options, watchers, chronometer, stop_signal)
             evaluation = Evaluation(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.errors import UsageError, nearest
 from grappe.errors.user_code import naming_user_line, user_call
-from grappe.launch.rank import ProcessRank
+from grappe.launch.rank import ProcessRank, is_main_process
 from grappe.launch.start import start
+from grappe.launch.terminal import complain
 from grappe.plan import Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.training.run import Run
+from grappe.training.task_record import given
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.load import data_of, newest, task_of
+from grappe.verbs.load import choose, data_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +25,12 @@ class EvaluateRequest:
     """The input of an evaluation's processes."""
 
     run: Path
-    task: TaskReference | None
+    task: TaskReference
     plan: Plan
     split: str
     data: Path
+    step: int
+    """Of the checkpoint, which has been verified."""
 
 
 def evaluate(
@@ -33,10 +38,18 @@ def evaluate(
     split: str = "validation",
     plan: Plan | str = "",
     *,
-    task: Task | None = None,
+    task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,
+    checkpoint: int | str | None = None,
 ) -> Scores:
-    """Evaluates a run's newest checkpoint on `split`, under any plan.
+    """Evaluates one of a run's checkpoints on `split`, under any plan; the scores say which, and why.
+
+    Where a newer checkpoint is passed over, that is said on standard error, too.
+
+    Args:
+        task: needed where the run was not trained here by this user: no code is run because a run names it. An
+            instance, a class, or a name as on the command line.
+        checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
 
     Raises:
         GrappeError: the run, its task or the split cannot be found.
@@ -44,16 +57,20 @@ def evaluate(
     run = run if isinstance(run, Run) else Run(run)
     if split not in SPLITS:
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
-    if task is None and str(run.read_description().get("task")).startswith("__main__:"):
-        task = task_of(run)  # defined in this script or notebook, which other processes cannot import
+    reference = given(run, task)
+    found, chosen = choose(run, checkpoint)
+    if found.passed_over and is_main_process():
+        complain(f"grappe: {run.folder}: {found}")
     request = EvaluateRequest(
         run=run.folder,
-        task=TaskReference.of(task) if task is not None else None,
+        task=reference,
         plan=as_plan(plan),
         split=split,
         data=data_of(run, data),
+        step=chosen.step,
     )
-    return start("grappe.verbs.evaluate:worker", request, request.plan)
+    scores = start("grappe.verbs.evaluate:worker", request, request.plan)
+    return dataclasses.replace(scores, checkpoint=str(found))
 
 
 def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Path) -> Scores:
@@ -66,10 +83,11 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     world = join(request.plan, process, rendezvous_folder)
     engine = engines.check(request.plan)
     run = Run(request.run)
-    task = request.task.resolve() if request.task is not None else task_of(run)
+    task = request.task.resolve()
     dataset = user_call(task, "data", request.split, request.data)
     loader.check(dataset, request.split, task)
-    weights = newest(run).read_model()
+    folder = step_folder(run.checkpoints, request.step)
+    weights = Checkpoint(folder=folder, step=request.step).read_model()
     batches = loader.evaluation_loader(task, dataset, request.plan, world)
     with naming_user_line(task):
         setup = EngineSetup(

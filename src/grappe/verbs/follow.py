@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import stat
 import time
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number
+from grappe.launch import files as safe
 from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
@@ -34,20 +36,22 @@ class Tail:
         self._file = file
         self._offset = self._identity = 0
         self._rest = ""
+        self._text = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yields the records since the last call; leaves an incomplete line for the next call."""
         try:
-            found = self._file.stat()
+            found = self._file.lstat()
         except OSError:
             return
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
             return
         if found.st_ino != self._identity or found.st_size < self._offset:
             self._identity, self._offset, self._rest = found.st_ino, 0, ""
-        with self._file.open(errors="replace") as stream:
+            self._text.reset()
+        with safe.reader(self._file) as stream:
             stream.seek(self._offset)
-            text = self._rest + stream.read()
+            text = self._rest + self._text.decode(stream.read())
             self._offset = stream.tell()
         *lines, self._rest = text.split("\n")
         for line in lines:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.sites import slurm
 from grappe.training.run import DONE
 
@@ -23,18 +25,15 @@ GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
 def record_job(run: Path, job: str, site: str, cost: str) -> None:
     """Records in the run's folder that `job` was submitted for the run."""
     line = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
-    with (run / "logs" / JOBS).open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+    with safe.appender(run / "logs" / JOBS, IN_PART) as stream:
+        stream.write(json.dumps(line).encode() + b"\n")
 
 
 def submitted(run: Path) -> list[dict[str, Any]]:
     """Reads the submissions of a run, oldest first; skips a damaged line."""
-    file = run / "logs" / JOBS
     try:
-        lines = (
-            file.read_text(errors="replace").splitlines() if file.is_file() else []
-        )  # a pipe would be waited for
-    except OSError:
+        lines = safe.read_text(run / "logs" / JOBS, IN_PART).splitlines()
+    except (OSError, RunError):
         return []
     found = []
     for line in lines:
@@ -117,8 +116,8 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
     while True:
         if (run / DONE).exists():
             return EXIT_OK
-        if exit_file.is_file() and (text := exit_file.read_text().strip()).isdigit():
-            return int(text)
+        if (code := _written_code(exit_file)) is not None:
+            return code
         now = time.monotonic()
         if not queried or now - queried >= query_every:
             queried = now
@@ -133,6 +132,14 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
                         f"job {job} of {run} is gone, and neither Slurm nor the run knows its end: grappe logs {run}"
                     )
         time.sleep(FILE_SECONDS)
+
+
+def _written_code(file: Path) -> int | None:
+    try:
+        text = safe.read_text(file, IN_PART).strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
 
 
 def _exit_code(run: Path, job: str, end: slurm.End) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe import tasks
+from grappe.checkpoint.choice import Choice
 from grappe.errors import RunError
 from grappe.errors.user_code import naming_user_line
+from grappe.launch.terminal import complain
 from grappe.task import Task
 from grappe.training.run import Run
+from grappe.training.task_record import given
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,15 +19,25 @@ if TYPE_CHECKING:
     from grappe.checkpoint.format import Checkpoint
 
 
-def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
-    """Loads the model of a run's newest checkpoint, on the CPU, in evaluation mode.
+def load(
+    run: Run | Path | str,
+    task: Task | type[Task] | str | None = None,
+    *,
+    checkpoint: int | str | None = None,
+) -> nn.Module:
+    """Loads the model of one of a run's checkpoints, on the CPU, in evaluation mode.
+
+    Where a newer checkpoint is passed over, that is said on standard error. The model's `grappe_checkpoint` is the
+    path of the one that was taken.
 
     Args:
-        task: needed if the run's task was passed by value from a notebook or a script, and cannot be found by name.
+        task: needed where the run was not trained here by this user, or its task came from a notebook or a script:
+            no code is run because a run names it. An instance, a class, or a name as on the command line.
+        checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
 
     Raises:
-        RunError: the folder is no run, or has no checkpoint that verifies.
-        TaskError: the run's task cannot be found.
+        RunError: the folder is no run, or it has no checkpoint that verifies.
+        TaskError: the run's task is not known, or cannot be found.
     """
     import torch
 
@@ -33,47 +45,43 @@ def load(run: Run | Path | str, task: Task | None = None) -> nn.Module:
     from grappe.step.given import model_of
 
     run = run if isinstance(run, Run) else Run(run)
-    task = task or task_of(run)
-    with naming_user_line(task):
-        model = model_of(task)
-    fill(model, newest(run).read_model(), torch.device("cpu"))
+    made = given(run, task).resolve()
+    found = taken(run, checkpoint)
+    with naming_user_line(made):
+        model = model_of(made)
+    fill(model, found.read_model(), torch.device("cpu"))
+    model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()
 
 
-def newest(run: Run) -> Checkpoint:
-    """Finds the newest checkpoint that verifies.
+def taken(run: Run, which: int | str | None = None) -> Checkpoint:
+    """Chooses a checkpoint as `choose` does, and says on standard error what was passed over.
+
+    Raises:
+        RunError: there is none that verifies, or not the one that is asked for.
+    """
+    found, checkpoint = choose(run, which)
+    if found.passed_over:
+        complain(f"grappe: {run.folder}: {found}")
+    return checkpoint
+
+
+def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint]:
+    """Chooses the newest checkpoint that verifies, or the one that is asked for.
 
     Raises:
         RunError: there is no such checkpoint.
     """
-    found = run.latest()
-    if found is None:
+    found = run.choose(which)
+    if found.checkpoint is None:
+        why = "".join(f"; {one}" for one in found.passed_over)
         raise RunError(
-            f"{run.folder} has no checkpoint that verifies: train it first, or look with: grappe runs RUN"
+            f"{run.folder} has no checkpoint that verifies{why}: train it first, or look with: grappe runs RUN"
         )
-    return found
+    return found, found.checkpoint
 
 
 def data_of(run: Run, given: Path | str | None) -> Path:
-    """Where a run's data are: in the folder that is given, else in the one that its description names."""
+    """Returns where a run's data are: in the folder that is given, else in the one that its description names."""
     named = run.read_description().get("data")
     return Path(given or (named if isinstance(named, str) and named else "data"))
-
-
-def task_of(run: Run) -> Task:
-    """Finds the task that a run's description names, with the run's fields.
-
-    Raises:
-        TaskError: the task cannot be found.
-        RunError: the description is not usable, or names a file inside the run itself.
-    """
-    known = run.read_description()
-    name, values = known.get("task"), known.get("fields")
-    if not isinstance(name, str) or not isinstance(values, dict):
-        raise RunError(f"{run.folder}/run.json does not say what its task is")
-    place = name.partition(":")[0]
-    if place.endswith(".py") and Path(place).resolve().is_relative_to(run.folder.resolve()):
-        # A run that somebody sent must not bring code of its own.
-        raise RunError(f"{run.folder}/run.json names a task file inside the run: refused, nothing was run")
-    texts = {field: "none" if value is None else str(value) for field, value in values.items()}
-    return tasks.make(tasks.find(name), texts)

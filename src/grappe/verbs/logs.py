@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
+import fnmatch
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.run import DONE
 from grappe.verbs.jobs import submitted
 
@@ -21,11 +25,12 @@ def files(run: Path) -> list[Path]:
         RunError: the run has no log.
     """
     logs = run / "logs"
+    try:
+        there = sorted(safe.names(logs, IN_RUN), key=lambda name: (len(name), name))
+    except OSError:
+        there = []
     found = [
-        file
-        for pattern in ("job-*.out", "rank-*.log")
-        for file in sorted(logs.glob(pattern), key=lambda file: (len(file.name), file.name))
-        if file.is_file() and not file.is_symlink()  # a pipe would be waited for
+        logs / name for pattern in ("job-*.out", "rank-*.log") for name in fnmatch.filter(there, pattern)
     ]
     if not found:
         waits = "; its job has not begun: grappe queue" if submitted(run) else ""
@@ -63,10 +68,11 @@ def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
     jobs = submitted(run)
     end = run / "logs" / f"job-{jobs[-1]['job'] if jobs else 0}.end"
     rest = ""
-    with file.open(errors="replace") as stream:
+    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    with safe.reader(file, IN_PART) as stream:
         while True:
             ended = not follow or end.exists() or (run / DONE).exists()
-            *whole, rest = (rest + stream.read()).splitlines(keepends=True) or [""]
+            *whole, rest = (rest + text.decode(stream.read())).splitlines(keepends=True) or [""]
             if rest.endswith("\n"):
                 whole, rest = [*whole, rest], ""
             yield from whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line, user_call
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.verbs.load import data_of, load, task_of
+from grappe.training.task_record import given
+from grappe.verbs.load import data_of, load
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,13 +24,24 @@ BATCH = 256
 
 
 def predict(
-    run: Run | Path | str, inputs: Any, *, task: Task | None = None, data: Path | str | None = None
+    run: Run | Path | str,
+    inputs: Any,
+    *,
+    task: Task | type[Task] | str | None = None,
+    data: Path | str | None = None,
+    checkpoint: int | str | None = None,
+    taken: Callable[[str], object] = str,
 ) -> Iterator[Tensor]:
     """Yields the model's output for each sample, on the CPU, one tensor per sample.
+
+    Where a newer checkpoint is passed over, that is said on standard error.
 
     Args:
         inputs: a split's name, a .npy file of samples in the form of the task's data (first dimension N), or a
             tensor or array of that form.
+        task: needed where the run was not trained here by this user, as for grappe.load.
+        checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
+        taken: called with the name of the checkpoint that was taken.
 
     Raises:
         DataError: the file is not a plain array, or the model cannot take it.
@@ -39,15 +51,16 @@ def predict(
     run = run if isinstance(run, Run) else Run(run)
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
         inputs = _read(Path(inputs))
-    task = task or task_of(run)
-    model = load(run, task)
-    with torch.no_grad(), naming_user_line(task):
-        for batch in _batches(task, run, inputs, data):
+    made = given(run, task).resolve()
+    model = load(run, made, checkpoint=checkpoint)
+    taken(Path(str(model.grappe_checkpoint)).name)
+    with torch.no_grad(), naming_user_line(made):
+        for batch in _batches(made, run, inputs, data):
             yield from _output(model, batch)
 
 
 def answer(output: Tensor) -> dict[str, Any]:
-    """What one sample's output says: of several decimal numbers the likeliest class; else the numbers themselves.
+    """Formats one sample's output: of several decimal numbers the likeliest class; else the numbers themselves.
 
     A number that is not finite is None, as JSON has no other word for it.
     """

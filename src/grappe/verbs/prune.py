@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from rich.table import Table
 
-from grappe.checkpoint.commit import verify
+from grappe.checkpoint.commit import strangers, verify
 from grappe.checkpoint.format import list_checkpoints
-from grappe.checkpoint.keep import superfluous
+from grappe.checkpoint.keep import remove, superfluous
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import leftovers
 from grappe.errors import RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.training.run import Run
 
 Removed = tuple[Path, int]
@@ -26,6 +27,9 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
     """
     removed: list[Removed] = []
     for run in runs:
+        if not safe.kind(run.checkpoints):  # nothing to remove
+            continue
+        safe.refuse_link(run.checkpoints)
         lease = Lease(run.folder)
         try:
             lease.take()
@@ -33,31 +37,32 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
             continue
         try:
             for folder in _unneeded(run, keep):
-                removed.append((folder, _bytes(folder)))
-                if not dry_run:
-                    _remove(folder)
+                size = _bytes(folder)
+                if dry_run or _removed(folder):
+                    removed.append((folder, size))
         finally:
             lease.release()
     return removed
 
 
 def _unneeded(run: Run, keep: int) -> list[Path]:
+    run_id = run.id
     # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
-    whole = [one for one in list_checkpoints(run.checkpoints) if verify(one.folder) is None]
-    return [*leftovers(run.checkpoints), *(one.folder for one in superfluous(whole, keep))]
+    whole = [one for one in list_checkpoints(run.checkpoints) if verify(one.folder, run_id) is None]
+    # One in which a user keeps something is left alone.
+    free = [one.folder for one in superfluous(whole, keep) if not strangers(one.folder)]
+    return [*leftovers(run.checkpoints), *free]
 
 
 def _bytes(folder: Path) -> int:
-    return sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+    return sum((folder / name).lstat().st_size for name in safe.names(folder, IN_PART))
 
 
-def _remove(folder: Path) -> None:
+def _removed(folder: Path) -> bool:
     if not folder.name.startswith("."):
-        # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
-        doomed = folder.with_name(f".old-{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder = folder.rename(doomed)
-    shutil.rmtree(folder)
+        return remove(folder)
+    safe.remove_tree(folder, IN_PART)
+    return True
 
 
 def table(removed: list[Removed], *, dry_run: bool) -> Table | str:

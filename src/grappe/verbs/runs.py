@@ -74,7 +74,10 @@ def describe(folder: Path) -> Table:
     if isinstance(known.get("used"), dict):
         table.add_row("used", _used(known["used"]))
     for checkpoint in list_checkpoints(run.checkpoints):
-        table.add_row("checkpoint", f"{checkpoint.folder.name}: {verify(checkpoint.folder) or 'verified'}")
+        table.add_row(
+            "checkpoint",
+            f"{checkpoint.folder.name}: {verify(checkpoint.folder, str(known.get('id') or '')) or 'verified'}",
+        )
     return table
 
 

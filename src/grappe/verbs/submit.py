@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from grappe import engines, sites, tasks
 from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.fields import seconds, split
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.plan import Plan
 from grappe.sites import sinfo, slurm
 from grappe.sites.layout import ResourceRequest, fit, layout
@@ -24,6 +27,7 @@ from grappe.verbs.jobs import record_job
 from grappe.verbs.submission import Submission
 
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
+SCRIPT = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 
 
@@ -191,6 +195,11 @@ def _command(submission: Submission, site: Site) -> str:
     return f"grappe submit --site {site.name} -- train {shlex.join(submission.arguments)}"
 
 
+def _next(logs: Path) -> Path:
+    numbers = [int(found[1]) for name in safe.names(logs) if (found := SCRIPT.fullmatch(name))]
+    return logs / f"submit-{max(numbers, default=0) + 1}.sh"
+
+
 def _send(script: Script, text: str) -> str:
     """Writes the script into the run's folder, submits it, and records the job there."""
     logs = script.run / "logs"
@@ -201,10 +210,11 @@ def _send(script: Script, text: str) -> str:
     if new and strangers:
         raise RunError(f"{script.run} holds {strangers[0]} and is no run: give an empty folder, or a new one")
     try:
-        logs.mkdir(parents=True, exist_ok=True)
-        number = len(list(logs.glob("submit-*.sh"))) + 1
-        file = logs / f"submit-{number}.sh"
-        file.write_text(text)
+        script.run.mkdir(parents=True, exist_ok=True)
+        safe.make_folder(logs)
+        safe.refuse_link(logs / "killed")  # which the script itself writes
+        file = _next(logs)
+        safe.replace(file, text.encode(), IN_PART)
     except OSError as error:
         raise RunError(
             f"{script.run} cannot be written: {error.strerror}: give another with --run"
@@ -212,7 +222,8 @@ def _send(script: Script, text: str) -> str:
     try:
         job = slurm.submit(file)
     except GrappeError:
-        file.rename(logs / f"refused-{number}.sh")  # what was refused can be read, and is no submission
+        # What was refused can be read, and is no submission.
+        safe.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
         raise
     record_job(script.run, job, script.site.name, cost(script.layout))
     return job

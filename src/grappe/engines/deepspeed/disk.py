@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import secrets
 import shutil
-import socket
+import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 from grappe.engines.deepspeed import library, settings
 from grappe.engines.shared.memory_needs import Needs
-from grappe.errors import PlanError
+from grappe.errors import PlanError, RunError
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
 
 BYTES_EACH = 20
 """For each number: the parameter, its copy beside the optimizer, Adam's two moments, and the gradient in passing."""
 PREFIX = "grappe-"
+OWNER = "owner"
+"""The file that a living training keeps locked in its folder."""
 TO_BE_NAMED = "offload=nvme:FOLDER"
 LIBRARY_BYTES = 180_000_000
 """What DeepSpeed itself, its operators and its threads' stacks take, as RLIMIT_DATA counts it: 183 MB when measured."""
@@ -27,9 +34,11 @@ def problem(folder: Path) -> str | None:
     name = f"offload=nvme:{folder}"
     if not folder.is_dir():
         return f"{name}: there is no such folder: make it, on a local disk (not over the network)"
-    probe = folder / f".{PREFIX}probe-{os.getpid()}"
+    probe = folder / f".{PREFIX}probe-{secrets.token_hex(8)}"
+    made = False
     try:
-        handle = os.open(probe, os.O_CREAT | os.O_WRONLY | getattr(os, "O_DIRECT", 0), 0o600)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_DIRECT", 0)
+        handle, made = os.open(probe, flags, 0o600), True
         try:
             with mmap.mmap(-1, mmap.PAGESIZE) as page:
                 os.write(handle, page)
@@ -41,7 +50,8 @@ def problem(folder: Path) -> str | None:
             f"{name}: it cannot be written past the system's cache ({why}): choose a folder on a local disk"
         )
     finally:
-        probe.unlink(missing_ok=True)
+        if made:
+            safe.remove(probe)
     return None
 
 
@@ -62,6 +72,7 @@ class Scratch:
         self._base = settings.nvme_folder(plan) if plan.offload.startswith(settings.NVME) else None
         self._world = world
         self._mine: Path | None = None
+        self._owner: BinaryIO | None = None
 
     def make(self, numbers: int, said: settings.Settings) -> None:
         """Makes the folder, and writes its path into DeepSpeed's settings. Collective.
@@ -81,28 +92,43 @@ class Scratch:
                 f"offload=nvme:{self._base} needs about {needed / 2**30:.1f} GiB on each node, and has "
                 f"{free / 2**30:.1f} GiB: free some space, or choose another folder"
             )
-        owner = self._world.share(f"{PREFIX}{socket.gethostname()}-{os.getpid()}")
-        self._mine = self._base / owner / f"rank-{world.rank}"
-        shutil.rmtree(self._mine, ignore_errors=True)  # of a training that failed in this process
-        self._mine.mkdir(parents=True)
+        self._mine = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._base))
+        self._owner = _owned(self._mine)
         for part in ("offload_optimizer", "offload_param"):
             said["zero_optimization"][part]["nvme_path"] = str(self._mine)
 
     def _sweep(self) -> None:
-        """Removes the folders of killed trainings of this machine."""
+        """Removes the folders of this user's killed trainings: those whose lock is free."""
         assert self._base is not None
-        if self._world.process.local_rank == 0 and Path("/proc/self").exists():
-            for left in self._base.glob(f"{PREFIX}{socket.gethostname()}-*"):
-                number = left.name.rpartition("-")[2]
-                if number.isdecimal() and not Path(f"/proc/{number}").exists():
-                    shutil.rmtree(left, ignore_errors=True)
+        if self._world.process.local_rank == 0:
+            for left in self._base.glob(f"{PREFIX}*"):
+                if _is_left(left):
+                    safe.remove_tree(left)
         self._world.barrier()
 
     def close(self) -> None:
         """Removes the folder."""
         if self._mine is not None:
-            shutil.rmtree(self._mine, ignore_errors=True)
-            try:
-                self._mine.parent.rmdir()
-            except OSError:
-                return  # another process's part is still there
+            safe.remove_tree(self._mine)
+        if self._owner is not None:
+            self._owner.close()
+
+
+def _owned(folder: Path) -> BinaryIO:
+    """Marks a folder as this process's own for as long as the process lives: the system unlocks a dead one's file."""
+    stream = safe.new_file(folder / f".{OWNER}", IN_PART)
+    fcntl.flock(stream, fcntl.LOCK_EX)
+    safe.rename(folder / f".{OWNER}", folder / OWNER, IN_PART)  # from now on it is locked, or left
+    return stream
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether a training of this user made a folder, and does not live any more."""
+    try:
+        with safe.reader(folder / OWNER, IN_PART) as stream:
+            if os.fstat(stream.fileno()).st_uid != os.getuid():
+                return False
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, RunError):  # no folder of ours, or its training lives
+        return False
+    return True

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from typing import IO
+from typing import BinaryIO
 
+from grappe.launch import files as safe
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher, as_json
 
@@ -18,13 +19,13 @@ class Curves(Watcher):
     """Watcher that writes lines in blocks, so that a step costs a few microseconds; all lines before each save."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
+        self._file: BinaryIO | None = None
         self._text = b""
         self._waiting: list[Record] = []
         self._flushed = 0.0
 
     def started(self, info: RunInfo) -> None:
-        self._file = (info.folder / "metrics.jsonl").open("ab", buffering=0)
+        self._file = safe.appender(info.folder / "metrics.jsonl")
 
     def stepped(self, record: Record) -> None:
         self._waiting.append(record)

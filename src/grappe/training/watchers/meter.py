@@ -8,8 +8,9 @@ import os
 import resource
 import time
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any, BinaryIO
 
+from grappe.launch import files as safe
 from grappe.launch.world import World, cores
 from grappe.profiling import energy, memory
 from grappe.profiling.chronometer import Chronometer
@@ -75,7 +76,7 @@ class Meter(Watcher):
         self._processors = energy.processor_counters() if self._first_of_node else nothing
         self._gpu = energy.gpu_counters(world.device.index or 0) if self._first_on_gpu else nothing
         self._since = 0.0
-        self._file: IO[str] | None = None
+        self._file: BinaryIO | None = None
         self._cpu, self._wall = 0.0, began
         self._joules: dict[str, float | None] = {}
         self._step = self._samples = self._first_sample = 0
@@ -88,7 +89,7 @@ class Meter(Watcher):
         self._first_sample = self._samples
         self._read_joules()
         if self._world.rank == 0:
-            self._file = (info.folder / USAGE).open("a", buffering=1)
+            self._file = safe.appender(info.folder / USAGE)
 
     def stepped(self, record: Record) -> None:
         self._since += record.seconds
@@ -133,7 +134,7 @@ class Meter(Watcher):
         if self._gpu.counters:
             line["gpu"] = round(self._gpu.counters[0].utilisation(), 3)  # type: ignore[attr-defined]
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line).encode() + b"\n")
         except OSError:  # a full disk is reported by the checkpoints
             return
 

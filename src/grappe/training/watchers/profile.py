@@ -6,10 +6,13 @@ import collections
 import gzip
 import itertools
 import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grappe.launch import files as safe
+from grappe.launch.files import IN_PART
 from grappe.launch.output import UserStream
 from grappe.launch.terminal import say
 from grappe.profiling.phases import WARMUP
@@ -83,21 +86,27 @@ class Profile(Watcher):
             torch.cuda.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
-        self._folder.mkdir(exist_ok=True)
+        safe.make_folder(self._folder)
         trace = self._folder / f"rank-{self._rank}.json.gz"
         _export(profiler, trace)
         steps = self._seen - WARMUP
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
         self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
-        (self._folder / f"rank-{self._rank}.txt").write_text(self._text)
+        safe.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), IN_PART)
 
 
 def _export(profiler: Any, trace: Path) -> None:
-    plain = trace.with_suffix("")
-    profiler.export_chrome_trace(str(plain))
-    with plain.open("rb") as source, gzip.open(trace, "wb", compresslevel=3) as packed:
-        shutil.copyfileobj(source, packed)
-    plain.unlink()
+    # torch writes where a name leads: into a folder that nobody else knows, and from there into the run.
+    with tempfile.TemporaryDirectory(prefix="grappe-profile-") as private:
+        plain = Path(private) / trace.with_suffix("").name
+        profiler.export_chrome_trace(str(plain))
+        safe.remove(trace, IN_PART)  # of an earlier start
+        with (
+            safe.reader(plain) as source,
+            safe.new_file(trace, IN_PART) as target,
+            gzip.open(target, "wb", compresslevel=3) as packed,
+        ):
+            shutil.copyfileobj(source, packed)
 
 
 def _events(profiler: Any) -> list[Event]:

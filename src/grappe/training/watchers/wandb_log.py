@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from grappe.launch import files as safe
 from grappe.training.watchers.logger import Logger, distribution
 
 
@@ -22,6 +23,8 @@ class WandB(Logger):
 
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         import wandb
+
+        safe.make_folder(folder / "wandb")
 
         name = folder.resolve().name
         self._wandb = wandb

@@ -12,6 +12,7 @@ from typing import Any
 from grappe.checkpoint.commit import LARGEST_JSON
 from grappe.errors import RunError
 from grappe.errors.foreign_text import html_text, number, printable
+from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 
@@ -71,11 +72,12 @@ def _status(run: Run, known: dict[str, Any]) -> str:
 
 
 def _usage(run: Run) -> list[dict[str, Any]]:
-    file = run.folder / USAGE
-    if not file.is_file():
+    try:
+        lines = safe.read_text(run.folder / USAGE).splitlines()
+    except OSError:
         return []
     found = []
-    for line in file.read_text(errors="replace").splitlines():
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.verbs.report.gather import gather, html
 
@@ -31,10 +32,8 @@ def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
     title = (
         paths[0].resolve().name if len(paths) == 1 else f"{paths[0].resolve().name} and {len(paths) - 1} more"
     )
-    beside = file.with_name(f".{file.name}.part")
     try:
-        beside.write_text(html(gathered, title))
-        beside.replace(file)
+        safe.replace(file, html(gathered, title).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
     return file

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from grappe.checkpoint.commit import write_all
 from grappe.errors import GrappeError
 from grappe.launch import command
+from grappe.launch import files as safe
 from grappe.verbs.doctor.finding import Finding, Machine, error, warning
 
 BYTES = 16 << 20
@@ -25,7 +28,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     folder = machine.folder
     while not folder.exists():
         folder = folder.parent
-    probe = folder / f".doctor-{os.uname().nodename}-{os.getpid()}"
+    probe = folder / f".doctor-{secrets.token_hex(8)}"
     try:
         yield from of_speed(folder, speed(probe))
         usage, files = shutil.disk_usage(folder), os.statvfs(folder)
@@ -45,19 +48,18 @@ def speed(probe: Path) -> float:
     renamed = probe.with_name(f"{probe.name}-renamed")
     try:
         began = time.perf_counter()
-        with probe.open("wb") as stream:
-            stream.write(os.urandom(BYTES))
-            stream.flush()
+        with safe.new_file(probe) as stream:
+            write_all(stream.fileno(), os.urandom(BYTES))
             os.fsync(stream.fileno())
         took = time.perf_counter() - began
-        renamed.write_bytes(b"older")
-        probe.replace(renamed)  # over an existing file, as a commit does
+        safe.new_file(renamed).close()
+        safe.rename(probe, renamed)  # over an existing file, as a commit does
         if renamed.stat().st_size != BYTES:
             raise OSError(5, "a renamed file has not its content")
         return BYTES / took
     finally:
         for file in (probe, renamed):
-            file.unlink(missing_ok=True)
+            safe.remove(file)
 
 
 def of_speed(folder: Path, found: float) -> Iterator[Finding]:

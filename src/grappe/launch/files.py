@@ -1,0 +1,251 @@
+"""Opens, makes, replaces and removes what lies below a run, and follows no link there (decision 71).
+
+A run may come from somebody else, or lie where others write. So the last names of a path are each opened from the
+folder before, without following links: as many of them as `levels` says. What stands before them is the user's to
+choose, and may be a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from grappe.errors import RunError
+
+IN_RUN = 1
+"""Levels of `RUN/run.json`, and of what stands beside it."""
+IN_PART = 2
+"""Levels of `RUN/logs/rank-0.log`, and of what else stands in a folder of a run."""
+IN_CHECKPOINT = 3
+"""Levels of `RUN/checkpoints/step-000020/state.json`."""
+PRIVATE = 0o600
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def reader(file: Path, levels: int = IN_RUN) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    Raises:
+        RunError: the file, or a folder on the way, is a link; or it is a pipe or a device, which may have no end.
+        OSError: it cannot be opened.
+    """
+    # Without O_NONBLOCK a pipe would be waited for before anyone could see that it is one.
+    handle = _open(file, os.O_RDONLY | os.O_NONBLOCK, levels)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise RunError(f"{file} is no file")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(file: Path, levels: int = IN_RUN) -> bytes:
+    """Reads a regular file whole; raises as `reader` does."""
+    with reader(file, levels) as stream:
+        return stream.read()
+
+
+def read_text(file: Path, levels: int = IN_RUN) -> str:
+    """Reads a regular file whole, as text; bytes that are none are shown as �. Raises as `reader` does."""
+    return read_bytes(file, levels).decode(errors="replace")
+
+
+def appender(file: Path, levels: int = IN_RUN) -> BinaryIO:
+    """Opens a file for appending without a buffer, and makes the file where there is none.
+
+    A file with a second name (a hard link) is copied first: what has the other name stays as it is.
+
+    Raises:
+        RunError: as `reader` does.
+        OSError: it cannot be opened.
+    """
+    handle = _open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, levels)
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        raise RunError(f"{file} is no file")
+    if found.st_nlink > 1:
+        os.close(handle)
+        replace(file, read_bytes(file, levels), levels)
+        handle = _open(file, os.O_WRONLY | os.O_APPEND, levels)
+    return os.fdopen(handle, "ab", buffering=0)
+
+
+def new_file(file: Path, levels: int = IN_RUN, mode: int = 0o666) -> BinaryIO:
+    """Makes a file that nobody has made before, and opens the file for writing without a buffer.
+
+    Raises:
+        FileExistsError: there is something of that name, be it a link.
+        RunError: a folder on the way is a link.
+    """
+    handle = _open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, levels, mode)
+    return os.fdopen(handle, "wb", buffering=0)
+
+
+def replace(
+    file: Path, content: bytes, levels: int = IN_RUN, *, durable: bool = False, mode: int = 0o666
+) -> None:
+    """Makes or replaces a file in one step, so that nobody ever reads half of it; a link is replaced, not followed.
+
+    Args:
+        durable: whether to wait until it is on disk.
+    """
+    with _parent(file, levels) as (folder, name):
+        # A name that nobody can foresee, made exclusively: a link cannot wait there.
+        beside = f".{name}.{secrets.token_hex(4)}"
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, mode, dir_fd=folder)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                if durable:
+                    os.fsync(stream.fileno())
+            os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside, dir_fd=folder)
+            raise
+        if durable:
+            os.fsync(folder)
+
+
+def make_folder(folder: Path, levels: int = IN_RUN) -> bool:
+    """Makes a folder; returns whether this call made the folder, and False where there was one.
+
+    Raises:
+        RunError: it, or a folder on the way, is a link.
+        OSError: it cannot be made, or something else has the name.
+    """
+    with _parent(folder, levels) as (parent, name):
+        try:
+            os.mkdir(name, dir_fd=parent)
+        except FileExistsError as error:
+            try:
+                os.close(_opened(name, _FOLDER, parent, folder))
+            except NotADirectoryError:
+                raise FileExistsError(error.errno, error.strerror, str(folder)) from error
+            return False
+    return True
+
+
+def rename(old: Path, new: Path, levels: int = IN_RUN) -> None:
+    """Renames within a folder, in one step; a file or an empty folder of the new name is replaced."""
+    assert old.parent == new.parent, (old, new)
+    with _parent(old, levels) as (folder, name):
+        os.rename(name, new.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def remove(file: Path, levels: int = IN_RUN) -> None:
+    """Removes a file, or a link but not what it names; does nothing where there is none."""
+    with contextlib.suppress(FileNotFoundError), _parent(file, levels) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
+def remove_empty(folder: Path, levels: int = IN_RUN) -> bool:
+    """Removes a folder that holds nothing; returns whether it did."""
+    try:
+        with _parent(folder, levels) as (parent, name):
+            os.rmdir(name, dir_fd=parent)
+    except OSError:
+        return False
+    return True
+
+
+def remove_tree(folder: Path, levels: int = IN_RUN) -> None:
+    """Removes a folder with all that it holds; links in it are removed, never followed.
+
+    For folders of which grappe has made every part: whoever calls it knows that, or has looked.
+    """
+    with contextlib.suppress(FileNotFoundError), _parent(folder, levels) as (parent, name):
+        shutil.rmtree(name, dir_fd=parent)
+
+
+def names(folder: Path, levels: int = IN_RUN) -> list[str]:
+    """Lists what a folder holds, in order.
+
+    Raises:
+        RunError: it, or a folder on the way, is a link.
+        OSError: there is none, or it cannot be read.
+    """
+    handle = _open(folder, _FOLDER, levels)
+    try:
+        return sorted(os.listdir(handle))  # noqa: PTH208 (pathlib opens by name)
+    finally:
+        os.close(handle)
+
+
+def kind(path: Path) -> str:
+    """Tells what has a name: "file", "folder", "link", "other" (a pipe, a device), or "" where there is nothing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ""
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
+    return kinds.get(stat.S_IFMT(mode), "other")
+
+
+def refuse_link(path: Path) -> None:
+    """Raises RunError where `path` is a link."""
+    if path.is_symlink():
+        raise RunError(_link(path))
+
+
+def flush(folder: Path, levels: int = IN_RUN) -> None:
+    """Waits until what was created, renamed or removed in `folder` is on disk."""
+    handle = _open(folder, _FOLDER, levels)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path, flags: int, levels: int, mode: int = 0o666) -> int:
+    with _parent(path, levels) as (folder, name):
+        return _opened(name, flags, folder, path, mode)
+
+
+@contextlib.contextmanager
+def _parent(path: Path, levels: int) -> Iterator[tuple[int, str]]:
+    """Opens the folder that `path` lies in; gives its handle, and the last name."""
+    path = path.absolute()
+    levels = max(1, min(levels, len(path.parts) - 1))
+    place = path.parents[levels - 1]
+    handle = os.open(place, _FOLDER)
+    try:
+        for name in path.parts[len(path.parts) - levels : -1]:
+            place /= name
+            below = _opened(name, _FOLDER, handle, place)
+            os.close(handle)
+            handle = below
+        yield handle, path.name
+    finally:
+        os.close(handle)
+
+
+def _opened(name: str, flags: int, folder: int, path: Path, mode: int = 0o666) -> int:
+    try:
+        return os.open(name, flags | _NO_LINK, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK) and _is_link(name, folder):
+            raise RunError(_link(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_link(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)
+    except OSError:
+        return False
+
+
+def _link(path: Path) -> str:
+    return (
+        f"{path} is a link, and grappe follows none in a run: it would read or write where the link leads. "
+        "Remove it, or put there what it names"
+    )

@@ -1,0 +1,116 @@
+"""Has processes prove to each other that they are of one start, over the very connections that they use.
+
+A port is open to all who reach the machine, and torch's stores and gloo ask nobody who they are. So each process shows
+each other one that it knows a secret: the command's, or one in a file that only the user can read (decision 75).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grappe.errors import ProcessDied, RunError
+from grappe.launch import files as safe
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from grappe.launch.rank import ProcessRank
+
+PATIENCE = timedelta(seconds=120)
+KEY = "grappe/secret"  # of the store: the name of the file that has it
+BYTES = hashlib.sha256().digest_size
+
+
+def shared_secret(process: ProcessRank, store: Store, folder: Path) -> str:
+    """Returns a secret of process 0's, through a file in `folder` that no other user can read.
+
+    Raises:
+        ProcessDied: the file cannot be written, or does not come.
+    """
+    if process.rank == 0:
+        name, secret = f".secret-{secrets.token_hex(16)}", secrets.token_hex(32)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            safe.replace(folder / name, secret.encode(), mode=safe.PRIVATE)
+        except (OSError, RunError) as error:
+            name, secret = "none", f"{folder} cannot be written: {error}"
+        store.set(KEY, name)
+    else:
+        name = store.get(KEY).decode(errors="replace")
+        secret = _awaited(folder / name) if name.startswith(".secret-") and Path(name).name == name else ""
+    if name == "none" or not secret:
+        raise ProcessDied(
+            f"the processes of this start share no secret: {secret or 'process 0 wrote none that can be read'}"
+        )
+    _all_have_it(process, store)
+    if process.rank == 0:
+        with contextlib.suppress(OSError, RunError):
+            safe.remove(folder / name)
+    return secret
+
+
+def _all_have_it(process: ProcessRank, store: Store) -> None:
+    """Waits on process 0 until all have read the file, so that it can be removed."""
+    if process.rank:
+        store.set(f"{KEY}/{process.rank}", "read")
+    else:
+        store.wait([f"{KEY}/{rank}" for rank in range(1, process.size)], PATIENCE)
+
+
+def _awaited(file: Path) -> str:
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while time.monotonic() < deadline:  # a file system over the network may show it late
+        with contextlib.suppress(OSError, RunError):
+            return safe.read_text(file)
+        time.sleep(0.05)
+    return ""
+
+
+def prove(process: ProcessRank, secret: str) -> None:
+    """Exchanges proofs with every other process of the default group, and checks theirs. Collective.
+
+    Raises:
+        ProcessDied: one has none that holds: it is not of this start.
+    """
+    import torch
+    import torch.distributed as dist
+
+    size, rank = process.size, process.rank
+    nonces = [torch.empty(BYTES, dtype=torch.uint8) for _ in range(size)]
+    mine = torch.frombuffer(bytearray(secrets.token_bytes(BYTES)), dtype=torch.uint8)
+    _finished(process, dist.all_gather(nonces, mine, async_op=True))
+    words = [bytes(row.tolist()) for row in nonces]
+
+    def shown(one: int, other: int) -> bytes:
+        """What process `one` shows to process `other`."""
+        text = f"{one} to {other} of {size} ".encode() + words[one] + words[other]
+        return hmac.digest(secret.encode(), text, "sha256")
+
+    given = torch.frombuffer(
+        bytearray(b"".join(shown(rank, other) for other in range(size))), dtype=torch.uint8
+    )
+    taken = torch.empty_like(given)
+    _finished(process, dist.all_to_all_single(taken, given, async_op=True))
+    for other, row in enumerate(taken.view(size, BYTES)):
+        if not hmac.compare_digest(bytes(row.tolist()), shown(other, rank)):
+            raise ProcessDied(
+                f"process {rank} of {size} is connected to a program that is not process {other} of this start: "
+                "somebody else on this machine or its network has answered in its place. Start again; if it comes "
+                "again, tell those who run the machine"
+            )
+
+
+def _finished(process: ProcessRank, work: object) -> None:
+    try:
+        work.wait(PATIENCE)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise ProcessDied(
+            f"process {process.rank} of {process.size} could not prove to the others that it is of this start: {error}"
+        ) from error

@@ -1,0 +1,170 @@
+"""Processes end with what started them, stopped or busy as they may be; a kill while they start is told as others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import grappe
+from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
+
+PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
+O_ASYNC = 0o20000
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Command] = []
+
+    def begin(*arguments: str) -> Command:
+        started.append(Command(GRAPPE, "train", SLOW, *arguments, cwd=tmp_path))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.close()
+
+
+def line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def servers(command: Command) -> list[int]:
+    """The server that processes are forked from; those that it has forked have its command line, too."""
+    found = [pid for pid in command.members() if "forkserver import main" in line(pid)]
+    return [pid for pid in found if parent(pid) == command.process.pid]
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def is_guarded(pid: int) -> bool:
+    """Whether the kernel signals the process when the other end of one of its pipes is closed."""
+    try:
+        texts = [one.read_text() for one in Path(f"/proc/{pid}/fdinfo").iterdir()]
+    except OSError:
+        return False
+    flags = [
+        int(row.split()[1], 8) for text in texts for row in text.splitlines() if row.startswith("flags:")
+    ]
+    return any(one & O_ASYNC for one in flags)
+
+
+def freeze_and_kill(command: Command) -> None:
+    """The others get no turn any more, as on a machine that is loaded without end; then the command is killed."""
+    for pid in command.members():
+        # Python's resource tracker does no work, and only waits for the end of the others.
+        if pid != command.process.pid and "resource_tracker" not in line(pid):
+            os.kill(pid, signal.SIGSTOP)
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_never_gets_a_turn_ends_with_its_command(start: Start, tmp_path: Path, processes: int) -> None:
+    plan = PLAN if processes == 2 else ("--plan", "threads=1,device=cpu,workers=1")
+    command = start("--run", "run", *plan)
+    pids_in_training(tmp_path / "run", processes)
+    assert len(command.members()) > 2 * processes  # data workers, too
+    freeze_and_kill(command)
+    until(lambda: not command.members(), "all have ended")
+
+
+def test_a_server_that_still_imports_ends_with_its_command(start: Start) -> None:
+    command = start("--run", "run", *PLAN)
+    until(lambda: any(map(is_guarded, servers(command))), "the server has begun")
+    freeze_and_kill(command)
+    until(lambda: [line(pid) for pid in command.members() if "forkserver" in line(pid)] == [], "it has ended")
+
+
+def early_log(command: Command) -> bool:
+    return bool(list(command.temp.glob("grappe-*/rank-0.log")))
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        servers,
+        lambda command: any(map(is_guarded, servers(command))),
+        early_log,
+        lambda command: len([pid for pid in command.members() if parent(pid) in servers(command)]) == 2,
+    ],
+    ids=["server", "guarded", "first", "both"],
+)
+def test_a_server_killed_while_processes_start_is_named(
+    start: Start, moment: Callable[[Command], object]
+) -> None:
+    command = start("--run", "run", "--steps", "2", "pause=0", *PLAN)
+    until(lambda: moment(command), "they start")
+    for pid in servers(command):
+        os.kill(pid, signal.SIGKILL)
+    code, _, error = command.end()
+    assert "mistake of grappe" not in error
+    assert "Traceback" not in error
+    if code:  # else another server was started in its place
+        assert code == 1, error
+        assert "was killed by SIGKILL" in error
+        assert "process " in error
+    until(lambda: not command.members(), "all have ended")
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_a_process_killed_while_it_starts_is_named(start: Start, wanted: int) -> None:
+    command = start("--run", "run", *PLAN)
+
+    def young() -> list[int]:
+        return [pid for pid in command.members() if parent(pid) in servers(command)]
+
+    until(lambda: len(young()) >= wanted, "they start")
+    os.kill(young()[-1], signal.SIGKILL)
+    code, _, error = command.end()
+    assert code == 1
+    assert "was killed by SIGKILL" in error, error
+    assert "mistake of grappe" not in error
+
+
+def test_a_child_whose_parent_has_ended_begins_nothing(tmp_path: Path) -> None:
+    """A process made by os.fork that is scheduled only when its parent is gone."""
+    text = """
+import os, signal, sys
+from grappe.launch import fork, orphan
+
+def late(parent):
+    os.kill(os.getpid(), signal.SIGSTOP)  # as if another process had its turn
+    real(parent)
+
+real, fork.end_with_forking_parent = orphan.end_with_forking_parent, late
+fork.run_in_fork(lambda: open(sys.argv[1], "w").close())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(grappe.__file__).parents[1])}
+    mark = tmp_path / "begun"
+    parent_process = subprocess.Popen([sys.executable, "-c", text, str(mark)], env=environment)
+
+    def children() -> list[int]:
+        task = Path(f"/proc/{parent_process.pid}/task/{parent_process.pid}/children")
+        return [int(pid) for pid in task.read_text().split()]
+
+    def stopped(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    until(lambda: children() and stopped(children()[0]), "the child waits")
+    (child,) = children()
+    parent_process.kill()
+    parent_process.wait()
+    os.kill(child, signal.SIGCONT)
+    until(lambda: not Path(f"/proc/{child}/cmdline").exists() or not line(child), "the child has ended")
+    assert not mark.exists()

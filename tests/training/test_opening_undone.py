@@ -1,0 +1,114 @@
+"""A start that is refused takes back what it made, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.checkpoint.saver import leftovers
+from grappe.errors import GrappeError
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.training.worker import worker
+from tests.parity.tasks import Images
+from tests.training.test_training import train
+
+
+def refused_start(folder: Path, weights: Path) -> str:
+    request = Request(
+        task=TaskReference.of(Images(epochs=1)),
+        plan=Plan.parse("threads=1"),
+        run=folder,
+        base=folder.parent,
+        data=folder,
+        weights=weights,
+        options=Options(),
+    )
+    with pytest.raises(GrappeError) as error:
+        worker(request, ProcessRank(launcher="test"), folder.parent)
+    return str(error.value)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    file = tmp_path / "bad.pt"
+    torch.save({"other": torch.ones(1)}, file)
+    return file
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(one.relative_to(folder)): one.read_bytes() if one.is_file() else b"/"
+        for one in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize(
+    "held",
+    [{}, {"logs/job-17.out": "a job's output"}, {"logs/submit-1.sh": "#!/bin/bash", "logs/mine": "mine"}],
+)
+def test_a_refused_start_leaves_what_was_there(tmp_path: Path, bad: Path, held: dict[str, str]) -> None:
+    run = tmp_path / "run"
+    for name, text in held.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+    if not held:
+        run.mkdir()
+    before = files(tmp_path)
+    assert "bad.pt" in refused_start(run, bad)
+    assert files(tmp_path) == before
+
+
+def test_a_refused_start_in_a_new_folder_leaves_nothing(tmp_path: Path, bad: Path) -> None:
+    before = files(tmp_path)
+    refused_start(tmp_path / "run", bad)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["logs-of-mine/thesis.txt", "rendezvous-notes/a", "rendezvous-notes", "logs", "thesis.txt"]
+)
+def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path, bad: Path, name: str) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    before = files(tmp_path)
+    assert "is no run" in refused_start(file.parents[name.count("/")], bad)
+    assert files(tmp_path) == before
+
+
+def test_a_users_own_files_among_the_checkpoints_stay(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", Images(epochs=3), steps=2, save_every=1, keep=1).run
+    checkpoints = Run(run).checkpoints
+    mine = [
+        checkpoints / name
+        for name in (
+            ".step-notes/thesis.txt",
+            ".old-thoughts/thesis.txt",
+            ".step-000001.0123456789abcdef/thesis.txt",
+            "step-000002/thesis.txt",
+        )
+    ]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    (checkpoints / ".step-000001.0123456789abcdef/rank-0.safetensors").write_bytes(bytes(9))
+    (checkpoints / ".step-000003.fedcba9876543210").mkdir()
+    (checkpoints / ".step-000003.fedcba9876543210/rank-0.safetensors").write_bytes(bytes(9))
+    assert [one.name for one in leftovers(checkpoints)] == [".step-000003.fedcba9876543210"]
+    train(run, Images(epochs=3), steps=6, save_every=1, keep=1)
+    assert all(file.read_text() == "mine" for file in mine)
+    assert not (checkpoints / ".step-000003.fedcba9876543210").exists()
+    (checkpoints / "step-000006/state.json").write_text("damaged")
+    (checkpoints / "step-000006/thesis.txt").write_text("mine")
+    train(run, Images(epochs=3), steps=6, save_every=1, keep=1)  # that step again
+    assert [one.read_text() for one in checkpoints.glob("*step-000006*/thesis.txt")] == ["mine"]
+    latest = Run(run).latest()
+    assert latest is not None
+    assert latest.step == 6
