@@ -250,6 +250,8 @@ def main(count: int) -> int:
         ends = in_fork(lambda case=case, number=number, model=model: attempt(case, number, model))
         worst = max(worst, (time.monotonic() - began, number))
         tables[name]["files"] += 1
+        if number % 100 == 99:
+            print(f"{number + 1} of {count}", file=sys.stderr, flush=True)
         for end in ends:
             if end.startswith("took "):
                 tables[name]["most MB"] = max(tables[name]["most MB"], int(end[5:]))
