@@ -38,10 +38,22 @@ def parity() -> str:
     return "\n".join(lines)
 
 
+def optimizers() -> str:
+    """A line for every plan, a column for every optimizer of grappe's."""
+    found = json.loads((ROOT / "docs" / "parity.json").read_text())["optimizers"]
+    lines = [f"| plan | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for text in next(iter(found.values())):
+        gaps = [gaps[text] for gaps in found.values()]
+        cells = " | ".join("refused" if gap is None else f"{gap:.0e}" for gap in gaps)
+        lines.append(f"| `{text}` | {cells} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "README.md": ("rooms", rooms),
     "docs/plans.md": ("plan keys", plan_markdown),
     "docs/parity.md": ("parity", parity),
+    "docs/optimizers.md": ("optimizers", optimizers),
 }
 """By page: the name of its generated part, which stands between `<!-- NAME -->` and `<!-- end -->`, and its text."""
 

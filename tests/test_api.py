@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import grappe
+import grappe.optimizers
 import grappe.slurm
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,9 @@ def test_what_is_listed_can_be_imported(name: str) -> None:
     assert getattr(importlib.import_module(module), attribute).__doc__
 
 
-@pytest.mark.parametrize("module", [grappe, grappe.slurm], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [grappe, grappe.optimizers, grappe.slurm], ids=lambda module: module.__name__
+)
 def test_the_page_lists_what_a_module_says_is_public(module) -> None:
     listed = [name.rpartition(".")[2] for name in LISTED if name.rpartition(".")[0] == module.__name__]
     assert listed == sorted(module.__all__)

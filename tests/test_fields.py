@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from grappe.errors import UsageError
-from grappe.fields import docs, seconds, whole_numbers
+from grappe.fields import docs, seconds, whole_numbers, with_variables
 from grappe.training.options import Options
 
 
@@ -43,3 +43,12 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 def test_each_option_of_a_training_says_what_it_is() -> None:
     assert list(docs(Options)) == [field.name for field in dataclasses.fields(Options)]
+
+
+def test_variables_are_expanded_and_an_empty_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "/a b")
+    monkeypatch.setenv("EMPTY", "")
+    assert with_variables("$HERE/${HERE}x$") == "/a b//a bx$"
+    for text in ("$EMPTY/x", "${NOT_SET_AT_ALL}"):
+        with pytest.raises(UsageError, match="is empty on this machine"):
+            with_variables(text)

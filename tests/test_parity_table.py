@@ -8,6 +8,7 @@ from grappe import engines
 from grappe.plan import Plan
 from tests.parity import table
 from tests.parity.cell import TOLERANCE
+from tests.parity.optimizers import RULES
 from tests.processes import Pool
 
 
@@ -16,6 +17,22 @@ def test_every_engine_and_every_plan_is_in_the_table() -> None:
     assert tuple(gaps) == table.PLANS
     assert {Plan.parse(plan).engine for plan in gaps} == set(engines.names())
     assert all(0 <= gap <= TOLERANCE for gap in gaps.values())
+
+
+def test_every_optimizer_is_in_the_table_under_every_plan_or_refused_by_deepspeed() -> None:
+    for gaps in table.known_optimizers().values():
+        assert set(gaps) == set(table.OPTIMIZER_PLANS)
+        assert all(gap is None or 0 <= gap <= TOLERANCE for gap in gaps.values())
+        refused = {plan for plan, gap in gaps.items() if gap is None}
+        assert (
+            {"engine=deepspeed,shard=2,zero=1"}
+            <= refused
+            <= {
+                "engine=deepspeed,shard=2,zero=1",
+                "engine=horovod,replicate=2",
+            }
+        )
+    assert tuple(table.known_optimizers()) == RULES
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_plan_is_frozen() -> None:
         ("replicate=2,replicate=3", "given twice"),
         ("replicate=", "form name=value"),
         ("offload=gpu", "none, cpu or nvme"),
+        ("offload=nvme:", "names no folder"),
         ("workers=-1", "at least 0"),
         ("recompute=maybe", "true or false"),
         ("exact=6", "power of two"),

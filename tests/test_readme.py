@@ -97,11 +97,11 @@ def test_docs_need_no_tests() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_make_targets_that_are_shown_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     code = "\n".join(re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL))
     lines = [
         *re.findall(r"^make ([a-z -]+?)(?:  |$)", code, re.MULTILINE),
-        *re.findall(r"`make ([a-z-]+)", page.read_text()),
+        *re.findall(r"`make ([a-z.-]+)", page.read_text()),
     ]
     assert {name for line in lines for name in line.split()} <= targets
 
@@ -132,6 +132,6 @@ def test_plans_that_are_shown_can_be_asked_for(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_are_shown_exist(page: Path) -> None:
     code = "\n".join(re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL))
-    inline = re.findall(r"`grappe ([a-z]+)", page.read_text())
-    for verb in {*re.findall(r"^grappe ([a-z]+)", code, re.MULTILINE), *inline}:
+    inline = re.findall(r"`grappe ([a-z]+(?:-[a-z]+)*)", page.read_text())
+    for verb in {*re.findall(r"^grappe ([a-z]+(?:-[a-z]+)*)", code, re.MULTILINE), *inline}:
         assert verb in commands.app, verb

@@ -1,4 +1,4 @@
-"""Supply chain: a bill of materials, requirements with hashes, and no file that is unpickled."""
+"""The supply chain: a bill of materials, requirements with hashes, and no file that is unpickled."""
 
 from __future__ import annotations
 

@@ -64,6 +64,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optimizers":
+        return importlib.import_module("grappe.optimizers")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'grappe' has no attribute '{name}'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import textwrap
 import types
@@ -142,6 +143,22 @@ def seconds(text: str, name: str) -> float:
     return found
 
 
+def with_variables(text: str) -> str:
+    """The text with `$NAME` and `${NAME}` in it expanded from the environment.
+
+    Raises:
+        UsageError: a variable is not set here, or empty.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if not os.environ.get(name):
+            raise UsageError(f"${name} is empty on this machine")
+        return os.environ[name]
+
+    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, text)
+
+
 def comma_separated(text: str, name: str) -> tuple[str, ...]:
     """Splits a text like "tensorboard,wandb"."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))
@@ -169,6 +186,7 @@ class TextForm:
 Duration = Annotated[float, TextForm(seconds)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
 Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
+CountsFromZero = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 
 

@@ -71,6 +71,11 @@ class Plan:
                 raise PlanError(f"{name}={value}: it must be at least {least}")
         if self.offload not in ("none", "cpu") and not self.offload.startswith("nvme:"):
             raise PlanError(f"offload={self.offload}: it must be none, cpu or nvme:FOLDER")
+        if self.offload == "nvme:":
+            raise PlanError(
+                "offload=nvme: names no folder. If a variable is empty here and not on the node, write it in single "
+                "quotes: --plan '…,offload=nvme:$SLURM_TMPDIR'"
+            )
         if self.zero != 3 and self.shard == 1:
             raise PlanError(f"zero={self.zero} says what shard processes split: add shard=2, or more")
         if self.exact & (self.exact - 1) or (self.exact and self.exact % self.data_parallel):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from grappe.cli.training import read_submission
+from grappe.cli.submission import read_submission
 from grappe.sites import slurm
 from grappe.sites.slurm import Entry
 from grappe.verbs import jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 SPLITS = ("train", "validation", "test")
+Call = Callable[[Any, Any], Any]
+"""A model and a batch of inputs to the model's output: `Task.forward`."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -38,6 +40,8 @@ class Task:
     seed: int = 0
     clip: float | None = None
     """Bound on the gradient's global norm."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, 0.999 say, which is then evaluated, loaded and exported."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -55,12 +59,23 @@ class Task:
                 f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)"
             )
 
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise TaskError(
+                f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)"
+            )
+
+    def prepare(self, folder: Path) -> None:
+        """Downloads and unpacks what `data` needs: before it, by one process of each node at a time, under a lock."""
+
     def model(self) -> nn.Module:
         """Makes the network on the current default device; its weights are drawn from torch's generator."""
         raise NotImplementedError
 
     def data(self, split: str, folder: Path) -> Dataset:
-        """Returns the samples of `split` ("train", "validation" or "test"): a map-style dataset of (input, target)."""
+        """Returns the samples of `split` ("train", "validation" or "test"): a map-style dataset.
+
+        Samples are pairs (input, target), or of any form that `collate` makes batches of.
+        """
         raise NotImplementedError
 
     def loss(self, output: Any, target: Any) -> Tensor:
@@ -84,14 +99,32 @@ class Task:
         return {}
 
     def augment(self, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
-        """Augments a training batch on the device at random; `keys` [B] int64 are arguments of `grappe.draw`."""
+        """Augments a training batch on the device at random; `keys` [B] int64 are arguments of `grappe.draw`.
+
+        If it takes a further argument `training`, it is called for evaluation and prediction, too: for the noise and
+        times of a diffusion model.
+        """
         return inputs, targets
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Collates the dataset's samples into a batch (inputs, targets)."""
+        """Collates the dataset's samples, of any form, into a batch (inputs, targets)."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        """The model's output for a batch of inputs: a dict becomes keywords, `model(**inputs)`.
+
+        A pipeline calls it with the first unit in the model's place.
+        """
+        return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+    def prediction(self, output: Any) -> Any:
+        """Makes what `grappe predict` shows of the model's output for a batch: tensors with a row per sample.
+
+        A softmax, decoded text, a dict by name. It is cut by row, however it nests; a list of dicts is one a sample.
+        """
+        return output
 
     def units(self, model: Any) -> Sequence[nn.Module]:
         """Returns the model's blocks in order, for sharding, activation checkpointing, compilation and pipelining.

@@ -1,4 +1,4 @@
-"""Which checkpoint is taken, and what is said of those that are not."""
+"""The choice of a checkpoint, and what is said of those that are not taken."""
 
 from __future__ import annotations
 

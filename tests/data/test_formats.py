@@ -136,7 +136,7 @@ def test_a_gzip_of_much_more_than_its_header_says_is_not_unpacked(tmp_path):
     ],
 )
 def test_a_gzip_that_admits_to_be_too_large_is_not_unpacked(tmp_path, shape, inner, words):
-    """A true header: 2 MB of such a file can be 2 GB."""
+    """The header is true: a gzip file of 2 MB can hold 2 GB."""
     header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
     path = write(tmp_path, gzip.compress(header + bytes(1000), 1))
     with pytest.raises(DataError) as error:

@@ -1,4 +1,4 @@
-"""Inputs of the fuzzer: words, JSON, and runs that are damaged as an accident or an attacker would."""
+"""Input of the fuzzer: words, JSON, and runs that are damaged as an accident or an attacker would."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from grappe.checkpoint.commit import MANIFEST, fingerprint, json_hash
 from grappe.errors import GrappeError
+from grappe.training.run import Run
 
 EXAMPLES = int(os.environ.get("GRAPPE_FUZZ", "0"))
 """How many of each kind are tried, and new ones each time; 0: a few, always the same."""
@@ -119,6 +120,7 @@ def told(verb: Callable[[], object]) -> str:
 def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed: bool) -> None:
     """Damages a run; with `sealed`, the newest checkpoint's manifest fits again, as an attacker would make it."""
     newest = sorted((run / "checkpoints").iterdir())[-1].name
+    origin = {"step": int(newest.partition("-")[2]), "run": Run(run).id, "samples": 0}
     for how, name, what in todo:
         file = run / name.replace("NEWEST", newest)
         if not file.parent.is_dir():
@@ -137,7 +139,8 @@ def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed
         files.pop(MANIFEST, None)
         if not (folder / MANIFEST).exists() or (folder / MANIFEST).is_file():
             (folder / MANIFEST).unlink(missing_ok=True)
-            (folder / MANIFEST).write_text(json.dumps({"files": files, "xxh3_128": json_hash(files)}))
+            content = {**origin, "files": files}
+            (folder / MANIFEST).write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))
 
 
 def _changed(content: bytes, how: str, what: Any) -> bytes:

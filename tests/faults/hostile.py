@@ -156,7 +156,7 @@ HONEST = Path(tempfile.mkdtemp(prefix="grappe-hostile-"))
 
 
 def make_honest() -> None:
-    """Makes the honest files that the cases damage."""
+    """Makes the files that the cases are damaged from."""
     train(HONEST / "run", Images(), steps=2, save_every=1, log_samples=True)
     state = Large().model().state_dict()
     torch.save(state, HONEST / "new.pt")
@@ -173,7 +173,7 @@ def make_honest() -> None:
 
 
 def attempt(case: Case, seed: int, model: float) -> list[str]:
-    """Runs the commands of a case; returns how each ended, and what must not be."""
+    """Runs each command of a case; returns the worst that can be said of each end."""
     rng = random.Random(seed)
     ends = []
     with tempfile.TemporaryDirectory(prefix="grappe-case-") as folder:

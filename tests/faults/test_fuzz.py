@@ -23,7 +23,7 @@ from torch import nn
 
 from grappe import engines, sites
 from grappe.cli import commands
-from grappe.cli.training import read_submission
+from grappe.cli.submission import read_submission
 from grappe.errors import GrappeError
 from grappe.fields import parse, split
 from grappe.launch.rank import ProcessRank

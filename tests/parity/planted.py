@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -101,6 +102,44 @@ def no_division_by_microbatches() -> Any:
     return mock.patch.object(Losses, "_output_gradient", summed)
 
 
+def larger_loss() -> Any:
+    """Process 1's loss is a tenth too large, in its curve and in its gradient."""
+    loss = Losses.__call__
+
+    def larger(self: Losses, *arguments: Any) -> Any:
+        found = loss(self, *arguments)
+        if not dist.is_initialized() or dist.get_rank() != 1:
+            return found
+        return found._replace(output_gradient=found.output_gradient * 1.1, total=found.total * 1.1)
+
+    return mock.patch.object(Losses, "__call__", larger)
+
+
+def larger_gradient() -> Any:
+    """Process 1's gradient is a hundredth too large, its loss is right."""
+    gradient = Losses._output_gradient
+
+    def larger(self: Losses, *arguments: Any) -> Any:
+        return gradient(self, *arguments) * (1.01 if dist.is_initialized() and dist.get_rank() == 1 else 1.0)
+
+    return mock.patch.object(Losses, "_output_gradient", larger)
+
+
+def shuffled_targets() -> Any:
+    """Process 1's targets are one place away from their inputs."""
+    microbatch = BatchLoader._microbatch
+
+    def moved(self: BatchLoader, part: Any, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
+        found = microbatch(self, part, ids, inputs, targets)
+        if self._world.rank != 1:
+            return found
+        target, places = found.targets
+        rolled = [target[-1], *target[:-1]] if isinstance(target, list) else target.roll(1, 0)
+        return found._replace(targets=(rolled, places))
+
+    return mock.patch.object(BatchLoader, "_microbatch", moved)
+
+
 def off_by_one() -> Any:
     ids = SampleOrder.ids
 
@@ -139,7 +178,8 @@ FAULTS: dict[str, Planted] = {
     name: globals()[name]
     for name in (
         "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
-        "silent_bf16", "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
+        "silent_bf16", "larger_loss", "larger_gradient", "shuffled_targets",
+        "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
     )
 }  # fmt: skip
 
@@ -156,6 +196,16 @@ class Averaging(Tokens):
 
     def counts(self, target: torch.Tensor) -> None:
         return None
+
+
+class Placed(Images):
+    """A loss whose weights go by the rows' places in the batch."""
+
+    samples: int = 64
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        values = super().loss(output, target)
+        return values * torch.linspace(0.5, 1.5, len(values))
 
 
 class Moody(Dataset):

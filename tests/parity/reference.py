@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from grappe.data.order import SampleOrder, cut
+from grappe.optimizers.modes import begin_training
 from grappe.task import Task
 
 
@@ -30,6 +31,7 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
     dataset = task.data("train", Path())
     order = SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size)
     optimizer = task.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    begin_training(optimizer)
     schedule = task.schedule(optimizer, task.epochs * order.steps_per_epoch)
     losses, norms = [], []
     for step in range(steps):

@@ -17,6 +17,7 @@ from grappe.errors import PlanError
 from grappe.plan import Plan
 from tests.parity import reference
 from tests.parity.cell import difference
+from tests.parity.optimizers import RULES, TunedTokens
 from tests.parity.tasks import Tokens
 from tests.processes import Pool
 
@@ -34,6 +35,13 @@ PLANS = (
     "engine=deepspeed,replicate=2", "engine=deepspeed,shard=2,zero=1", "engine=deepspeed,shard=2,zero=2",
     "engine=deepspeed,shard=2", "engine=deepspeed,shard=2,offload=cpu",
 )  # fmt: skip
+OPTIMIZER_PLANS = (
+    "replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "replicate=2,shard=2", "tensor=2",
+    "pipeline=2,microbatches=4", "exact=2,replicate=2", "exact=2,shard=2", "engine=textbook,replicate=2",
+    "engine=lightning,replicate=2", "engine=lightning,shard=2", "engine=horovod,replicate=2",
+    "engine=deepspeed,replicate=2", "engine=deepspeed,shard=2,zero=1",
+)  # fmt: skip
+"""Of grappe's own optimizers, under each: refused where the engine cannot."""
 
 
 def known() -> dict[str, float]:
@@ -42,35 +50,57 @@ def known() -> dict[str, float]:
     return {plan: gaps[plan] for plan in PLANS if plan in gaps}
 
 
-def measure(pool: Pool, text: str) -> float:
+def known_optimizers() -> dict[str, dict[str, float | None]]:
+    """By optimizer and plan: the difference that was measured last; None: refused."""
+    return json.loads(FILE.read_text()).get("optimizers", {}) if FILE.exists() else {}
+
+
+def measure(pool: Pool, text: str, task: Tokens | None = None) -> float:
     """The largest |plan - plain| / |plain| of any tensor after six steps."""
-    plain = reference.train(Tokens(), STEPS)["weights"]
-    trained = pool.run("tests.parity.cell:train", Plan.parse(text).processes, Tokens(), text, STEPS)
+    task = task or Tokens()
+    plain = reference.train(task, STEPS)["weights"]
+    trained = pool.run("tests.parity.cell:train", Plan.parse(text).processes, task, text, STEPS)
     return difference(plain, trained[0]["weights"])[0]
 
 
-def write(gaps: dict[str, float]) -> None:
+def measure_optimizer(pool: Pool, rule: str, text: str) -> float | None:
+    """As `measure`, under one of grappe's optimizers; None where the engine refuses it."""
+    task = TunedTokens(by=rule)
+    if pool.run("tests.engines.told:told", Plan.parse(text).processes, task, text, 1)[0]:
+        return None
+    return measure(pool, text, task)
+
+
+def write(gaps: dict[str, float], by_optimizer: dict[str, dict[str, float | None]]) -> None:
     """Writes the differences beside those that were known."""
     merged = {**known(), **gaps}
     ordered = {plan: merged[plan] for plan in PLANS if plan in merged}
-    FILE.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "gaps": ordered}, indent=1) + "\n")
+    before = known_optimizers()
+    rules = {rule: {**before.get(rule, {}), **by_optimizer.get(rule, {})} for rule in RULES}
+    found = {"date": time.strftime("%Y-%m-%d"), "gaps": ordered, "optimizers": rules}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
     """Measures every plan whose engine is installed."""
     torch.set_num_threads(1)  # the same sums on any machine
     pool = Pool(4)
-    gaps = {}
-    for text in PLANS:
+    gaps: dict[str, float] = {}
+    by_optimizer: dict[str, dict[str, float | None]] = {rule: {} for rule in RULES}
+    for text in dict.fromkeys((*PLANS, *OPTIMIZER_PLANS)):
         try:
             engines.check(Plan.parse(text))
         except PlanError as error:
             print(f"{text}: {error}", file=sys.stderr)
             continue
-        gaps[text] = measure(pool, text)
-        print(f"{text}: {gaps[text]:.1e}", file=sys.stderr)
+        if text in PLANS:
+            gaps[text] = measure(pool, text)
+            print(f"{text}: {gaps[text]:.1e}", file=sys.stderr)
+        for rule in RULES if text in OPTIMIZER_PLANS else ():
+            by_optimizer[rule][text] = measure_optimizer(pool, rule, text)
+            print(f"{text} {rule}: {by_optimizer[rule][text]}", file=sys.stderr)
     pool.close()
-    write(gaps)
+    write(gaps, by_optimizer)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from grappe import sites
 from grappe.plan import Plan
+from grappe.sites import sbatch
+from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.layout import Layout, ResourceRequest, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, render
@@ -13,13 +16,22 @@ from tests.slurm.shapes import live
 
 FOLDER = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/digits-1")
+MORE = ("narval", "jean-zay-a100")
+GIVEN = sbatch.Given(
+    mem="32G",
+    constraint="a100",
+    mail_user="me@example.org",
+    dependency="singleton",
+    others=("--exclude=n1", "--comment=mine", "--hint=compute_bound"),
+)
+PACKAGES = Packages(files={}, key="0123456789ab", locked=True)
 SIZES = ("1-gpu", "1-node", "2-nodes")
 
 
 def gpus(site: Site, size: str) -> int:
-    """Returns the GPUs of a size on a site; of the smallest job, if one GPU is not available."""
+    """Returns the GPUs of a size on a site (processes on CPU nodes); without single GPUs, of the smallest job."""
     assert site.node is not None
-    whole = site.node.gpus
+    whole = site.node.gpus or site.node.cores
     least = whole if site.ask.whole_nodes and 1 not in site.ask.part_nodes else 1
     return {"1-gpu": least, "1-node": whole, "2-nodes": 2 * whole}[size]
 
@@ -32,7 +44,7 @@ def account(site: Site) -> str | None:
 def script(site: Site, size: str, **changes: int) -> Script:
     """The script of a site and a size; `changes` are made to its layout behind the checks."""
     number = gpus(site, size)
-    plan = Plan(replicate=number)
+    plan = Plan(replicate=number) if site.node and site.node.gpus else Plan(replicate=number, device="cpu")
     made = layout(plan, site, ResourceRequest(seconds=1800, account=account(site)))
     return Script(
         site=site,
@@ -45,10 +57,38 @@ def script(site: Site, size: str, **changes: int) -> Script:
         folder=Path("/scratch/me"),
         data="data",
         python="/home/me/.venv/bin/python",
+        packages=PACKAGES if site.job.environment in MADE_ON_NODES else None,
         account=account(site),
         chain=0 if site.job.requeue else 3,
         command=f"grappe submit --site {site.name} -- train digits epochs=3",
     )
+
+
+def others(site: Site) -> dict[str, Script]:
+    """Scripts of what is no training, by the ends of their files' names."""
+    training = script(site, "1-node")
+    plain = {"training": False, "task": (), "data": "", "saves": False, "name": "other-1"}
+    own = {
+        **plain,
+        "own_script": True,
+        "torchrun": True,
+        "saves": True,
+        "command": "grappe submit -- mine.py",
+    }
+    return {
+        "script": dataclasses.replace(training, arguments=("mine.py", "--lr", "0.1"), **own),
+        "script-chain": dataclasses.replace(training, arguments=("mine.py",), chain=3, **own),
+        "options": dataclasses.replace(training, sbatch=sbatch.options(GIVEN)),
+        "evaluate": dataclasses.replace(training, arguments=("evaluate", "runs/one"), **plain),
+    }
+
+
+def golden() -> dict[str, Script]:
+    """All that the folder holds, by the names of its files: each site's sizes, and more of two very different ones."""
+    made = {f"{site.name}-{size}.sh": script(site, size) for site in live() for size in SIZES}
+    for name in MORE:
+        made |= {f"{name}-{end}.sh": one for end, one in others(sites.find(name)).items()}
+    return made
 
 
 def layout_of(site: Site, size: str) -> Layout:
@@ -59,9 +99,8 @@ def layout_of(site: Site, size: str) -> Layout:
 def main() -> None:
     """Writes all golden files."""
     FOLDER.mkdir(exist_ok=True)
-    for site in live():
-        for size in SIZES:
-            (FOLDER / f"{site.name}-{size}.sh").write_text(render(script(site, size)))
+    for name, one in golden().items():
+        (FOLDER / name).write_text(render(one))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from grappe.sites.layout import ResourceRequest, fit, layout
 
 ACCOUNTS = {
     "narval": "def-x",
+    "narval-cpu": "def-x",
     "trillium": "def-x",
     "tamia": "aip-x",
     "jean-zay-v100": "x@v100",
@@ -100,3 +101,13 @@ def test_gpus_against_the_plan() -> None:
 def test_a_retired_site_names_its_follower() -> None:
     with pytest.raises(GrappeError, match="replaced by fir"):
         layout(Plan(), sites.find("cedar"), ResourceRequest(account="def-x"))
+
+
+def test_jobs_without_gpus_have_cores_and_their_memory() -> None:
+    found = made("narval-cpu", "replicate=2,device=cpu", cores=8)
+    assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (1, 2, 0, 8, 62)
+    assert found.core_hours == 16.0
+    with pytest.raises(GrappeError, match="those of narval-cpu have 64"):
+        made("narval-cpu", "replicate=2,device=cpu", cores=33)
+    with pytest.raises(GrappeError, match="add device=cpu"):
+        made("narval-cpu", "")

@@ -14,8 +14,7 @@ from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.layout import ResourceRequest, layout
 from grappe.sites.script import Script, clock, notice, render
-from tests.sites.golden import FOLDER, SIZES, script
-from tests.slurm.shapes import live
+from tests.sites.golden import FOLDER, golden, script
 
 HOSTILE = [
     "$(touch hacked)",
@@ -34,16 +33,13 @@ def narval(**changes) -> Script:
     return dataclasses.replace(script(sites.find("narval"), "1-node"), **changes)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("site", live(), ids=lambda site: site.name)
-def test_scripts_are_the_golden_ones(site, size: str) -> None:
-    golden = (FOLDER / f"{site.name}-{size}.sh").read_text()
-    assert render(script(site, size)) == golden, "python -m tests.sites.golden writes them anew"
+@pytest.mark.parametrize(("name", "made"), golden().items(), ids=golden())
+def test_scripts_are_the_golden_ones(name: str, made: Script) -> None:
+    assert render(made) == (FOLDER / name).read_text(), "python -m tests.sites.golden writes them anew"
 
 
 def test_no_golden_file_is_left_over() -> None:
-    expected = {f"{site.name}-{size}.sh" for site in live() for size in SIZES}
-    assert {file.name for file in FOLDER.iterdir()} == expected
+    assert {file.name for file in FOLDER.iterdir()} == set(golden())
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (.ci/run does)")
@@ -98,10 +94,13 @@ def test_hostile_words_reach_the_program_as_they_are(word: str, tmp_path: Path) 
     )
     lines = render(made).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("cd -- "))
-    kept = [line for line in lines if line.startswith(("task=(", "command=(", "run="))]
+    kept = [
+        line for line in lines if line.startswith(("task=(", "command=(", "run=", "python=(", "grappe=("))
+    ]
     probe = "\n".join(["set -eu", lines[start], *kept, 'printf "%s\\0" "$PWD" "${task[@]}" "${command[@]}"'])
     done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path)
-    expected = [str(folder), word, "train", word, "--run", str(made.run), "--data", word]
+    program = [made.python, "-m", "grappe"]
+    expected = [str(folder), word, *program, "train", word, "--run", str(made.run), "--data", word]
     assert done.stdout.split("\0")[:-1] == expected
     assert not list(tmp_path.rglob("hacked"))
 
@@ -140,3 +139,22 @@ def test_times() -> None:
         "7-00:00:00",
     ]
     assert [notice(one) for one in (60, 3600, 86400)] == [20, 180, 300]
+
+
+@pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
+def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> None:
+    made = narval(
+        arguments=("mine.py", word, "$HERE"), training=False, own_script=True, torchrun=True, doctor=False,
+        environment="here",
+    )  # fmt: skip
+    text = render(made)
+    begin = text.index("read -r -d '' start")
+    start = text[begin : text.index("\nEND\n", begin) + 5]
+    probe = f'{start}\nfirst={tmp_path}/first bash -c "$start" start printf "%s\\0"'
+    slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "1")
+    done = subprocess.run(
+        ["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HERE": "a b", "SLURM_NODEID": "0", **slurm},
+    )  # fmt: skip
+    assert done.stdout.split("\0")[:-1] == ["mine.py", word, "a b"]
+    assert not list(tmp_path.rglob("hacked"))

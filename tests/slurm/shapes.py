@@ -36,7 +36,7 @@ def _shape(site: Site) -> Shape:
         nodes=NODES,
         cpus=node.cores,
         megabytes=(node.memory_gb or 400) * 1024,
-        gres=":".join(["gpu", *model, str(node.gpus)]),
+        gres=":".join(["gpu", *model, str(node.gpus)]) if node.gpus else "",
         minutes=int(hours(site) * 60),
         features=",".join(features),
     )

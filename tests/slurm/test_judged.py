@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from grappe import sites
 from grappe.sites.script import render
 from tests.patience import PATIENCE_SECONDS
-from tests.sites.golden import SIZES, layout_of, script
+from tests.sites.golden import MORE, SIZES, layout_of, others, script
 from tests.slurm.cluster import Cluster
 from tests.slurm.shapes import hours, live
 
@@ -28,10 +30,23 @@ def test_a_real_sbatch_judges(cluster: Cluster, tmp_path: Path, site) -> None:
         assert said.returncode == 0, f"{size}: {said.stderr}"
     whole = layout_of(site, "1-node")
     for changes in (
-        {"gpus": whole.gpus + 1},
+        *([{"gpus": whole.gpus + 1}] if whole.gpus else []),
         {"seconds": int((hours(site) + 1) * 3600)},
         {"cores": whole.cores + 1},
         {"nodes": 3},
     ):
         said = judge(render(script(site, "1-node", **changes)), site.name, tmp_path)
         assert said.returncode != 0, f"{changes} were accepted: {said.stderr}"
+
+
+@pytest.mark.parametrize("end", others(sites.find("narval")))
+@pytest.mark.parametrize("name", MORE)
+def test_a_real_sbatch_judges_other_commands_and_options(
+    cluster: Cluster, tmp_path: Path, name: str, end: str
+) -> None:
+    made = others(sites.find(name))[end]
+    options = [
+        one for one in made.sbatch if not one.startswith(("--exclude", "--constraint"))
+    ]  # of real nodes
+    said = judge(render(dataclasses.replace(made, sbatch=tuple(options))), name, tmp_path)
+    assert said.returncode == 0, said.stderr

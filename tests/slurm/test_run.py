@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import CPUS
 from tests.slurm.jobs import grappe
+from tests.wheelhouse import wheel, wheelhouse
 
 WHERE = str(Path(__file__).with_name("where.py"))
 PLAIN = "threads=1,workers=0,device=cpu"
@@ -146,41 +148,101 @@ variables = { MY_NAME = "it's $HOME" }
 """
 
 
-def stand_in(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    file.chmod(0o755)
-
-
 def test_an_environment_and_data_on_the_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user's own site; virtualenv and pip are stand-ins that write down how they are called."""
-    local, said = tmp_path / "local", tmp_path / "said"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setenv("NODE_LOCAL", str(local))
-    stand_in(tmp_path / "grappe" / "sites" / "mine.toml", MINE)
-    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-    pip = f'#!/bin/sh\necho "pip $* MY_NAME=$MY_NAME" >> {said}\n'
-    for name, text in (("python", python), ("pip", pip)):
-        stand_in(tmp_path / "made" / name, text)
-    stand_in(
-        tmp_path / "bin" / "virtualenv",
-        f'#!/bin/sh\necho "virtualenv $*" >> {said}\nmkdir -p "$3/bin" && cp {tmp_path}/made/* "$3/bin"\n',
+    """A fresh account: an empty HOME, no network, wheels without grappe, and a task that imports one more package.
+
+    The first job makes the environment; the second, on nodes that are new to it, unpacks what the first kept.
+    """
+    for name in ("home", "tasks"):
+        (tmp_path / name).mkdir()
+    mine = tmp_path / "home" / "sites"
+    mine.mkdir()
+    (mine / "mine.toml").write_text(MINE)
+    folder = tmp_path / "home" / ".config" / "grappe"
+    folder.mkdir(parents=True)
+    (folder / "sites").symlink_to(mine)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheelhouse(tmp_path / "wheels")))
+    (tmp_path / "tasks" / "mine.py").write_text(
+        f"{Path(SLOW).read_text()}\nimport extra\nprint('has', extra.NAME)\n"
     )
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     (tmp_path / "images").write_text("data")
     subprocess.run(["tar", "-cf", "data.tar", "images"], cwd=tmp_path, check=True)
-    grappe(
-        "submit", "--site", "mine", "--time", "10m", "--no-doctor", "--stage", "data.tar", "--wheels", "my wheels",
-        "--", "train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
+    submit = (
+        "submit", "--site", "mine", "--time", "10m", "--stage", "data.tar", "--wheels", "my wheels",
+        "--", "train", "tasks/mine.py", "epochs=1", "pause=0", "--plan", f"{PLAIN},replicate=2",
     )  # fmt: skip
-    grappe("wait", "run", cwd=tmp_path)
-    assert (local / "data" / "images").read_text() == "data"
-    assert Run(tmp_path / "run").read_description()["data"] == str(local / "data")
-    name = "MY_NAME=it's $HOME"
-    assert said.read_text().splitlines() == [
-        f"virtualenv --no-download --clear {local}/env",
-        f"pip install --quiet --no-index --upgrade pip {name}",
-        f"pip install --quiet --no-index --find-links {tmp_path}/my wheels grappe {name}",
-    ]
+    (tmp_path / "my wheels").mkdir()
+    said = grappe(*submit, "--run", "run", cwd=tmp_path, code=2)
+    assert "the wheels of mine lack a package, and nothing was submitted:\n  extra: there is none" in said
+    assert not (tmp_path / "run").exists()
+    wheel(tmp_path / "my wheels", "extra", "1.0", files={"extra.py": "NAME = 'extra'"})
+    for number in (1, 2):
+        local = tmp_path / f"local-{number}"
+        monkeypatch.setenv("NODE_LOCAL", str(local))
+        grappe(*submit, "--run", f"run-{number}", cwd=tmp_path)
+        grappe("wait", f"run-{number}", cwd=tmp_path)
+        assert "has extra" in grappe("logs", f"run-{number}", cwd=tmp_path)
+        assert (local / "data" / "images").read_text() == "data"
+        assert Run(tmp_path / f"run-{number}").read_description()["data"] == str(local / "data")
+        (tmp_path / "my wheels" / "extra-1.0-py3-none-any.whl").touch()  # the same content
+    kept = list((tmp_path / ".environments").iterdir())
+    assert len(kept) == 1, kept
+    made = [next((tmp_path / f"local-{number}").glob(f"grappe-*/{kept[0].stem}")) for number in (1, 2)]
+    configurations = [(one / "pyvenv.cfg").read_text() for one in made]
+    assert configurations[0] == configurations[1], "the second was made anew"
+
+
+OWN = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="env://")
+total = torch.tensor(dist.get_rank() + 1)
+dist.all_reduce(total)
+names = ("SLURMD_NODENAME", "LOCAL_RANK", "OMP_NUM_THREADS")
+print("total", total.item(), *sys.argv[1:], *(os.environ[name] for name in names), flush=True)
+dist.destroy_process_group()
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.exit(75)
+"""
+
+
+def test_a_script_of_ones_own(cluster: Cluster, tmp_path: Path) -> None:
+    """Processes on two nodes that meet as under torchrun; one that ends with 75 goes back into the queue."""
+    (tmp_path / "mine.py").write_text(OWN)
+    said = grappe(
+        "submit", "--site", "generic", "--nodes", "2", "--processes", "2", "--gpus", "0", "--time", "10m",
+        "--no-doctor", "--", "python", "mine.py", "--lr", "a b", cwd=tmp_path,
+    )  # fmt: skip
+    folder = said.split("run ")[-1].strip()
+    grappe("wait", folder, cwd=tmp_path)
+    text = grappe("logs", folder, cwd=tmp_path)
+    assert text.count("0: total 3 --lr a b n0 0 1") == 2, text
+    assert text.count("1: total 3 --lr a b n1 0 1") == 2, text
+    assert text.count("back into the queue") == 1, text
+    script = (Path(folder) / "logs" / "submit-1.sh").read_text()
+    assert "#SBATCH --signal" in script
+    assert "--gres" not in script
+
+
+def test_another_command(cluster: Cluster, tmp_path: Path) -> None:
+    """A training submitted, then its evaluation: one task for each process, as the plan says."""
+    run = ("train", "digits", "epochs=1", "--run", "run", "--plan", PLAIN)
+    grappe(*run, cwd=tmp_path)
+    expected = grappe("evaluate", "run", "--json", "--plan", PLAIN, cwd=tmp_path)
+    said = grappe(
+        "submit", "--site", "generic", "--time", "10m", "--no-doctor",
+        "--", "evaluate", "run", "--json", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
+    )  # fmt: skip
+    folder = said.split("run ")[-1].strip()
+    grappe("wait", folder, cwd=tmp_path)
+    found = [line for line in grappe("logs", folder, cwd=tmp_path).splitlines() if "{" in line]
+    assert len(found) == 1, found
+    scores = json.loads(found[0].partition(": ")[2])
+    assert scores["loss"] == pytest.approx(json.loads(expected)["loss"], rel=1e-5)

@@ -24,7 +24,7 @@ class Choice:
     """None: there is none that verifies."""
     why: str = "the newest"
     passed_over: tuple[str, ...] = ()
-    """What might be newer, and is not taken: a sentence each."""
+    """Checkpoints that might be newer, and are not taken: a sentence each."""
 
     def __str__(self) -> str:
         taken = f"{self.checkpoint.folder.name} is taken" if self.checkpoint else "no checkpoint verifies"
@@ -108,7 +108,7 @@ def validation_loss(checkpoint: Checkpoint) -> float:
 
 
 def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
-    """What lies among the checkpoints and is none: a renamed or linked one may be the newest in truth."""
+    """Names what lies among the checkpoints and is none: a renamed or linked one may be the newest in truth."""
     try:
         names = safe.names(folder)
     except OSError:

@@ -31,7 +31,7 @@ Fingerprint = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a checkpoint belongs; its manifest says it, since a folder can be renamed or copied."""
+    """Place that a checkpoint belongs to; its manifest says it, since a folder can be renamed or copied."""
 
     step: int
     """Optimizer steps done."""
@@ -100,7 +100,7 @@ def verify(folder: Path, run: str = "") -> str | None:
         run: the id of the run that it should be of; "": any.
     """
     try:
-        manifest = read_json(folder / MANIFEST, IN_CHECKPOINT, LARGEST_LIST)
+        manifest = read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST)
         expected_hash = manifest.pop("xxh3_128", None)
         files = manifest["files"]
         if files and not manifest.keys() & {"step", "run"}:
@@ -149,7 +149,7 @@ def write_json(file: Path, content: object, levels: int = IN_RUN) -> None:
     safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True)
 
 
-def read_json(file: Path, levels: int = IN_RUN, largest: int = LARGEST_JSON) -> dict[str, Any]:
+def read_json(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """Reads the object in a JSON file of at most `largest` bytes.
 
     Raises:

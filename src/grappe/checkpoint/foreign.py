@@ -75,7 +75,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
 
 
 def _not_plain(tensor: Tensor) -> str | None:
-    """Names the kind of a tensor that is not one of numbers in memory; None for a plain one."""
+    """Names the kind of a tensor that is not one of numbers in memory; None for one that is."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}"
     if tensor.is_nested:

@@ -36,11 +36,15 @@ class Checkpoint:
         """Reads the checkpoint's JSON."""
         return read_json(self.folder / STATE, IN_CHECKPOINT)
 
-    def read_model(self) -> ModelWeights:
-        """Opens the model's parameters and buffers, as one model."""
+    def read_model(self, *, averaged: bool = False) -> ModelWeights:
+        """Opens the model's parameters and buffers, as one model.
+
+        Args:
+            averaged: take the moving averages of its parameters, where there are some.
+        """
         from grappe.checkpoint.model_weights import ModelWeights
 
-        return ModelWeights(self.read_tensors())
+        return ModelWeights(self.read_tensors(), averaged=averaged)
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:

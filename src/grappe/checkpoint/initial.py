@@ -137,9 +137,11 @@ def share_memory(model: nn.Module) -> list[Tensor]:
 
 
 def _size(given: Path) -> int:
-    """Bytes that reading `given` may map."""
-    files = [given] if not given.is_dir() else given.glob("checkpoints/*/*.safetensors")
-    return sum(file.stat().st_size for file in files if file.is_file())
+    """Returns the bytes that reading `given` may map."""
+    if not given.is_dir():
+        return given.stat().st_size if given.is_file() else 0
+    files = given.glob("checkpoints/*/*.safetensors")
+    return sum(file.lstat().st_size for file in files if safe.kind(file) == "file")
 
 
 @torch.no_grad()

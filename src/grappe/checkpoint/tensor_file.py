@@ -116,7 +116,6 @@ class _Mapped:
         with safe.reader(file, levels) as stream:
             if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
                 raise RunError(f"{file} is no readable safetensors file: its header is too long")
-            stream.seek(0)
             # The library opens by name: this one means the file that is open here, whatever has its name by now.
             with safe_open(
                 f"/dev/fd/{stream.fileno()}", framework="np"

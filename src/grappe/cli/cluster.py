@@ -9,9 +9,9 @@ from cyclopts import App, Parameter
 
 from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder
 from grappe.cli.exit import show
-from grappe.cli.training import read_submission
+from grappe.cli.submission import read_submission
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.launch.terminal import say
+from grappe.launch.terminal import complain, say
 from grappe.verbs.submission import JobOptions
 
 DEFAULTS = JobOptions()
@@ -25,7 +25,7 @@ def register(app: App) -> None:
 
 def submit(
     *words: Annotated[
-        str, Parameter(allow_leading_hyphen=True, help="After --: train TASK …, as it runs here.")
+        str, Parameter(allow_leading_hyphen=True, help="After --: the command, as it runs here.")
     ],
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
     test_only: Annotated[
@@ -36,7 +36,7 @@ def submit(
         Parameter(name="--show", negative="", show_default=False, help="Print the script; submit nothing."),
     ] = False,
 ) -> int:
-    """Submit a training as a Slurm job: grappe submit --time 3h -- train TASK …
+    """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
 
     Nodes, processes, cores and memory follow from the plan and the cluster. The job
     saves before its time is over or when it is preempted, and goes back into the
@@ -46,6 +46,8 @@ def submit(
         grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
         grappe submit --site narval --account def-me --time 3h \\
             -- train digits --plan shard=8            two nodes of four GPUs
+        grappe submit --time 1h -- verify digits --plan replicate=2
+        grappe submit --processes 2 -- my_script.py --lr 0.1
     """
     from grappe.verbs import submit as verb
 
@@ -59,6 +61,8 @@ def submit(
             say(one.text, end="")
         else:
             show(f"job {one.job}: {one.cost}; run {one.run}")
+            if one.note:
+                complain(f"grappe: the packages of its environment were not checked: {one.note}")
     return EXIT_OK
 
 

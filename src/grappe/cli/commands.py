@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli import cluster, measuring, verify
+from grappe.cli import cluster, learning, measuring, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
@@ -42,6 +42,12 @@ spread over processes. Changing the plan does not change what is learned.
 
 --debug shows the whole traceback of an error.
 """
+
+Trained = Annotated[
+    bool,
+    SWITCH,
+    Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
+]
 
 app = App(
     name="grappe",
@@ -100,6 +106,7 @@ def evaluate(
     json_: Annotated[
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
     ] = False,
+    trained: Trained = False,
 ) -> int:
     """Evaluate a run's checkpoint on a split, every sample counted once."""
     from grappe.cli.preflight import preflight
@@ -108,7 +115,7 @@ def evaluate(
         preflight([plan], once=True)
     from grappe.verbs.evaluate import evaluate as verb
 
-    scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint)
+    scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
@@ -132,20 +139,23 @@ def predict(
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
     out: Annotated[
-        Path | None, Parameter(help="Write the outputs [N, ...] to this .npy file instead.")
+        Path | None,
+        Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names."),
     ] = None,
+    trained: Trained = False,
 ) -> int:
-    """Print the outputs of a run's model for inputs: one JSON line per sample."""
-    from grappe.verbs.predict import answer, write
-    from grappe.verbs.predict import predict as verb
+    """Print the predictions of a run's model for inputs: one JSON line per sample."""
+    from grappe.verbs import predict as verb
 
     taken: list[str] = []
-    outputs = verb(run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append)
+    predictions = verb.predict(
+        run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append, trained=trained
+    )
     if out is not None:
-        write(outputs, out)
+        verb.save(out, predictions)
         return EXIT_OK
-    for index, output in enumerate(outputs):
-        say(json.dumps({"sample": index, "checkpoint": taken[0], **answer(output)}))
+    for index, one in enumerate(predictions):
+        say(json.dumps({"sample": index, "checkpoint": taken[0], **verb.as_json(one)}))
     return EXIT_OK
 
 
@@ -212,6 +222,7 @@ def engines() -> int:
 
 measuring.register(app)
 verify.register(app)
+learning.register(app)
 cluster.register(app)
 
 

@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError
 from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
+from grappe.errors.imports import broken_package
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, show_any_text
@@ -37,7 +38,12 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        mistake = ProcessDied(f"{type(error).__name__}: {error} (a bug in grappe: --debug shows more)")
+        package = broken_package(error)
+        mistake = (
+            UsageError(package)
+            if package
+            else ProcessDied(f"{type(error).__name__}: {error} (a bug in grappe: --debug shows more)")
+        )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
     if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):

@@ -1,12 +1,11 @@
-"""Defines grappe train, and reads its command line for commands that submit a training."""
+"""Defines grappe train."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import Parameter
 
 from grappe.cli.arguments import (
     OPTIONS,
@@ -15,13 +14,11 @@ from grappe.cli.arguments import (
     FieldText,
     PlanText,
     TaskName,
-    read_text_forms,
 )
-from grappe.cli.exit import show, usage_error
-from grappe.errors import EXIT_OK, UsageError
+from grappe.cli.exit import show
+from grappe.errors import EXIT_OK
 from grappe.fields import split
 from grappe.training.options import Options
-from grappe.verbs.submission import JobOptions, Submission
 
 DEFAULTS = Options()
 
@@ -80,33 +77,3 @@ def train(
     if result.status == "finished before":
         show(f"{result.run} is finished (step {result.step}): nothing to do")
     return interrupted() if result.status == "interrupted" else EXIT_OK
-
-
-def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
-    """Reads `train TASK …` as a submission, with the definitions of grappe train.
-
-    Raises:
-        UsageError: the words are no `train` command, or an option is unknown or wrong.
-    """
-    if not words or words[0] != "train":
-        raise UsageError(
-            f"grappe submit runs a training{f', not {words[0]!r}' if words else ''}: "
-            "grappe submit --time 3h -- train TASK …"
-        )
-    app = App(config=read_text_forms)
-    app.command(train)
-    try:
-        _, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        raise usage_error(error) from error
-    found = bound.arguments
-    data = found.get("data")
-    return Submission(
-        task=found["task"],
-        arguments=tuple(words[1:]),
-        plan=found.get("plan", ""),
-        fields=tuple(found.get("fields", ())),
-        run=found.get("run"),
-        data=str(data) if data is not None else None,
-        job=job,
-    )

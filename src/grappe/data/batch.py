@@ -22,6 +22,13 @@ class Microbatch(NamedTuple):
     """The number of rows that are samples, the first of the B rows; the others are padding rows and count 0."""
     weights: Tensor | None
     """The weight of each value of the loss; None: every row counts the same."""
+    padding: int = 0
+    """The number of padding rows. B is not read from a tensor: a batch of graphs has many nodes."""
+
+    @property
+    def size(self) -> int:
+        """B, the rows with those of padding."""
+        return self.rows + self.padding
 
 
 class Batch(NamedTuple):

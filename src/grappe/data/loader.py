@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,17 +15,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.collate import augment, augments, collated, on_device
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
+from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_flatten, tree_map
+from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
 from grappe.task import Task, overrides
+
+Fetch = Callable[[np.ndarray], tuple[Any, Any]]
+"""Sample ids to a batch (inputs, targets)."""
 
 
 class Slice(NamedTuple):
@@ -52,12 +58,13 @@ class BatchLoader:
         self.dataset = dataset
         self._task, self._plan, self._world = task, plan, world
         self._training = training
-        self._augments = training and overrides(task, "augment")
+        self._augments = augments(task, training=training)
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
         self._exact = ExactPieces.of(plan)
         self.phase: Callable[[int], None] | None = None  # told when a batch goes to the device, and is there
         self._arrays = in_memory(dataset)
+        self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
         if self._arrays is not None:
             self._arrays.to_device(world.device)
 
@@ -80,31 +87,54 @@ class BatchLoader:
             yield Slice(step, epoch, len(everyone), ids, pieces)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Yields the batches of steps `start` to `stop`. Collective where the task counts its targets."""
-        fetch = self._fetch(start, stop)
+        """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets."""
+        return self._made(start, stop, self._fetch(start, stop, self._workers()))
+
+    def rehearsed(self) -> Iterator[Batch]:
+        """The first batch, loaded by this process: no workers are started for one. Collective likewise."""
+        return self._made(0, 1, self._fetch(0, 1, 0))
+
+    def _made(self, start: int, stop: int, fetch: Fetch) -> Iterator[Batch]:
         for part in self.slices(start, stop):
-            micros = tuple(
-                [self._microbatch(part, ids, *pair_of(self._task, fetch(ids))) for ids in part.pieces]
-            )
+            micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
             yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
     def example(self) -> Any:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
         ids = np.arange(min(2, self.order.length))
         if self._arrays is not None:
-            inputs = self._arrays.gather(ids, self._world.device)[0]
+            inputs, targets = self._arrays.gather(ids, self._world.device)
         else:
             seeded = SeededDataset(self.dataset, seed=self.order.seed)
-            inputs = inputs_of(self._task, self._task.collate([seeded[-1, int(index)] for index in ids]))
-        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, inputs)
+            inputs, targets = collated(self._task, [seeded[-1, int(index)] for index in ids])
+        cpu = torch.device("cpu")
+        inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
+        # A model may take what augment makes of the samples, and nothing else.
+        return self._augmented(inputs, targets, -1, ids, cpu)[0]
 
-    def _fetch(self, start: int, stop: int) -> Callable[[np.ndarray], tuple[Any, Any]]:
+    def _loaded(self, part: Slice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
+        """Each piece's sample ids, inputs and targets."""
+        if not self._cuts:
+            for ids in part.pieces:
+                yield ids, *fetch(ids)
+            return
+        # The task's own collate pads all of a step's microbatches to one length, as a pipeline needs them.
+        count, first, batch = max(1, len(part.ids)), 0, fetch(part.ids)
+        for ids in part.pieces:
+            places = range(first, first + len(ids)) if len(ids) else (0,)
+            yield ids, *at_rows(batch, places, count)
+            first += len(ids)
+
+    def _fetch(self, start: int, stop: int, workers: int) -> Fetch:
         """Returns a function that loads a piece; call it for the pieces of steps `start` to `stop`, in order."""
         arrays, device = self._arrays, self._world.device
         if arrays is not None:
             return lambda ids: arrays.gather(padded(ids), device)
         # Workers read ahead, so they have the order for themselves.
-        loader = self._loader((part, padded(ids)) for part in self.slices(start, stop) for ids in part.pieces)
+        loader = self._loader(
+            ((part, padded(ids)) for part in self.slices(start, stop) for ids in self._requested(part)),
+            workers,
+        )
         # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
         # whose end waits for threads that are not there.
         gc.freeze()
@@ -112,18 +142,20 @@ class BatchLoader:
             loaded = iter(loader)
         finally:
             gc.unfreeze()
-        return lambda ids: next(loaded)
+        return lambda ids: _next(loaded)
 
-    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]]) -> DataLoader:
+    def _requested(self, part: Slice) -> tuple[np.ndarray, ...]:
+        return (part.ids,) if self._cuts else part.pieces
+
+    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]], workers: int) -> DataLoader:
         # Validation draws the same in every evaluation, so that losses can be compared.
         sampler = _Requests(
             ((part.epoch if self._training else -1, int(index)) for index in ids) for part, ids in requests
         )
-        workers = self._workers()
         return DataLoader(
             SeededDataset(self.dataset, seed=self.order.seed),
             batch_sampler=sampler,
-            collate_fn=self._task.collate,
+            collate_fn=functools.partial(collated, self._task),
             num_workers=workers,
             worker_init_fn=_begin_worker if workers else None,
             # Our processes come from a server, and would have one started for their workers: it would neither
@@ -149,8 +181,9 @@ class BatchLoader:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
         if self._augments:
-            keys = torch.from_numpy(sample_keys(self.order.seed, part.epoch, padded(ids)))
-            inputs, targets = self._task.augment(inputs, targets, keys.to(self._world.device))
+            # Evaluations draw the same, so that losses can be compared.
+            epoch = part.epoch if self._training else -1
+            inputs, targets = self._augmented(inputs, targets, epoch, padded(ids), self._world.device)
         if self._plan.channels_last:
             inputs = tree_map(_channels_last, inputs)
         weights = None
@@ -158,7 +191,15 @@ class BatchLoader:
             weights = self._task.counts(targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
-        return Microbatch(inputs, targets, len(ids), weights)
+        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
+
+    def _augmented(
+        self, inputs: Any, targets: Any, epoch: int, ids: np.ndarray, device: torch.device
+    ) -> tuple[Any, Any]:
+        if not self._augments:
+            return inputs, targets
+        keys = torch.from_numpy(sample_keys(self.order.seed, epoch, ids)).to(device)
+        return augment(self._task, inputs, targets, keys, training=self._training)
 
     def _to_device(self, batch: Any) -> Any:
         device = self._world.device
@@ -166,9 +207,7 @@ class BatchLoader:
             return batch
         if self.phase is not None:
             self.phase(TRANSFER)
-        moved = tree_map(
-            lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
-        )
+        moved = tree_map(lambda leaf: on_device(leaf, device), batch)
         if self.phase is not None:
             self.phase(DATA)
         return moved
@@ -190,33 +229,6 @@ class BatchLoader:
         return total
 
 
-def inputs_of(task: Task, batch: Any) -> Any:
-    """Returns the inputs of a collated batch.
-
-    Raises:
-        TaskError: the batch is no pair of inputs and targets, or has a tensor without values.
-    """
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten(batch)[0]):
-        raise TaskError(
-            f"{type(task).__name__}.data() gives tensors on the device meta, which have no values"
-        )
-    return pair_of(task, batch)[0]
-
-
-def pair_of(task: Task, batch: Any) -> Sequence[Any]:
-    """Returns a collated batch, if it is a pair.
-
-    Raises:
-        TaskError: it is not.
-    """
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch
-    raise TaskError(
-        f"{type(task).__name__}.data() gives samples that collate() makes {type(batch).__name__} of: a sample is a "
-        "pair, (input, target), and a batch is (inputs, targets)"
-    )
-
-
 class _Requests:
     """A batch sampler that reads an iterator of requests once."""
 
@@ -225,6 +237,15 @@ class _Requests:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return (list(batch) for batch in self._batches)
+
+
+def _next(loaded: Iterator[Any]) -> Any:
+    """The next batch; a message of the task's from a data worker, without the worker's traceback."""
+    try:
+        return next(loaded)
+    except TaskError as error:
+        text = str(error).rstrip()
+        raise TaskError(text.rpartition("TaskError: ")[2]) from error
 
 
 def padded(ids: np.ndarray) -> np.ndarray:
@@ -274,11 +295,6 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
         shuffle=False,
     )
     return BatchLoader(task, dataset, order, plan, world, training=False)
-
-
-def rows_of(tree: Any) -> int:
-    """Returns the number of rows of a batch, read from its first tensor."""
-    return len(tree_flatten(tree)[0][0])
 
 
 def _channels_last(leaf: Any) -> Any:

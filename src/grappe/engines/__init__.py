@@ -51,3 +51,12 @@ def check(plan: Plan) -> type[Engine]:
     if reason:
         raise PlanError(reason)
     return engine
+
+
+def supported(plan: Plan) -> bool:
+    """Returns whether the plan's engine supports the key."""
+    try:
+        check(plan)
+    except PlanError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
@@ -106,6 +107,11 @@ class Engine(ABC):
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
         return self.train_state.export()
+
+    @final
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that its optimizer wants evaluated: an average's, say."""
+        return self.train_state.evaluated_weights()
 
     def close(self) -> None:
         """Releases the engine's resources; no other method may be called afterwards."""

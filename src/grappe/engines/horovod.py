@@ -117,7 +117,7 @@ class Horovod(Stepper):
         """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""
         self._setup.on_phase(FORWARD)
         with contextlib.nullcontext() if micro.rows else statistics_frozen(self._model):
-            loss = self._losses(self._model(micro.inputs), micro, batch)
+            loss = self._losses(self._task.forward(self._model, micro.inputs), micro, batch)
             loss.values.backward(loss.output_gradient)
         return loss.total
 

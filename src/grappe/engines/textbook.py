@@ -12,6 +12,7 @@ Shapes: W processes, of which this one is `rank`; P parameters; n numbers in the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -174,8 +175,13 @@ class Textbook(Stepper):
         self._all_reduce = ring_all_reduce  # naive_all_reduce gives the same sums, up to rounding
         self._wire = _wire(setup)
         plan = setup.plan
-        self._exact = Exact(self._model, self._parameters, plan, self._world) if plan.exact else None
-        self._forward = self._model if self._exact is None else self._exact.forward
+        self._exact = (
+            Exact(self._model, self._parameters, plan, self._world, self._task.forward)
+            if plan.exact
+            else None
+        )
+        call = functools.partial(self._task.forward, self._model)
+        self._forward = call if self._exact is None else self._exact.forward
         self._model.train()
 
     def step(self, batch: Batch) -> StepResult:

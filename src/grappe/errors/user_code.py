@@ -83,7 +83,7 @@ def _room(file: str) -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Returns whether `error` comes from the user's own code, or from what the code gives: layers, samples, metrics."""
+    """Returns whether `error` came through the user's own code, or out of what it gives: layers, samples, metrics."""
     return line_of(error) is not None or layer_of(error) is not None or part_of(error) is not None
 
 

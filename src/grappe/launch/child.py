@@ -16,7 +16,8 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, GrappeError, of_file
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, of_file
+from grappe.errors.imports import broken_package
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
@@ -89,7 +90,13 @@ def run(
             code = known.exit_code
         else:
             traceback.print_exc()  # the last lines of the log tell the user
-            pipe.send(Report(kind="crashed", error=type(error).__name__))
+            package = broken_package(error) if isinstance(error, Exception) else None
+            if package is not None:
+                details = traceback.format_exc()
+                pipe.send(Report(kind="error", error="UsageError", message=package, details=details))
+                code = EXIT_USAGE
+            else:
+                pipe.send(Report(kind="crashed", error=type(error).__name__))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

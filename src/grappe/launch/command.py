@@ -16,7 +16,15 @@ class Missing(GrappeError):
 
 
 class Failed(GrappeError):
-    """The program failed or gave no answer; the message is the program's own, complete."""
+    """The program failed or gave no answer; the message is the program's own, complete.
+
+    Args:
+        code: the exit code; None if there was no answer.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def run(
@@ -48,5 +56,5 @@ def run(
     except subprocess.TimeoutExpired:
         raise Failed(f"{command[0]} gave no answer in {seconds:.0f} s: try again later") from None
     if done.returncode:
-        raise Failed(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
+        raise Failed(f"{command[0]}: {(done.stderr or done.stdout).strip()}", done.returncode)
     return done.stdout + done.stderr if both else done.stdout

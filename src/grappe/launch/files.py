@@ -24,7 +24,7 @@ IN_RUN = 1
 IN_PART = 2
 """Levels of `RUN/logs/rank-0.log`, and of what else stands in a folder of a run."""
 IN_CHECKPOINT = 3
-"""Levels of `RUN/checkpoints/step-000020/state.json`."""
+"""Levels of `RUN/checkpoints/step-000020/state.json`, and of a job's packages in `RUN/logs`."""
 PRIVATE = 0o600
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC

@@ -17,11 +17,11 @@ DONE = "done"  # written by the child, as an exit code alone may be the task's o
 
 
 def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
-    """Calls `work` in a forked process, under `limits`, and waits for it.
+    """Calls `work` in a forked process, under `limits`, and waits for the process.
 
     Raises:
         GrappeError: `work` raised an error, or the process died.
-        LimitReached: it took more than it may.
+        LimitReached: the process took more than it may.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()

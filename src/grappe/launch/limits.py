@@ -45,7 +45,7 @@ class Limits:
                 resource.setrlimit(kind, (most, hard))
 
     def watch(self, pid: int, pipe: int) -> bool:
-        """Waits until the process says something on `pipe`, and kills it where it takes too much; whether it did.
+        """Waits until the process says something on `pipe`; kills it, and returns True, where it takes too much.
 
         The limit of the address space cannot tell mapped files from memory: so memory is looked at, too.
         """
@@ -57,7 +57,7 @@ class Limits:
         return False
 
     def reached(self, exit_code: int, killed: bool) -> LimitReached | None:
-        """Returns the limit that ended a process that said nothing; None where it was none."""
+        """Returns the limit that ended a process that said nothing; None where it was no limit."""
         if killed or exit_code == -signal.SIGABRT:  # how C++ ends where memory is refused
             return LimitReached(f"it needs more than {self.memory / 1e6:,.0f} MB of memory")
         if exit_code == -signal.SIGXCPU:

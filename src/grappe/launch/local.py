@@ -28,9 +28,8 @@ from grappe.launch.signals import SIGNALS, SignalForwarding, signals_blocked
 from grappe.private_api.multiprocessing import forkserver_is_running
 
 GRACE_SECONDS = 3.0
-METRICS = "torchmetrics"
-# torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
-PRELOADED = ("grappe.launch.server", "torch._dynamo", "grappe.engines.native", "grappe.training.worker")
+METRICS = "grappe.launch.preload_metrics"
+PRELOADED = ("grappe.launch.server", "grappe.launch.preload")
 TASKS = Path("/proc/self/task")  # a folder for each thread
 
 

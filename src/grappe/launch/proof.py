@@ -89,7 +89,7 @@ def prove(process: ProcessRank, secret: str) -> None:
     words = [bytes(row.tolist()) for row in nonces]
 
     def shown(one: int, other: int) -> bytes:
-        """What process `one` shows to process `other`."""
+        """Returns the digest that process `one` shows to process `other`."""
         text = f"{one} to {other} of {size} ".encode() + words[one] + words[other]
         return hmac.digest(secret.encode(), text, "sha256")
 

@@ -26,7 +26,7 @@ class ProcessRank:
     job: str = ""
     """Identifies this start of this job, so that two starts do not read each other's rendezvous."""
     secret: str = dataclasses.field(default="", repr=False)
-    """What the processes of a local launch alone know, from the command that starts them."""
+    """Text that the processes of a local launch alone know, from the command that starts them."""
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> ProcessRank | None:

@@ -31,10 +31,12 @@ def complain(text: object) -> None:
 
 
 def progress(words: str) -> None:
-    """Writes a line on a terminal's standard error, over the one before."""
+    """Writes a line on standard error; on a terminal over the previous line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{printable(words)}")
-        sys.stderr.flush()
+    elif words:  # a log: half a minute of silence looks like a hang
+        sys.stderr.write(f"{printable(words)}\n")
+    sys.stderr.flush()
 
 
 def show_any_text() -> None:

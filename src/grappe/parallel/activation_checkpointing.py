@@ -20,6 +20,14 @@ def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
 
 
+def switch_off_caches(model: nn.Module, plan: Plan) -> None:
+    """Lets a model of transformers keep no keys and values: a forward that runs again would find its own in there."""
+    for module in model.modules() if plan.recompute else ():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # pyrefly: ignore
+
+
 def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     return contextlib.nullcontext(), _statistics_kept(unit)
 

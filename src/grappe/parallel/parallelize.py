@@ -13,11 +13,11 @@ from torch import nn
 
 from grappe.checkpoint.weights import Weights
 from grappe.launch.world import World
-from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, on_meta
-from grappe.parallel.shard import shard, uses_shard
+from grappe.parallel.shard import shard, sum_scalars, uses_shard
 from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from grappe.task import Task
@@ -41,6 +41,7 @@ def parallelize(
     """
     model = on_meta(task)
     units = list(task.units(model))
+    switch_off_caches(model, plan)
     split_tensors(model, task, plan, world)
     for part, inside in keep(model, units):
         checkpoint_activations(inside or [part], plan)
@@ -49,6 +50,8 @@ def parallelize(
         if uses_shard(plan):
             shard(part, inside, plan, world)
     fill(model, weights, world.device)
+    if uses_shard(plan):
+        sum_scalars(model, world)
     if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
     if plan.batchnorm == "sync" and world.data_group is not None:

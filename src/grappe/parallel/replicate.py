@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from grappe.launch.world import World
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.step.reduction import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
+from grappe.task import Call
 
 # Renamed in torch 2.13.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -38,13 +40,13 @@ def ddp_arguments(find_unused: bool) -> dict[str, bool]:
 class Carrier(nn.Module):
     """A model and a parameter whose gradient carries the step's sums; registered last, it is in DDP's first bucket."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, call: Call) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._call = model, call
         self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, device=device))
 
     def forward(self, inputs: Any) -> Any:
-        return self.model(inputs)
+        return self._call(self.model, inputs)
 
 
 DryRun = Callable[[Callable[[Any], Any], Roots], None]
@@ -59,8 +61,8 @@ class Replicas:
     walk through the graph and an extra reduction. See decision 50.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._carrier = Carrier(model, world.device)
+    def __init__(self, model: nn.Module, world: World, call: Call) -> None:
+        self._carrier, self._call = Carrier(model, world.device, call), call
         self._world = world
         self._wrapped: DistributedDataParallel | None = None
 
@@ -76,7 +78,7 @@ class Replicas:
         """
         model, carried = self._carrier.model, self._carrier.sums
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        dry_run(model, NO_ROOTS)
+        dry_run(functools.partial(self._call, model), NO_ROOTS)
         missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
         missing = missing.to(self._world.device)
         dist.all_reduce(missing, group=self._world.data_group)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from grappe.launch.world import World
+from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
+from grappe.step.exact.sums import tree_sum, wire
 
 
 def uses_shard(plan: Plan) -> bool:
@@ -21,14 +25,46 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     """Shards each unit, then the root's remaining parameters. Gradients are summed, never averaged. Collective."""
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
-    mesh = _mesh(plan, world)
+    mesh, scalars = _mesh(plan, world), set(_scalars(model))
     for module in [*units, model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=plan.zero == 3,
+            offload_policy=policy,
+            ignored_params=scalars,
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def sum_scalars(model: nn.Module, world: World) -> None:
+    """Sums each scalar parameter's gradient over the processes in every backward: FSDP2 takes no scalars.
+
+    They stay whole. To be called when the parameters have their values: those on meta are replaced.
+    """
+    group = world.data_group
+    if group is None:
+        return
+    for parameter in _scalars(model):
+        if parameter.requires_grad:
+            parameter.register_hook(functools.partial(_summed, group=group, wire=wire(world)))
+
+
+def _scalars(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if not parameter.dim()]
+
+
+def _summed(gradient: Tensor, group: dist.ProcessGroup, wire: torch.device) -> Tensor:
+    mine = gradient.detach().reshape(1).to(wire)
+    everyone = mine.new_empty(dist.get_world_size(group))
+    gather_into(everyone, mine, group)
+    # In the order of an exact plan's pieces; those have a power of two.
+    total = tree_sum(everyone[:, None]) if len(everyone).bit_count() == 1 else everyone.sum(0, keepdim=True)
+    return total.to(gradient.device).reshape(())
 
 
 def _mesh(plan: Plan, world: World) -> DeviceMesh:

@@ -45,7 +45,11 @@ class ResourceRequest:
     gpus: int | None = None
     """GPUs on all nodes together."""
     seconds: float | None = None
+    cores: int | None = None
+    """Of each process."""
     queue: str | None = None
+    own_queue: bool = False
+    """Whether the user names a partition or quality of service that the site's file need not know."""
     account: str | None = None
 
 
@@ -57,8 +61,8 @@ def fit(plan: Plan, wish: ResourceRequest) -> Plan:
     """
     if wish.gpus is None:
         return plan
-    if wish.gpus < 1:
-        raise PlanError(f"--gpus={wish.gpus}: it must be at least 1")
+    if wish.gpus == 0:
+        return dataclasses.replace(plan, device="cpu")
     processes = wish.gpus * plan.per_device
     if plan.processes == 1 and processes > 1:
         return dataclasses.replace(plan, replicate=processes)
@@ -87,16 +91,21 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
     gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
     nodes = _nodes(plan, site, node, wish.nodes, gpus)
     per_node = gpus // nodes
-    queue = _queue(site, wish.queue, nodes, per_node, seconds)
+    queue = None if wish.own_queue else _queue(site, wish.queue, nodes, per_node, seconds)
     _check_time(site, seconds, queue)
     _check_whole(site, node, queue, nodes, per_node)
     processes = plan.processes // nodes
+    cores = wish.cores or _cores(plan, node, per_node, processes)
+    if cores * processes > node.cores:
+        raise UsageError(
+            f"--cores={cores} for {processes} processes on a node: those of {site.name} have {node.cores}"
+        )
     return Layout(
         nodes=nodes,
         processes=processes,
         gpus=per_node,
-        cores=_cores(plan, node, per_node, processes),
-        memory_gb=_memory(plan, node, per_node, processes),
+        cores=cores,
+        memory_gb=_memory(node, per_node, processes * cores),
         seconds=seconds,
         queue=queue,
     )
@@ -228,14 +237,15 @@ def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
     return max(1, min(wanted, node.cores // processes))
 
 
-def _memory(plan: Plan, node: Node, gpus: int, processes: int) -> int | None:
+def _memory(node: Node, gpus: int, cores: int) -> int | None:
+    """Gigabytes on a node for so many GPUs, or for so many cores where there are none."""
     if node.memory_gb is None:
         return None
     if gpus == node.gpus > 0:
         return node.memory_gb
     if gpus:
         return gpus * (node.memory_per_gpu_gb or node.memory_gb // node.gpus)
-    return max(1, node.memory_gb * processes * _cores(plan, node, gpus, processes) // node.cores)
+    return max(1, node.memory_gb * cores // node.cores)
 
 
 def _hours(hours: float) -> str:

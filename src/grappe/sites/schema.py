@@ -35,10 +35,11 @@ LONGEST, MOST_ENTRIES, LARGEST = 500, 100, 1e6  # of a text, of a list or table,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:
-    """Description of one of the site's GPU nodes."""
+    """Description of one of the site's nodes."""
 
-    gpus: int
-    gpu: str
+    gpus: int = 0
+    """Number of GPUs; 0 (the default) for CPU nodes."""
+    gpu: str = ""
     """The GPU's model, for users: "A100, 40 GB"."""
     cores: int
     memory_gb: int | None = None
@@ -54,8 +55,8 @@ class Node:
 class Ask:
     """The form in which a job requests nodes and GPUs."""
 
-    gpus: str
-    """The option for GPUs on each node, with {gpus} for the number."""
+    gpus: str = ""
+    """The option for GPUs on each node, with {gpus} for the number; "" for CPU nodes."""
     options: tuple[str, ...] = ()
     """Options that every job has."""
     account: Literal["required", "optional", "none"] = "optional"
@@ -126,6 +127,8 @@ class Site:
     probe: Literal["", "sinfo"] = ""
     retired: str = ""
     """The reason why the site no longer accepts jobs; "" if it does."""
+    cpu: str = ""
+    """The site of jobs without GPUs, if those have nodes of their own."""
     detect: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, and their values, on the site's login nodes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -216,7 +219,7 @@ def _word(kind: Any) -> str:
 def _check(made: Site, wrong: Wrong) -> None:
     """Checks that no value that reaches the script can be more than a word for a shell."""
     options = {
-        "ask.gpus": (made.ask.gpus.replace(GPUS, "1"),),
+        "ask.gpus": (made.ask.gpus.replace(GPUS, "1"),) if made.ask.gpus else (),  # a site of CPU nodes
         "ask.options": made.ask.options,
         "job.mps": made.job.mps,
     }
@@ -234,7 +237,8 @@ def _check(made: Site, wrong: Wrong) -> None:
             for text in texts:
                 if not form.fullmatch(text) and (text or form is not PLACE):  # no folder: there is none
                     raise wrong(key, f": {text!r} {why}")
-    if GPUS not in made.ask.gpus:
+    has_gpus = bool(made.node.gpus if made.node else made.probe or made.retired)
+    if has_gpus and GPUS not in made.ask.gpus:
         raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {GPUS}, for the number on each node")
     for key, texts in options.items():
         for text in texts:

@@ -10,9 +10,13 @@ from pathlib import Path
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.plan import Plan
+from grappe.sites import environment
 from grappe.sites import script_parts as parts
+from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
-from grappe.sites.schema import GPUS, Site
+from grappe.sites.quoting import command_words, expanded, literal
+from grappe.sites.sbatch import merged
+from grappe.sites.schema import GPUS, MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
@@ -29,18 +33,33 @@ class Script:
     plan: Plan
     name: str
     arguments: tuple[str, ...]
-    """Arguments of grappe: train, a task, its fields and options, without --run and --data."""
+    """Arguments of grappe: train, a task, its fields and options, without --run and --data; or those of a script."""
     task: tuple[str, ...]
-    """The task's name and its fields, for the doctor."""
+    """The task's name and its fields, for the doctor; empty without a task."""
     run: Path
+    """The run's folder, or the folder of a job that is no training."""
     folder: Path
     """The folder of submission, in which the job runs."""
     data: str
+    """The folder of data; "" if the command's arguments name it."""
     python: str
     """The interpreter of the submitting command."""
+    training: bool = True
+    own_script: bool = False
+    """Whether the arguments are those of a Python script, and not of grappe."""
+    torchrun: bool = False
+    """Whether each process of a script finds the variables that torchrun sets."""
+    saves: bool = True
+    """Whether the processes save when they get USR2."""
     account: str | None = None
     environment: str = ""
     """Environment: here, virtualenv, module, conda:NAME, a virtual environment's folder, an image; "": the site's."""
+    sbatch: tuple[str, ...] = ()
+    """Checked options of the user, which replace those of the site."""
+    packages: Packages | None = None
+    """Packages of an environment that is made on the nodes."""
+    modules: tuple[str, ...] = ()
+    """Modules that replace those of the site."""
     wheels: Path | None = None
     stage: Path | None = None
     """A tar archive of the data, unpacked to local scratch on every node."""
@@ -59,9 +78,6 @@ def render(script: Script) -> str:
         UsageError: sbatch or a shell could read a name or a path as something else.
     """
     _check(script)
-    over = parts.CHAIN_END.format(chain=script.chain)
-    if not script.chain:
-        over = parts.REQUEUE.format(restarts=script.restarts)
     sections = [
         _head(script),
         "set -u",
@@ -72,9 +88,18 @@ def render(script: Script) -> str:
         parts.STEPS,
         _command(script),
         _steps(script),
-        over,
+        _over(script),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _over(script: Script) -> str:
+    """Renders the requeueing at the end; only a training is requeued after a kill, since only a training resumes."""
+    if script.chain:
+        part = parts.CHAIN_END if script.training else parts.CHAIN_END_SAVED
+        return part.format(chain=script.chain)
+    again = parts.AGAIN if script.training else parts.AGAIN_SAVED
+    return again + parts.REQUEUE.format(restarts=script.restarts)
 
 
 def notice(seconds: int) -> int:
@@ -110,6 +135,9 @@ def _check(script: Script) -> None:
         raise UsageError(f"--name={script.name!r}: letters, digits, '.', '_' and '-', 64 at most")
     if script.account is not None and not ACCOUNT.fullmatch(script.account):
         raise UsageError(f"--account={script.account!r}: that is no account's name")
+    for module in script.modules:
+        if not MODULE.fullmatch(module):
+            raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")
     paths = (script.folder, script.stage or "", script.wheels or "", script.python)
     for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.environment):
         if printable(word, len(word)) != word:
@@ -146,7 +174,7 @@ def _options(script: Script) -> list[str]:
         options.append(f"--mem={layout.memory_gb}G")
     options += [
         f"--time={clock(layout.seconds)}",
-        f"--signal=B:USR2@{notice(layout.seconds)}",
+        *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),
         f"--output={script.run}/logs/job-%j.out",
         "--open-mode=append",
         f"--array=1-{script.chain}%1" if script.chain else "--requeue",
@@ -154,78 +182,113 @@ def _options(script: Script) -> list[str]:
     if script.plan.per_device > 1 and layout.gpus:
         for mps in site.job.mps:  # a constraint of theirs takes the place of the site's
             options = [one for one in options if one.partition("=")[0] != mps.partition("=")[0]] + [mps]
-    return [f"#SBATCH {option}" for option in options]
+    return [f"#SBATCH {option}" for option in merged(options, script.sbatch)]
 
 
 def _environment(script: Script) -> str:
     """Renders the environment: modules, variables, and the Python interpreter."""
     site, kind = script.site, script.environment or script.site.job.environment
     lines = []
-    if site.job.modules and kind in ("virtualenv", "module"):
-        lines.append(f"module purge\nmodule load {' '.join(site.job.modules)}")
+    if kind in environment.MADE_ON_NODES:
+        lines.append("# Neither the user's own packages nor those of another Python.")
+        lines.append("unset PYTHONPATH PYTHONHOME\nexport PYTHONNOUSERSITE=1")
+    modules = _modules(script) if kind in environment.MADE_ON_NODES else script.modules
+    if modules:
+        lines.append(f"module purge\nmodule load {' '.join(modules)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
     if site.job.internet is False:
         lines.append("# Compute nodes here have no way to the internet.")
         lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1")
-    lines.append(f"grappe=({_grappe(script, kind)})")
+    if script.stage is not None and not script.training:
+        lines.append(f'export GRAPPE_DATA="{site.job.local}/data"')
+    lines.append(f"python=({_python(script, kind)})")
+    lines.append('grappe=("${python[@]}" -m grappe)')
     return "\n".join(lines)
 
 
-def _grappe(script: Script, kind: str) -> str:
+def _modules(script: Script) -> tuple[str, ...]:
+    return script.modules or script.site.job.modules
+
+
+def _python(script: Script, kind: str) -> str:
     if kind == "here":
-        return f"{shlex.quote(script.python)} -m grappe"
-    if kind == "module":
-        return "python -m grappe"
-    if kind == "virtualenv":
-        return f'"{script.site.job.local}/env/bin/python" -m grappe'
+        return f"{shlex.quote(script.python)}"
+    if kind in environment.MADE_ON_NODES:
+        assert script.packages is not None, "what is made on the nodes is made of something"
+        return f'"{environment.place(script.site.job.local, script.packages.key)}/bin/python"'
     if kind.startswith("conda:"):
-        return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python -m grappe"
+        return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python"
     if kind.endswith((".sif", ".simg")):
         image = shlex.quote(kind)
-        return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python -m grappe'
-    return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))} -m grappe"
+        return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python'
+    return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))}"
 
 
 def _steps(script: Script) -> str:
-    """Renders the job's steps: prepare and examine each node, then train; the first step that fails ends the job."""
+    """Renders the steps: prepare and examine each node, then the command; the first that fails ends the job."""
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
-    steps = ["run_step --label --kill-on-bad-exit=1 --wait=60" + gpus + ' "${grappe[@]}" "${command[@]}"']
+    program = 'bash -c "$start" start "${python[@]}"' if script.own_script else '"${command[@]}"'
+    steps = [f"run_step --label --kill-on-bad-exit=1 --wait=60{gpus} {program}"]
+    if script.own_script:
+        steps.insert(0, "meet")
     if script.doctor:
-        steps.insert(0, parts.DOCTOR)
+        task = ' "${task[@]}"' if script.task else ""
+        steps.insert(0, parts.DOCTOR.format(task=task))
     text = ""
+    if script.own_script:
+        words = " ".join(map(expanded, script.arguments))
+        text = parts.MEET + parts.START.format(
+            torchrun=parts.TORCHRUN if script.torchrun else "", words=words
+        )
     if once := _once(script):
-        text = parts.ONCE.format(body=" &&\n    ".join(once))
+        text += parts.ONCE.format(body="\n".join(once))
         steps.insert(0, parts.ON_EACH_NODE)
-    return text + " &&\n    ".join(steps) + '\ncode=$?\n[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
+    text += " &&\n    ".join(steps) + "\ncode=$?\n"
+    if script.own_script:
+        text += parts.FIRST
+    if not script.training:
+        text += parts.IS_DONE
+    return text + '[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
 
 
 def _once(script: Script) -> list[str]:
     """Renders the preparation of every node: makes the environment, stages the data."""
     local, kind = script.site.job.local, script.environment or script.site.job.environment
     commands = []
-    if kind == "virtualenv":
-        if not local:
-            raise UsageError(
-                f"{script.site.name} names no local scratch to make an environment in: use --env"
+    if kind in environment.MADE_ON_NODES and script.packages is not None:
+        commands.append(
+            environment.made(
+                script.packages,
+                kind=kind,
+                local=local,
+                run=script.run,
+                python=script.python,
+                modules=bool(_modules(script)),
+                wheels=script.wheels,
             )
-        wheels = f" --find-links {shlex.quote(str(script.wheels))}" if script.wheels else ""
-        commands += [
-            f'virtualenv --no-download --clear "{local}/env"',
-            f'"{local}/env/bin/pip" install --quiet --no-index --upgrade pip',
-            f'"{local}/env/bin/pip" install --quiet --no-index{wheels} grappe',
-        ]
+        )
     if script.stage is not None:
         if not local:
             raise UsageError(f"{script.site.name} names no local scratch to stage data to: leave --stage out")
         archive = shlex.quote(str(script.stage))
-        commands += [f'mkdir -p "{local}/data"', f'tar -xf {archive} -C "{local}/data"']
+        commands.append(f'mkdir -p "{local}/data" && tar -xf {archive} -C "{local}/data"')
     return commands
 
 
 def _command(script: Script) -> str:
-    words = " ".join(shlex.quote(word) for word in script.arguments)
-    staged = f'"{script.site.job.local}/data"'
-    data = staged if script.stage is not None else shlex.quote(script.data)
-    task = " ".join(shlex.quote(word) for word in script.task)
-    plan = shlex.quote(str(script.plan))
-    return f'task=({task})\nplan={plan}\ncommand=({words} --run "$run" --data {data})'
+    lines = []
+    if script.task:
+        lines.append(f"task=({' '.join(command_words(script.task))})")
+    lines.append(f"plan={literal(str(script.plan))}")
+    if script.own_script:
+        return "\n".join(lines)
+    words = list(command_words(script.arguments))
+    if script.training:
+        data = (
+            f'"{script.site.job.local}/data"'
+            if script.stage is not None
+            else next(command_words([script.data]))
+        )
+        words += ['--run "$run"', "--data", data]
+    lines.append(f'command=("${{grappe[@]}}" {" ".join(words)})')
+    return "\n".join(lines)

@@ -66,7 +66,8 @@ end() {
 ONCE = """\
 # Once on every node, on its local scratch.
 read -r -d '' once <<'END'
-    {body}
+set -u
+{body}
 END
 """
 
@@ -76,12 +77,53 @@ run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 ba
 # What is wrong with these nodes is said now, in seconds.
 DOCTOR = (
     "run_step --kill-on-bad-exit=1 --wait=60 "
-    '"${grappe[@]}" doctor "${task[@]}" --job --plan "$plan" --folder "$run"'
+    '"${{grappe[@]}}" doctor{task} --job --plan "$plan" --folder "$run"'
 )
 
 FAILED = """\
 # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
 [ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")\""""
+
+MEET = """\
+# Where the script's processes meet: on this node, that of process 0, at a port that is free now.
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+meet() {
+    MASTER_ADDR=$(hostname)
+    MASTER_PORT=$("${python[@]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    export MASTER_ADDR MASTER_PORT
+    [ -n "$MASTER_PORT" ]
+}
+"""
+
+START = """\
+# What each process runs. Its first failure leaves its code; after 75 srun must not end the others, which may be saving.
+export first=$run/logs/job-$job.first
+rm -f "$first"
+read -r -d '' start <<'END'
+{torchrun}trap : USR2 # which is for the program
+"$@" {words}
+code=$?
+if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
+    echo "$code" > "$first"
+fi
+[ "$code" != 75 ] || code=0
+exit "$code"
+END
+"""
+
+TORCHRUN = """\
+# As torchrun says it.
+export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
+"""
+
+FIRST = """\
+[ ! -e "$first" ] || code=$(cat "$first")
+"""
+
+IS_DONE = """\
+[ "$code" != 0 ] || : > "$run/done"
+"""
 
 CHAIN_END = """\
 # The next job of the chain goes on, if this one saved, or if something was killed.
@@ -90,15 +132,31 @@ if {{ [ "$code" = 75 ] || [ "$code" -gt 128 ]; }} && [ "$SLURM_ARRAY_TASK_ID" -l
 fi
 end "$code\""""
 
-REQUEUE = """\
+CHAIN_END_SAVED = """\
+# The next job of the chain goes on, if this one saved and ended with 75.
+if [ "$code" = 75 ] && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
+    exit "$code"
+fi
+end "$code\""""
+
+AGAIN = """\
 # 75: saved, and there is more to do. Above 128: killed, three times at most; 140 is USR2 before training began.
 again=no
 if [ "$code" = 75 ] || [ "$code" = 140 ]; then
     again=yes
 elif [ "$code" -gt 128 ]; then
-    echo "job $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}: exit code $code" >> "$run/logs/killed"
+    echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
     [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -gt 3 ] || again=yes
 fi
+"""
+
+AGAIN_SAVED = """\
+# 75: saved, and there is more to do. All else would begin anew.
+again=no
+[ "$code" != 75 ] || again=yes
+"""
+
+REQUEUE = """\
 # A job that is being cancelled, or requeued by Slurm itself, is not running any more.
 if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ] &&
     [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.loader import rows_of
 from grappe.errors import TaskError
 from grappe.profiling.phases import BACKWARD
 from grappe.step.given import loss_of
@@ -44,20 +43,17 @@ class Losses:
         self._task, self._on_phase = task, on_phase
         self._kept: tuple[object, Tensor] | None = None
 
-    def __call__(
-        self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0, rows: int = 0
-    ) -> Loss:
+    def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a microbatch of `batch`.
 
         Args:
             scale: factor of the output gradient: the loss scale, or a later divisor of the gradients.
-            rows: the number of rows of the microbatch's tensors, padding rows included.
 
         Raises:
             TaskError: for the reasons of `values`.
         """
-        rows = rows or micro.rows or rows_of(micro.targets)
-        values = self.values(output, micro, rows)
+        rows = micro.size
+        values = self.values(output, micro)
         if self._on_phase is not None:
             self._on_phase(BACKWARD)
         # By position, as names take a microsecond.
@@ -65,23 +61,23 @@ class Losses:
             values, self._output_gradient(values, micro, batch, rows, scale), self.total(values, micro, rows)
         )
 
-    def values(self, output: object, micro: Microbatch, rows: int) -> Tensor:
-        """Computes the loss's values for a microbatch whose tensors have `rows` rows.
+    def values(self, output: object, micro: Microbatch) -> Tensor:
+        """Computes the loss's values for a microbatch.
 
         Raises:
             TaskError: the loss is a mean, or not one value per example or token.
         """
-        values = loss_of(self._task, output, micro.targets)
+        values, rows = loss_of(self._task, output, micro.targets), micro.size
         if values.dim() == 0:
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
                 'Return one value per example: reduction="none", as in '
                 'F.cross_entropy(output, target, reduction="none")'
             )
-        if values.numel() % rows or values.numel() == 0:
+        if micro.weights is None and (values.numel() % rows or values.numel() == 0):
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
-                'value per example or per token (reduction="none")'
+                'value per example or per token (reduction="none"), or say with counts() what each value counts'
             )
         if micro.weights is not None and micro.weights.shape != values.shape:
             raise TaskError(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Microbatch
-from grappe.data.loader import rows_of
+from grappe.data.collate import form
 from grappe.errors import TaskError
+from grappe.errors.user_code import sentence
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
@@ -51,16 +52,22 @@ class Scorer:
         """Adds a microbatch; padding rows do not count."""
         if not micro.rows:
             return
-        rows = rows_of(micro.targets)
-        values = self._losses.values(output, micro, rows)
+        rows = micro.size
+        values = self._losses.values(output, micro)
         total = self._losses.total(values, micro, rows)
         count = float(rows) if micro.weights is None else micro.weights.sum()
         self._totals.append(
             torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
         )
         self._samples += micro.rows
-        for metric in self._metrics.values():
-            metric.update(output, micro.targets)
+        for name, metric in self._metrics.items():
+            try:
+                metric.update(output, micro.targets)
+            except Exception as error:
+                raise TaskError(
+                    f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
+                    f"and a target {form(micro.targets)}: {sentence(error)}"
+                ) from error
 
     def scores(self, expected: int) -> Scores:
         """Computes the scores over all data slices, on every process. Collective.

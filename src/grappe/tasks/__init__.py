@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from grappe import fields
 from grappe.errors import GrappeError, TaskError, nearest, user_code
+from grappe.errors.imports import broken_package
 from grappe.task import Task
 
 T = TypeVar("T")
@@ -137,7 +138,8 @@ def _executed(load: Callable[[], T], shown: str) -> T:
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends itself is no task file either
-        raise TaskError(f"the task {shown} cannot be loaded: {user_code.sentence(error)}") from error
+        why = broken_package(error) or user_code.sentence(error)
+        raise TaskError(f"the task {shown} cannot be loaded: {why}") from error
 
 
 def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:

@@ -121,6 +121,10 @@ class Cifar10(Task):
             return None  # the page's rate is constant
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
 
+    def prediction(self, output: Tensor) -> dict[str, Tensor]:
+        probability, number = output.softmax(1).max(1)
+        return {"class": number, "probability": probability}
+
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 

@@ -211,6 +211,10 @@ class CoAtNet(Task):
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
+    def prediction(self, output: Tensor) -> dict[str, Tensor]:
+        probability, number = output.softmax(1).max(1)
+        return {"class": number, "probability": probability}
+
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 

@@ -59,6 +59,10 @@ class Digits(Task):
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
 
+    def prediction(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        probability, number = output.softmax(1).max(1)
+        return {"class": number, "probability": probability}
+
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 

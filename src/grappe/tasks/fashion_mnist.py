@@ -59,6 +59,10 @@ class FashionMnist(Task):
     def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
         return torch.optim.SGD(named_parameters, lr=self.lr)
 
+    def prediction(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        probability, number = output.softmax(1).max(1)
+        return {"class": number, "probability": probability}
+
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
 

@@ -7,9 +7,12 @@ from typing import Any
 
 from grappe.data.loader import BatchLoader
 from grappe.engines.base import Engine
+from grappe.errors import TaskError
+from grappe.errors.user_code import is_users, sentence
 from grappe.profiling import phases
 from grappe.profiling.chronometer import Chronometer
 from grappe.step.scores import Scores
+from grappe.training.average import WeightAverage
 from grappe.training.options import Options
 from grappe.training.patience import Patience
 from grappe.training.sample_log import LoggedLoader
@@ -30,8 +33,9 @@ class Evaluation:
         watchers: WatcherList,
         chronometer: Chronometer,
         watchdog: Watchdog,
+        average: WeightAverage,
     ) -> None:
-        self._engine, self._loader = engine, loader
+        self._engine, self._loader, self._average = engine, loader, average
         self.every = None if options.bare else options.evaluate_every or info.steps_per_epoch
         """Steps between evaluations; None: there is none."""
         self._patience = Patience(options.patience)
@@ -46,11 +50,33 @@ class Evaluation:
         """Evaluates after `step`; returns True when patience is exhausted. Collective."""
         order = self._loader.order
         batches = self._watchdog.counted(self._loader.batches(0, order.steps_per_epoch))
-        with self._chronometer.during(phases.EVALUATION):
+        weights = self._engine.evaluated_weights()
+        with self._chronometer.during(phases.EVALUATION), weights, self._average.in_place():
             self.scores = self._engine.evaluate(batches, order.length)
         self._step = step
         self._watchers.evaluated(step, self.scores)
         return self._patience.exhausted(self.scores.loss)
+
+    def rehearse(self) -> None:
+        """Evaluates one batch and forgets it, so that what evaluation alone would raise is known now. Collective.
+
+        Raises:
+            TaskError: something in the task fails in evaluation.
+        """
+        if self.every is None:
+            return
+        order = self._loader.order
+        batches = self._watchdog.counted(self._loader.rehearsed())
+        try:
+            with self._chronometer.during(phases.EVALUATION):
+                self._engine.evaluate(batches, min(order.batch_size, order.length))
+        except Exception as error:
+            if not isinstance(error, TaskError) and not is_users(error):
+                raise
+            text = str(error) if isinstance(error, TaskError) else sentence(error)
+            raise TaskError(
+                f"evaluation fails (one batch of it is tried before the first step): {text}"
+            ) from error
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns JSON for the checkpoint of `step`."""

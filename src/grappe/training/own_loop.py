@@ -34,7 +34,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import say
 from grappe.launch.world import join
 from grappe.parallel.replicate import wrap
-from grappe.parallel.shard import shard, uses_shard
+from grappe.parallel.shard import shard, sum_scalars, uses_shard
 from grappe.plan import Plan, as_plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, UPDATE
@@ -88,7 +88,7 @@ class Loop:
         self._seed, self._save_every = seed, save_every
         self._averaged = 1 if uses_shard(self.plan) else self.world.data_size
         """What DDP divides a sum of gradients by; FSDP2 does not divide."""
-        self._pairs: list[tuple[nn.ModuleDict, Optimizer]] = []
+        self._states: list[ModelState] = []
         self._batch: Batch | None = None
         self._stop_signal = StopSignal()
         self._stop_signal.install()
@@ -114,18 +114,18 @@ class Loop:
         before = {parameter: name for name, parameter in model.named_parameters()}
         if uses_shard(self.plan):
             shard(model, [], self.plan, self.world)
+            sum_scalars(model, self.world)
         after = dict(model.named_parameters())
         for group in optimizer.param_groups:
             if any(parameter not in before for parameter in group["params"]):
                 raise UsageError("parallelize(): the optimizer has parameters that are not this model's")
             group["params"] = [after[before[parameter]] for parameter in group["params"]]
-        named = nn.ModuleDict({str(len(self._pairs)): model})  # a name for each pair
-        self._pairs.append((named, optimizer))
+        named = nn.ModuleDict({str(len(self._states)): model})  # a name for each pair
+        state = ModelState(model=named, optimizer=optimizer, schedule=None, world=self.world)
+        self._states.append(state)
         if self._found is not None:
             values = self._found.read_values().get("engine", {})
-            self._state(named, optimizer).restore(
-                SavedState(tensors=self._found.read_tensors(), values=values)
-            )
+            state.restore(SavedState(tensors=self._found.read_tensors(), values=values))
         optimizer.register_step_pre_hook(lambda *_: self.chronometer.switch(UPDATE))
         optimizer.register_step_post_hook(lambda *_: self.chronometer.switch(FORWARD))
         replicated = self.world.data_group is not None and not uses_shard(self.plan)
@@ -180,8 +180,7 @@ class Loop:
         tensors: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         values: dict[str, Any] = {"optimizer": {}}
-        for named, optimizer in self._pairs:
-            state = self._state(named, optimizer).state()
+        for state in (one.state() for one in self._states):
             tensors |= state.tensors
             own |= state.local
             values |= {**state.values, "optimizer": values["optimizer"] | state.values["optimizer"]}
@@ -189,9 +188,6 @@ class Loop:
             problem = self._saver.save(self.step, tensors, own, {"engine": values, "seed": self._seed})
         if problem is not None and self.world.rank == 0:
             say(f"{problem}; the checkpoint before it is whole, training goes on")
-
-    def _state(self, named: nn.ModuleDict, optimizer: Optimizer) -> ModelState:
-        return ModelState(model=named, optimizer=optimizer, schedule=None, world=self.world)
 
     def _open(self) -> tuple[Lease | None, Saver | None, Checkpoint | None]:
         if self._folder is None:

@@ -172,7 +172,7 @@ class Run:
 
 
 class Made:
-    """What a start has made of a new run: of all that is in the folder, the only thing that may be taken back."""
+    """Parts that a start has made of a new run: of all that is in the folder, they alone may be taken back."""
 
     def __init__(self, run: Path) -> None:
         self._run = run

@@ -97,6 +97,10 @@ class LoggedLoader:
             self._log.add(self._kind, batch)
             yield batch
 
+    def rehearsed(self) -> Iterator[Batch]:
+        """The loader's, which are not written down."""
+        return self._loader.rehearsed()
+
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from grappe.errors import RunError
 from grappe.launch.signals import StopSignal
 from grappe.profiling import phases
 from grappe.profiling.chronometer import Chronometer
+from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -33,8 +35,9 @@ class Saving:
         watchers: WatcherList,
         chronometer: Chronometer,
         stop_signal: StopSignal,
+        average: WeightAverage,
     ) -> None:
-        self._engine, self._saver, self._info = engine, saver, info
+        self._engine, self._saver, self._info, self._average = engine, saver, info, average
         self.every = None if options.bare else options.save_every or info.steps_per_epoch
         """Steps between checkpoints; None: there is none but at a stop."""
         self._stop_on_failure = options.stop_on_failed_save
@@ -62,7 +65,11 @@ class Saving:
                 **evaluated,
                 SAMPLES: _samples(self._info, step),
             }
-            problem = self._saver.save(step, state.tensors, state.local, values, state.stream)
+            averages, stream = self._average.tensors(), state.stream
+            if stream is not None and averages:
+                engines = stream
+                stream = lambda: itertools.chain(engines(), averages.items())  # noqa: E731
+            problem = self._saver.save(step, {**state.tensors, **averages}, state.local, values, stream)
             self._step = step
             self._report(problem)
         self._stop_signal.reserve(saving=time.perf_counter() - began)
@@ -107,7 +114,12 @@ def _samples(info: RunInfo, step: int) -> int:
 
 
 def resume(
-    engine: Engine, evaluation: Evaluation, info: RunInfo, checkpoint: Checkpoint, tensors: Weights
+    engine: Engine,
+    evaluation: Evaluation,
+    info: RunInfo,
+    checkpoint: Checkpoint,
+    tensors: Weights,
+    average: WeightAverage,
 ) -> None:
     """Resumes from the checkpoint whose weights the engine was made with. Collective.
 
@@ -130,6 +142,7 @@ def resume(
         # The optimizer's state means something to the engine that saved it only.
         engine.restore(saved if values.get("engine_name") == info.engine else saved.weights_only())
         evaluation.restore(values)
+        average.restore(tensors)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise RunError(
             f"{checkpoint.folder} verifies, but its state is not one that a training can go on from "

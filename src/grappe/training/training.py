@@ -16,6 +16,7 @@ from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer
 from grappe.step.host_copy import HostCopy
 from grappe.step.result import StepResult
+from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
 from grappe.training.sample_log import LoggedLoader
 from grappe.training.saving import Saving
@@ -52,10 +53,12 @@ class Training:
         chronometer: Chronometer,
         watchdog: Watchdog,
         stop_signal: StopSignal,
+        average: WeightAverage,
     ) -> None:
         self.engine, self.chronometer, self.saving = engine, chronometer, saving
         self._loader, self._info, self._world, self._evaluation = loader, info, world, evaluation
         self._watchers, self._watchdog, self._stop_signal = watchers, watchdog, stop_signal
+        self._average = average
         self._evaluate_every = evaluation.every or math.inf
         self._save_every = saving.every or math.inf
         self._pending: Pending | None = None
@@ -80,6 +83,8 @@ class Training:
         try:
             if self._evaluation.owed:
                 self._evaluate(start)
+            elif not start:
+                self._evaluation.rehearse()
             self.engine.train(self._timed(self._loader.batches(start, last)), self.after)
             self.chronometer.finish()
             self._settle()
@@ -99,6 +104,8 @@ class Training:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
         seconds = self.chronometer.lap()
         self._settle()
+        if not result.skipped:
+            self._average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
         self._pending = Pending(result, seconds, count, None if norm is None else HostCopy(norm))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grappe import engines
 from grappe.checkpoint.keep import Keep
@@ -14,8 +14,9 @@ from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
-from grappe.engines.base import EngineSetup
-from grappe.errors.user_code import naming_user_line, user_call
+from grappe.data.prepare import dataset_of, prepare
+from grappe.engines.base import EngineSetup, Named
+from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
 from grappe.launch.output import UserStream, user_stream
 from grappe.launch.rank import ProcessRank
@@ -26,6 +27,7 @@ from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
 from grappe.task import Task
+from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
 from grappe.training.gradients import GradientsHook
 from grappe.training.opening import Opened, OpenRequest, open_run
@@ -45,6 +47,9 @@ from grappe.training.watchers.logger import find as find_logger
 from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.profile import Profile
 from grappe.training.watchers.watcher_list import WatcherList
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class Data(NamedTuple):
@@ -66,7 +71,11 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     engine_class = engines.check(plan)
     task = request.task.resolve()
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
-    data = Data(train=_load(task, "train", request.data), validation=_load(task, "validation", request.data))
+    prepare(task, request.data, world)
+    data = Data(
+        train=dataset_of(task, "train", request.data),
+        validation=dataset_of(task, "validation", request.data),
+    )
 
     with open_run(_open_request(request, task, data, world), world) as opened:
         if process.launcher == "grappe":
@@ -83,6 +92,12 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
 
             batches.phase = chronometer.switch
             tensors = opened.checkpoint.read_tensors()
+            average = WeightAverage(task.ema)
+
+            def on_optimizer(optimizer: Optimizer, named: Named) -> None:
+                chronometer.on_optimizer(optimizer, named)
+                average.watch(optimizer, named)
+
             setup = EngineSetup(
                 task=task,
                 plan=plan,
@@ -91,7 +106,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 total_steps=info.total_steps,
                 stop_requested=stop_signal.flag,
                 on_phase=chronometer.switch,
-                on_optimizer=chronometer.on_optimizer,
+                on_optimizer=on_optimizer,
                 sample_inputs=batches.example(),
                 samples=info.samples,
             )
@@ -121,7 +136,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 opened.check_lease,
                 run=info.description.get("id", ""),
             )
-            saving = Saving(engine, saver, info, options, watchers, chronometer, stop_signal)
+            saving = Saving(engine, saver, info, options, watchers, chronometer, stop_signal, average)
             evaluation = Evaluation(
                 engine,
                 sample_log.logged(validation, "evaluation"),
@@ -130,9 +145,10 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 watchers,
                 chronometer,
                 watchdog,
+                average,
             )
             if info.start:
-                resume(engine, evaluation, info, opened.checkpoint, tensors)
+                resume(engine, evaluation, info, opened.checkpoint, tensors, average)
 
             training = Training(
                 engine=engine,
@@ -145,6 +161,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 chronometer=chronometer,
                 watchdog=watchdog,
                 stop_signal=stop_signal,
+                average=average,
             )
             with GradientsHook(watchers, lambda: training.step, chronometer):
                 outcome = training.run()
@@ -154,12 +171,6 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         world.barrier()
     world.leave()
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
-
-
-def _load(task: Task, split: str, folder: Path) -> Any:
-    dataset = user_call(task, "data", split, folder)
-    loader.check(dataset, split, task)
-    return dataset
 
 
 def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.errors import UsageError, nearest
-from grappe.errors.user_code import naming_user_line, user_call
+from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank, is_main_process
 from grappe.launch.start import start
 from grappe.launch.terminal import complain
@@ -31,6 +31,7 @@ class EvaluateRequest:
     data: Path
     step: int
     """Of the checkpoint, which has been verified."""
+    trained: bool
 
 
 def evaluate(
@@ -41,6 +42,7 @@ def evaluate(
     task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,
     checkpoint: int | str | None = None,
+    trained: bool = False,
 ) -> Scores:
     """Evaluates one of a run's checkpoints on `split`, under any plan; the scores say which, and why.
 
@@ -50,6 +52,9 @@ def evaluate(
         task: needed where the run was not trained here by this user: no code is run because a run names it. An
             instance, a class, or a name as on the command line.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
+
+    Args:
+        trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         GrappeError: the run, its task or the split cannot be found.
@@ -68,6 +73,7 @@ def evaluate(
         split=split,
         data=data_of(run, data),
         step=chosen.step,
+        trained=trained,
     )
     scores = start("grappe.verbs.evaluate:worker", request, request.plan)
     return dataclasses.replace(scores, checkpoint=str(found))
@@ -77,6 +83,7 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     """Runs one process of an evaluation. Collective."""
     from grappe import engines
     from grappe.data import loader
+    from grappe.data.prepare import dataset_of, prepare
     from grappe.engines.base import EngineSetup
     from grappe.launch.world import join
 
@@ -84,10 +91,10 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     engine = engines.check(request.plan)
     run = Run(request.run)
     task = request.task.resolve()
-    dataset = user_call(task, "data", request.split, request.data)
-    loader.check(dataset, request.split, task)
+    prepare(task, request.data, world)
+    dataset = dataset_of(task, request.split, request.data)
     folder = step_folder(run.checkpoints, request.step)
-    weights = Checkpoint(folder=folder, step=request.step).read_model()
+    weights = Checkpoint(folder=folder, step=request.step).read_model(averaged=not request.trained)
     batches = loader.evaluation_loader(task, dataset, request.plan, world)
     with naming_user_line(task):
         setup = EngineSetup(

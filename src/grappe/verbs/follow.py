@@ -44,7 +44,9 @@ class Tail:
             found = self._file.lstat()
         except OSError:
             return
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        if not (
+            stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
+        ):  # a link is refused by name, below
             return
         if found.st_ino != self._identity or found.st_size < self._offset:
             self._identity, self._offset, self._rest = found.st_ino, 0, ""

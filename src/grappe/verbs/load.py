@@ -24,6 +24,7 @@ def load(
     task: Task | type[Task] | str | None = None,
     *,
     checkpoint: int | str | None = None,
+    trained: bool = False,
 ) -> nn.Module:
     """Loads the model of one of a run's checkpoints, on the CPU, in evaluation mode.
 
@@ -34,6 +35,7 @@ def load(
         task: needed where the run was not trained here by this user, or its task came from a notebook or a script:
             no code is run because a run names it. An instance, a class, or a name as on the command line.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
+        trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         RunError: the folder is no run, or it has no checkpoint that verifies.
@@ -49,7 +51,7 @@ def load(
     found = taken(run, checkpoint)
     with naming_user_line(made):
         model = model_of(made)
-    fill(model, found.read_model(), torch.device("cpu"))
+    fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()
 
@@ -82,6 +84,6 @@ def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint
 
 
 def data_of(run: Run, given: Path | str | None) -> Path:
-    """Returns where a run's data are: in the folder that is given, else in the one that its description names."""
+    """Returns the folder of a run's data: the one that is given, else the one that its description names."""
     named = run.read_description().get("data")
     return Path(given or (named if isinstance(named, str) and named else "data"))

@@ -30,7 +30,10 @@ def files(run: Path) -> list[Path]:
     except OSError:
         there = []
     found = [
-        logs / name for pattern in ("job-*.out", "rank-*.log") for name in fnmatch.filter(there, pattern)
+        logs / name
+        for pattern in ("job-*.out", "rank-*.log")
+        for name in fnmatch.filter(there, pattern)
+        if safe.kind(logs / name) in ("file", "link")  # a link is refused by name when it is read
     ]
     if not found:
         waits = "; its job has not begun: grappe queue" if submitted(run) else ""

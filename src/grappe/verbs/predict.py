@@ -1,15 +1,15 @@
-"""grappe predict: computes the outputs of a run's model, one per sample."""
+"""grappe predict: computes a run's predictions, one per sample."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
-from grappe.errors.user_code import naming_user_line, user_call
+from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_record import given
@@ -31,8 +31,9 @@ def predict(
     data: Path | str | None = None,
     checkpoint: int | str | None = None,
     taken: Callable[[str], object] = str,
-) -> Iterator[Tensor]:
-    """Yields the model's output for each sample, on the CPU, one tensor per sample.
+    trained: bool = False,
+) -> Iterator[Any]:
+    """Yields what the task's `prediction` gives for each sample, on the CPU: the model's output, if it has none.
 
     Where a newer checkpoint is passed over, that is said on standard error.
 
@@ -42,9 +43,11 @@ def predict(
         task: needed where the run was not trained here by this user, as for grappe.load.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         taken: called with the name of the checkpoint that was taken.
+        trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
         DataError: the file is not a plain array, or the model cannot take it.
+        TaskError: the output has not a row for each sample.
     """
     import torch
 
@@ -52,67 +55,25 @@ def predict(
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
         inputs = _read(Path(inputs))
     made = given(run, task).resolve()
-    model = load(run, made, checkpoint=checkpoint)
+    model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
     with torch.no_grad(), naming_user_line(made):
-        for batch in _batches(made, run, inputs, data):
-            yield from _output(model, batch)
+        for batch, count in _batches(made, run, inputs, data):
+            yield from rows(made.prediction(_output(made, model, batch)), count, type(made).__name__)
 
 
-def answer(output: Tensor) -> dict[str, Any]:
-    """Formats one sample's output: of several decimal numbers the likeliest class; else the numbers themselves.
-
-    A number that is not finite is None, as JSON has no other word for it.
-    """
-    if output.dim() == 1 and output.numel() > 1 and output.is_floating_point():
-        best, probability = int(output.argmax()), float(output.float().softmax(0).max())
-        return {"class": best, "probability": _finite(round(probability, 6))}
-    return {"output": _finite(output.tolist())}
-
-
-def write(outputs: Iterator[Tensor], file: Path) -> None:
-    """Writes outputs to a .npy file, as one array [N, ...].
-
-    Raises:
-        DataError: there is none, or they have several shapes.
-    """
-    import numpy as np
-    import torch
-
-    found = list(outputs)
-    if not found or any(one.shape != found[0].shape for one in found):
-        why = "they have several shapes" if found else "there is no sample"
-        raise DataError(f"the outputs are no array, since {why}: leave --out away to see them")
-    whole = torch.stack(found)
-    np.save(file, (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    if isinstance(value, complex):
-        return [_finite(value.real), _finite(value.imag)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[Any]:
-    from grappe.data.loader import check, inputs_of
-    from grappe.data.seeded import SeededDataset
-
+def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[tuple[Any, int]]:
+    """Yields inputs of the model, and their number of samples."""
     if isinstance(inputs, str | Path):
-        dataset = user_call(task, "data", str(inputs), data_of(run, data))
-        length = check(dataset, str(inputs), task)
-        seeded = SeededDataset(dataset, seed=task.seed)  # as evaluation has them
-        for first in range(0, length, BATCH):
-            samples = seeded.__getitems__([(-1, index) for index in range(first, min(first + BATCH, length))])
-            yield inputs_of(task, task.collate(samples))
+        yield from _of_split(task, str(inputs), data_of(run, data))
         return
     for first in range(0, len(inputs), BATCH):
-        yield _tensor(inputs[first : first + BATCH])
+        part = inputs[first : first + BATCH]
+        yield _tensor(part), len(part)
 
 
 def _tensor(inputs: Any) -> Tensor:
-    """A tensor of any array of numbers: of the other byte order, or of more bits than torch has, too."""
+    """Makes a tensor of any array of numbers: of the other byte order, or of more bits than torch has, too."""
     import numpy as np
     import torch
 
@@ -123,11 +84,39 @@ def _tensor(inputs: Any) -> Tensor:
     return whole.float() if whole.dtype == torch.float64 else whole  # no model here has float64
 
 
-def _output(model: nn.Module, batch: Any) -> Tensor:
+def _of_split(task: Task, split: str, folder: Path) -> Iterator[tuple[Any, int]]:
+    import numpy as np
     import torch
 
+    from grappe.data.arrays import in_memory
+    from grappe.data.collate import augment, augments, collated
+    from grappe.data.draw import sample_keys
+    from grappe.data.prepare import dataset_of, prepare
+    from grappe.data.seeded import SeededDataset
+
+    prepare(task, folder)
+    dataset = dataset_of(task, split, folder)
+    arrays, seeded = in_memory(dataset), SeededDataset(dataset, seed=task.seed)
+    size = min(BATCH, task.batch_size)
+    for first in range(0, len(dataset), size):
+        ids = np.arange(first, min(first + size, len(dataset)))
+        if arrays is not None:
+            inputs, targets = arrays.gather(ids)
+        else:
+            inputs, targets = collated(task, seeded.__getitems__([(-1, int(one)) for one in ids]))
+        if augments(task, training=False):
+            keys = torch.from_numpy(sample_keys(task.seed, -1, ids))
+            inputs, targets = augment(task, inputs, targets, keys, training=False)
+        yield inputs, len(ids)
+
+
+def _output(task: Task, model: nn.Module, batch: Any) -> Any:
+    import torch
+
+    from grappe.private_api.torch import tree_map
+
     try:
-        output = model(batch)
+        return tree_map(_plain_tensor, task.forward(model, batch))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if not isinstance(batch, torch.Tensor):
             raise
@@ -136,21 +125,139 @@ def _output(model: nn.Module, batch: Any) -> Tensor:
             f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: "
             f"{printable(error, 500)}"
         ) from error
-    if not isinstance(output, torch.Tensor) or output.is_nested or output.layout != torch.strided:
+
+
+def _plain_tensor(value: Any) -> Any:
+    """Returns the numbers of a quantized tensor, and anything else as it is.
+
+    Raises:
+        TaskError: the tensor is nested or sparse.
+    """
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_nested or value.layout != torch.strided:
         raise TaskError(
-            f"the model gives {type(output).__name__}, and grappe predict shows plain tensors [N, ...]: "
-            "call the model in Python, with model = grappe.load(run)"
+            "the model gives a nested or sparse tensor, and grappe predict shows plain tensors [N, ...]: give the task "
+            "a prediction(self, output) that makes one, or call the model in Python, with model = grappe.load(run)"
         )
-    if isinstance(batch, torch.Tensor) and (not output.dim() or len(output) != len(batch)):
-        raise TaskError(
-            f"the model gives an output of shape {list(output.shape)} for {len(batch)} samples: grappe predict shows "
-            "one output for each sample. Call the model in Python, with model = grappe.load(run)"
+    return value.dequantize() if value.is_quantized else value
+
+
+def rows(batch: Any, count: int, name: str) -> Iterator[Any]:
+    """Cuts a batch of predictions by row, however they nest.
+
+    Raises:
+        TaskError: a tensor in it has no row for each of `count` samples.
+    """
+    if isinstance(batch, list) and len(batch) == count and not _is_cuttable(batch, count):
+        yield from batch  # one a sample already: boxes, texts
+        return
+    for row in range(count):
+        yield _row(batch, row, count, name)
+
+
+def _is_cuttable(batch: list[Any], count: int) -> bool:
+    import torch
+
+    from grappe.private_api.torch import tree_leaves
+
+    leaves = tree_leaves(batch)
+    return bool(leaves) and all(
+        isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in leaves
+    )
+
+
+def _row(value: Any, row: int, count: int, name: str) -> Any:
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape):
+        if shape[0] != count:
+            raise TaskError(
+                f"the output of {name}'s model has {list(shape)}, no row for each of {count} samples: give {name} a "
+                "prediction(self, output) that makes some, or a list with one prediction a sample"
+            )
+        return value[row]
+    if isinstance(value, Mapping):
+        return {key: _row(one, row, count, name) for key, one in value.items()}
+    if isinstance(value, list) and len(value) == count and not _is_cuttable(value, count):
+        return value[row]
+    if isinstance(value, tuple | list):
+        return [_row(one, row, count, name) for one in value]
+    return value  # a number or word of the whole batch
+
+
+def as_json(prediction: Any) -> dict[str, Any]:
+    """A prediction's fields for a line of JSON: those of a dict, else `output`."""
+    plain = _plain(prediction)
+    return plain if isinstance(plain, dict) else {"output": plain}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
+        return _finite(value.tolist())
+    if value is None or isinstance(value, str | int | float | bool | complex):
+        return _finite(value)
+    raise TaskError(
+        f"a prediction is a {type(value).__name__}, which cannot be written as JSON: let prediction() give tensors, "
+        "numbers and texts, in dicts and lists"
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Replaces what JSON has no word for: a number that is not finite by None, a complex one by a pair."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    if isinstance(value, complex):
+        return [_finite(value.real), _finite(value.imag)]
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def save(file: Path, predictions: Iterable[Any]) -> None:
+    """Writes predictions [N, ...]: to a .npy file where each is a tensor, to a .npz file where each is a dict.
+
+    Raises:
+        DataError: there is none.
+        UsageError: they are neither, or of several shapes.
+    """
+    import numpy as np
+    import torch
+
+    found = list(predictions)
+    if not found:
+        raise DataError(f"--out {file}: there is no sample")
+    fields = found[0] if isinstance(found[0], dict) else {"": found[0]}
+    try:
+        columns = {
+            name: _array(torch.stack([torch.as_tensor(one[name] if name else one) for one in found]))
+            for name in fields
+        }
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise UsageError(
+            f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out away, and "
+            "keep the lines of JSON"
+        ) from error
+    if file.suffix == ".npz":
+        arrays: dict[str, Any] = {name or "output": column for name, column in columns.items()}
+        np.savez(file, **arrays)
+    elif list(columns) == [""]:
+        np.save(file, columns[""])
+    else:
+        raise UsageError(
+            f"--out {file}: predictions have {', '.join(columns)}: give a file that ends in .npz"
         )
-    if not output.dim():
-        raise TaskError(
-            "the model gives one number for all samples: grappe predict shows one output for each"
-        )
-    return output.dequantize() if output.is_quantized else output
+
+
+def _array(whole: Tensor) -> np.ndarray:
+    import torch
+
+    return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy()  # NumPy has no bfloat16
 
 
 def _read(file: Path) -> np.ndarray:

@@ -67,4 +67,5 @@ def _node(node: Node | None) -> str:
     if node is None:
         return "as sinfo says"
     memory = f", {node.memory_gb} GB" if node.memory_gb else ""
-    return f"{node.gpus} x {node.gpu}, {node.cores} cores{memory}"
+    gpus = f"{node.gpus} x {node.gpu}, " if node.gpus else ""
+    return f"{gpus}{node.cores} cores{memory}"

@@ -1,16 +1,24 @@
-"""Submission: a training and the requested Slurm job; needs no torch."""
+"""Submission: a command and the requested Slurm job; needs no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
-from grappe.fields import Counts, at_least
+from cyclopts import Parameter
+
+from grappe.fields import CountsFromZero, Names, at_least
+
+TRAIN = "train"
+SCRIPT = "script"
+SPREAD = (TRAIN, "evaluate", SCRIPT)
+"""Commands that Slurm starts once for each process; other commands start their processes by themselves, on one node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Options of a training's Slurm job.
+    """Options of a command's Slurm job.
 
     `grappe submit` has an option for each field, with the docstring under the field as its help.
     """
@@ -23,15 +31,43 @@ class JobOptions:
     """Time limit: 90m, 3h, 1-00:00:00. Default: 1 h."""
     nodes: int | None = None
     """Number of nodes. Default: as few as the plan needs."""
-    gpus: Counts = ()
-    """Total number of GPUs; 1,2,4: a job for each number. Default: as the plan needs."""
+    gpus: CountsFromZero = ()
+    """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan needs."""
+    processes: int | None = None
+    """Number of processes of a script of your own. Default: one for each GPU."""
+    cores: int | None = None
+    """Cores of each process. Default: its GPU's share; without GPUs, its threads and workers."""
+    mem: str | None = None
+    """Memory of each node: 32G. Default: in proportion to GPUs or cores."""
+    mem_per_cpu: str | None = None
+    """Memory of each core: 4G."""
     queue: str | None = None
-    """Partition or quality of service."""
+    """Queue of the site: a partition or quality of service (see: grappe sites NAME)."""
+    partition: str | None = None
+    """Partition of Slurm that is no queue of the site."""
+    qos: str | None = None
+    """Quality of service of Slurm that is no queue of the site."""
+    constraint: str | None = None
+    """Features of the nodes, besides the site's."""
+    reservation: str | None = None
+    """Reservation of nodes."""
+    dependency: str | None = None
+    """Jobs to wait for: afterok:12345."""
+    mail_user: str | None = None
+    """Address for a mail when the job ends, fails or is requeued."""
+    sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
+    """Any other option of sbatch: '--exclude=n1'. Repeatable."""
     name: str | None = None
     """The job's name. Default: the run's."""
     env: str = ""
     """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default:
     the site's."""
+    modules: Names = ()
+    """Modules to load instead of the site's: python/3.12,gcc,cuda/12.6."""
+    with_: tuple[str, ...] = ()
+    """Package to install, NAME or NAME==VERSION, besides those of the imports and the engine. Repeatable."""
+    requirements: Path | None = None
+    """File of packages to install, in pip's form."""
     wheels: Path | None = None
     """Folder of wheels, besides the site's."""
     stage: Path | None = None
@@ -47,17 +83,25 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "chain", "restarts")
+        at_least(self, 1, "processes", "cores")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A training to submit, and its job's options."""
+    """A command to submit, and its job's options."""
 
-    task: str
+    command: str = TRAIN
+    """Name of a command of grappe, or SCRIPT."""
+    task: str | None = None
+    script: Path | None = None
+    """A Python script of the user's own."""
     arguments: tuple[str, ...]
-    """Arguments of grappe train, the task first."""
-    plan: str = ""
+    """Arguments of the command, the task or the script first."""
+    plans: tuple[str, ...] = ("",)
+    """Texts of the plans; several for a command like measure."""
     fields: tuple[str, ...] = ()
     run: Path | None = None
+    """Folder of a training's run, or of the run that the command reads."""
     data: str | None = None
+    loggers: tuple[str, ...] = ()
     job: JobOptions = dataclasses.field(default_factory=JobOptions)

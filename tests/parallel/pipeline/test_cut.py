@@ -13,6 +13,7 @@ from grappe.errors import PlanError, TaskError
 from grappe.parallel.pipeline.cut import balanced, cut, work
 from tests.parity.tasks import Images, Words
 
+CALL = Images().forward
 IMAGES = torch.zeros(2, 3, 8, 8)
 
 
@@ -35,7 +36,7 @@ def test_no_other_cut_has_a_smaller_largest_stage() -> None:
 def test_work_is_counted_by_the_operations_of_a_forward() -> None:
     with torch.device("meta"):
         units = list(Images().model())
-    costs = work(units, IMAGES)
+    costs = work(units, IMAGES, CALL)
     assert (
         costs[0] == 2 * 2 * 8 * 8 * (8 * 27) + 8 * 28 + 2 * 8 * 64
     )  # products twice, numbers held, numbers given
@@ -43,7 +44,7 @@ def test_work_is_counted_by_the_operations_of_a_forward() -> None:
 
 
 def test_without_an_example_work_is_what_is_held() -> None:
-    assert work([nn.Linear(3, 4), nn.ReLU()], None) == [16.0, 0.0]
+    assert work([nn.Linear(3, 4), nn.ReLU()], None, CALL) == [16.0, 0.0]
 
 
 def test_units_that_look_at_values_are_judged_by_what_they_hold() -> None:
@@ -53,7 +54,7 @@ def test_units_that_look_at_values_are_judged_by_what_they_hold() -> None:
 
     with torch.device("meta"):
         units = [Looks(3, 3), Looks(3, 3)]
-    assert work(units, torch.ones(2, 3)) == [12.0, 12.0]
+    assert work(units, torch.ones(2, 3), CALL) == [12.0, 12.0]
 
 
 class Told(Images):

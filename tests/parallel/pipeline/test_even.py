@@ -7,7 +7,7 @@ import torch
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import PlanError
-from grappe.parallel.pipeline.even import OneShape, check_even, even, largest
+from grappe.parallel.pipeline.even import check_even, even, largest
 from grappe.plan import Plan
 from grappe.step.losses import Losses
 from tests.parity.tasks import Images
@@ -41,7 +41,7 @@ def test_padding_rows_have_neither_loss_nor_gradient() -> None:
     losses, (found,) = Losses(Given()), even([micro(2)], 3)
     batch = Batch(0, 0, (found,), 2, 2.0, torch.zeros(2).numpy())
     for values in (torch.tensor([1.0, 2.0, 100.0]), torch.tensor([[1.0, 3.0], [2.0, 4.0], [9.0, 9.0]])):
-        loss = losses(values, found, batch, rows=3)
+        loss = losses(values, found, batch)
         gradient = loss.output_gradient
         assert gradient.sum().item() == pytest.approx(1.0) and not gradient[2:].any()
         assert loss.total.item() == values[:2].sum().item() / (values.numel() // 3)
@@ -52,11 +52,6 @@ def test_microbatches_that_differ_otherwise_are_refused() -> None:
         PlanError, match=r"must have one shape, and a step had \[2, 3\], \[2, 4\]: let collate"
     ):
         even([micro(2, 3), micro(2, 4)], 2)
-    shape = OneShape()
-    shape.check(micro(2, 3))
-    shape.check(micro(1, 3))
-    with pytest.raises(PlanError, match=r"samples of shapes \[\[3\]\] and then \[\[4\]\]"):
-        shape.check(micro(2, 4))
 
 
 def test_the_largest_microbatch_is_that_of_any_slice() -> None:
@@ -84,3 +79,17 @@ def test_batch_normalisation_takes_no_rows_that_are_filled_in(
         return
     with pytest.raises(PlanError, match=f"a step of {refused} samples .* batch normalisation's statistics"):
         check_even(Plan.parse(plan), batch, samples)
+
+
+def test_lists_with_an_entry_a_sample_are_filled_too() -> None:
+    (found,) = even(
+        [micro(2)._replace(targets=[{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}])], 3
+    )
+    assert [len(one["boxes"]) for one in found.targets] == [3, 1, 1]
+
+
+def test_what_has_no_row_for_each_sample_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"collate\(\) gave cannot be cut so: a tensor has \[5, 3\] for 2 samples"
+    ):
+        even([micro(2)._replace(inputs=torch.ones(5, 3))], 3)

@@ -36,9 +36,13 @@ if [ -e "$run/done" ]; then
 fi
 rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE"
 
+# Neither the user's own packages nor those of another Python.
+unset PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE=1
 module purge
 module load python/3.11
-grappe=("$SLURM_TMPDIR/env/bin/python" -m grappe)
+python=("$SLURM_TMPDIR/grappe-$UID/0123456789ab/bin/python")
+grappe=("${python[@]}" -m grappe)
 
 # srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -77,17 +81,43 @@ end() {
 
 task=(digits epochs=3)
 plan=''
-command=(train digits epochs=3 --run "$run" --data data)
+command=("${grappe[@]}" train digits epochs=3 --run "$run" --data data)
 
 # Once on every node, on its local scratch.
 read -r -d '' once <<'END'
-    virtualenv --no-download --clear "$SLURM_TMPDIR/env" &&
-    "$SLURM_TMPDIR/env/bin/pip" install --quiet --no-index --upgrade pip &&
-    "$SLURM_TMPDIR/env/bin/pip" install --quiet --no-index grappe
+set -u
+# An environment with these packages is made once on a node. The first is kept beside the runs for later jobs.
+env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
+kept=/scratch/me/runs/.environments/0123456789ab.tar
+packages=/scratch/me/runs/digits-1/logs/environment-0123456789ab
+(umask 077 && mkdir -p "${env%/*}")
+[ -O "${env%/*}" ] || { echo "${env%/*} is not yours: give another folder as TMPDIR" >&2; exit 1; }
+if [ ! -e "$env" ]; then
+    [ -d "$packages" ] || { echo "there is no $packages: grappe submit without --show writes it" >&2; exit 1; }
+    new=$env.$SLURM_JOB_ID.$$
+    mkdir "$new" || exit 1
+    if [ ! -e "$kept" ] || ! tar -xf "$kept" -C "$new"; then
+        rm -rf -- "$new"
+        if command -v virtualenv >/dev/null; then
+            virtualenv --quiet --no-download "$new"
+        else
+            python -m venv "$new"
+        fi
+        "$new/bin/python" -m pip install --quiet --no-index --no-deps -r "$packages/requirements.txt" || exit 1
+        "$new/bin/python" -m pip install --quiet --no-index --no-deps "$packages"/grappe-*.whl || exit 1
+        if [ "${SLURM_NODEID:-0}" = 0 ]; then
+            mkdir -p "${kept%/*}"
+            tar -cf "$kept.$SLURM_JOB_ID" -C "$new" . && mv -- "$kept.$SLURM_JOB_ID" "$kept"
+            rm -f -- "$kept.$SLURM_JOB_ID"
+        fi
+    fi
+    mv -T -- "$new" "$env" 2>/dev/null || rm -rf -- "$new" # another job on this node was first
+    [ -e "$env" ] || exit 1
+fi
 END
 run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once" &&
     run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor "${task[@]}" --job --plan "$plan" --folder "$run" &&
-    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${grappe[@]}" "${command[@]}"
+    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${command[@]}"
 code=$?
 [ ! -e "$run/done" ] || end 0
 # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.

@@ -39,7 +39,8 @@ if [ -e "$run/done" ]; then
 fi
 rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE"
 
-grappe=(/home/me/.venv/bin/python -m grappe)
+python=(/home/me/.venv/bin/python)
+grappe=("${python[@]}" -m grappe)
 
 # srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -78,10 +79,10 @@ end() {
 
 task=(digits epochs=3)
 plan=''
-command=(train digits epochs=3 --run "$run" --data data)
+command=("${grappe[@]}" train digits epochs=3 --run "$run" --data data)
 
 run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor "${task[@]}" --job --plan "$plan" --folder "$run" &&
-    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${grappe[@]}" "${command[@]}"
+    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none "${command[@]}"
 code=$?
 [ ! -e "$run/done" ] || end 0
 # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.

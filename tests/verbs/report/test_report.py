@@ -99,6 +99,24 @@ def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path,
     assert differs == ["plan"]
 
 
+def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path) -> None:
+    curve = {"seed": 0, "lr": [0.001, 0.01, 0.1], "loss": [2.0, 1.5, 1.7], "diverged": True}
+    band = {"steepest": 0.01, "largest_stable": 0.04, "suggested": 0.02, "reaches_the_end": False}
+    for name, found in (("a", {"band": band, "reason": ""}), ("b", {"band": None, "reason": "<b>noise</b>"})):
+        known = {
+            "kind": "lr-find",
+            "task": name,
+            "plan": "",
+            "ramp": {"kind": "exponential"},
+            "curves": [curve],
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps({**known, **found}))
+    shown(browser, report([tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "report.html"))
+    text = browser.evaluate("document.body.innerText")
+    assert "Steepest 0.01, largest stable 0.04, suggested 0.02" in text
+    assert "No suggestion: <b>noise</b>" in text
+
+
 def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
     going = another(run, "going", status=None, costs=None, used=None)
     (going / "done").unlink()

@@ -8,8 +8,10 @@ import pytest
 
 from grappe import Task
 from grappe.verbs.verify.judge import Finding
-from grappe.verbs.verify.verify import verify
+from grappe.verbs.verify.report import COLUMNS, cells, page
+from grappe.verbs.verify.verify import progress, verify
 from tests.parity import planted
+from tests.parity.structured import TASKS, Boxes, Graphs, StagedBoxes, StagedTexts, Texts
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -106,3 +108,82 @@ def test_what_was_asked_for_is_the_same_but_for_that(
     assert found.verdict == "same but for these"
     assert len(found.causes) == len(causes), found.causes
     assert all(one.startswith(wanted) for one, wanted in zip(found.causes, causes, strict=True)), found.causes
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2,microbatches=2", "engine=textbook,replicate=2"])
+@pytest.mark.parametrize("name", TASKS)
+def test_batches_that_are_no_stacks_of_rows_are_judged(pool: Pool, name: str, plan: str) -> None:
+    found = verified(pool, TASKS[name](), plan)
+    assert found.verdict == "same"
+    assert found.difference is not None and found.difference.tolerated < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "fault", "cause"),
+    [
+        (Graphs(), "replicate=2", "larger_loss", "not found"),
+        (Boxes(), "replicate=2", "larger_loss", "not found"),
+        (Texts(), "replicate=2", "larger_loss", "not found"),
+        (Graphs(rule="sgd"), "replicate=2", "larger_gradient", "not found"),
+        (Graphs(), "replicate=2", "shuffled_targets", "not found"),
+        (Boxes(), "replicate=2", "shuffled_targets", "not found"),
+        (Graphs(), "replicate=2", "means_of_means", "^means of slices are averaged"),
+        (Graphs(), "replicate=2", "silent_bf16", "^a lower precision"),
+        (Boxes(), "replicate=2,microbatches=2", "no_division_by_microbatches", "^accumulation"),
+        (Graphs(), "replicate=2", "off_by_one", "^a sampler that is off by 1"),
+        (Texts(), "replicate=2", "doubled_sample", "^a doubled sample"),
+        (Boxes(), "replicate=2", "dropped_last_batch", "^a dropped last batch"),
+        (Graphs(dropout=0.4), "replicate=2", "alike_dropout", "several slices draw the same"),
+        (Graphs(dropout=0.4), "replicate=2", "still_dropout", "the step before"),
+    ],
+)
+def test_a_fault_is_found_on_batches_that_are_no_stacks_of_rows(
+    pool: Pool, task: Task, plan: str, fault: str, cause: str
+) -> None:
+    found = verified(pool, task, plan, fault)
+    assert found.verdict == "different"
+    assert re.search(cause, found.causes[0]), found.causes
+
+
+def test_graphs_batch_normalisation_is_named(pool: Pool) -> None:
+    found = verified(pool, Graphs(batchnorm=True), "replicate=2")
+    assert (found.verdict, found.causes) == ("same but for these", ("batch normalisation (norm)",))
+
+
+def test_what_drifts_by_itself_cannot_be_judged(pool: Pool) -> None:
+    found = verified(pool, planted.Placed(), "replicate=2")
+    assert found.verdict == "cannot be judged" and not found.learns_the_same
+    assert "another order" in found.causes[0] and "places" in found.causes[1]
+
+
+@pytest.mark.parametrize("samples", [64, 61])
+def test_a_pipeline_of_several_microbatches_is_the_same(pool: Pool, samples: int) -> None:
+    assert verified(pool, Images(samples=samples), "pipeline=2,microbatches=4").verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        (StagedTexts(samples=61), "pipeline=2,microbatches=4"),
+        (StagedTexts(samples=61), "pipeline=2,microbatches=3,shard=2"),
+        (StagedTexts(samples=61), "pipeline=2,microbatches=2,replicate=2"),
+        (StagedBoxes(samples=61), "pipeline=2,microbatches=4"),
+    ],
+)
+def test_a_pipelines_microbatches_are_padded_to_the_steps_longest(pool: Pool, task: Task, plan: str) -> None:
+    assert verified(pool, task, plan).verdict == "same"
+
+
+def test_a_pipeline_differs_by_its_batch_normalisation_alone(pool: Pool) -> None:
+    found = verified(pool, NORMED, "pipeline=2,microbatches=2")
+    assert (found.verdict, found.causes) == ("same but for these", ("batch normalisation (0.1)",))
+
+
+def test_one_plans_failure_leaves_the_others_their_rows(capfd: pytest.CaptureFixture) -> None:
+    found = list(verify("digits", ["tensor=2", "threads=1"], steps=2, note=progress))
+    assert [one.verdict for one in found] == ["failed", "same"]
+    assert "tensor_plan" in found[0].causes[0]
+    assert "tensor_plan" in repr(found[0]) and len(repr(found[1])) < 100
+    assert [len(cells(one)) for one in found] == [len(COLUMNS)] * 2
+    assert "failed" in page("digits", found)
+    assert "one plain process\ntensor=2\n" in capfd.readouterr().err

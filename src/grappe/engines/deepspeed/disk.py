@@ -123,7 +123,7 @@ def _owned(folder: Path) -> BinaryIO:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether a training of this user made a folder, and does not live any more."""
+    """Returns whether a training of this user made a folder, and does not live any more."""
     try:
         with safe.reader(folder / OWNER, IN_PART) as stream:
             if os.fstat(stream.fileno()).st_uid != os.getuid():

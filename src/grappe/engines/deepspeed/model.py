@@ -18,12 +18,14 @@ from grappe.engines.deepspeed.state import Partitioned
 from grappe.engines.deepspeed.train_state import PartitionedState, WholeState
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
-from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.errors import TaskError
+from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
 from grappe.step.given import optimizer_of
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
+from grappe.task import Call
 
 
 class DeepSpeedModel:
@@ -42,7 +44,9 @@ class DeepSpeedModel:
         with library.linear(zero3=False):
             self.module, config = self._make_model()
             # A context of its own: evaluation is inside another already, and neither may be entered twice.
-            self._carrier = _Carrier(self.module, autocast(setup.plan.precision, setup.world.device))
+            self._carrier = _Carrier(
+                self.module, autocast(setup.plan.precision, setup.world.device), setup.task.forward
+            )
             self._initialize(config, loss_scale)
         self._carrier.train()
 
@@ -55,10 +59,17 @@ class DeepSpeedModel:
             self._setup.weights,
         )
         model = on_meta(task)
+        _refuse_scalars(model)
+        if task.ema is not None and self.stage == 3:
+            raise TaskError(
+                f"ema={task.ema}: DeepSpeed's stage 3 keeps parts of the weights where no average can be taken: use "
+                "zero=2, or engine=native, which averages sharded weights"
+            )
         sizes = [parameter.numel() for parameter in model.parameters()]
         cuda = world.device.type == "cuda"
         config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)
         self._scratch.make(sum(sizes), config)
+        switch_off_caches(model, plan)
         checkpoint_activations(list(task.units(model)) or [model], plan)
         if self.stage == 3:
             partitioned(model, weights, world.device, config)
@@ -99,7 +110,7 @@ class DeepSpeedModel:
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """Computes the scores over all data slices."""
-        return evaluate(self._carrier, self._setup, batches, samples)
+        return evaluate(self._carrier, self._setup, batches, samples, self._carrier)
 
     def close(self) -> None:
         """Ends DeepSpeed's engine, and frees its memory."""
@@ -111,13 +122,23 @@ class DeepSpeedModel:
         self._scratch.close()
 
 
+def _refuse_scalars(model: nn.Module) -> None:
+    """DeepSpeed 0.19 sends each parameter's bytes to all processes, and a scalar cannot be seen as bytes."""
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if scalars:
+        raise TaskError(
+            f"DeepSpeed takes no scalar parameter, and the model has {', '.join(scalars[:3])}: make it one of shape "
+            "[1], or use engine=native, which keeps scalars whole"
+        )
+
+
 class _Carrier(nn.Module):
     """The model in the plan's precision: DeepSpeed switches off an autocast context around its engine."""
 
-    def __init__(self, model: nn.Module, precision: AbstractContextManager[Any]) -> None:
+    def __init__(self, model: nn.Module, precision: AbstractContextManager[Any], call: Call) -> None:
         super().__init__()
-        self.model, self._precision = model, precision
+        self.model, self._precision, self._call = model, precision, call
 
     def forward(self, inputs: Any) -> Any:
         with self._precision:
-            return self.model(inputs)
+            return self._call(self.model, inputs)

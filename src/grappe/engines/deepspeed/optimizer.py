@@ -31,7 +31,8 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     if stage and not known:
         raise PlanError(
             f"engine=deepspeed with shard or offload hands the optimizer flat pieces of several parameters, and "
-            f"{kind.__name__} may need whole matrices: use replicate=N, or engine=native, which keeps them whole"
+            f"{kind.__name__} may need whole ones (norms, matrices, other weights to evaluate): "
+            f"use replicate=N, or engine=native, where each parameter stays one"
         )
 
 

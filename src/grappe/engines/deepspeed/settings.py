@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grappe.errors import PlanError, nearest
+from grappe.errors import PlanError, UsageError, nearest
+from grappe.fields import with_variables
 from grappe.plan import Plan
 from grappe.task import Task
 
@@ -72,8 +73,15 @@ def offload_device(plan: Plan) -> str:
 
 
 def nvme_folder(plan: Plan) -> Path:
-    """Returns the folder of offload=nvme:FOLDER."""
-    return Path(plan.offload.removeprefix(NVME)).expanduser()
+    """Returns the folder of offload=nvme:FOLDER, with variables expanded.
+
+    Raises:
+        PlanError: a variable in it is empty on this machine.
+    """
+    try:
+        return Path(with_variables(plan.offload.removeprefix(NVME))).expanduser()
+    except UsageError as error:
+        raise PlanError(f"offload={plan.offload}: {error}") from error
 
 
 def said(plan: Plan, task: Task | None) -> dict[str, Said]:

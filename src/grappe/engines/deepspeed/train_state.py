@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +43,10 @@ class WholeState:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole parameters and buffers. Collective."""
         return self._own.export()
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+        return self._own.evaluated_weights()
 
 
 class PartitionedState:
@@ -84,3 +89,7 @@ class PartitionedState:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole parameters and buffers, one at a time. Collective."""
         return export(self._model, self._world, self._partitioned.gathered)
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Changes nothing: optimizers with other weights to evaluate are refused where parameters are flattened."""
+        return nullcontext()

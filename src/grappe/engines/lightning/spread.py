@@ -44,7 +44,7 @@ class Spread:
         self.steps = Steps(
             setup,
             model=model,
-            forward=model,
+            forward=functools.partial(task.forward, model),
             optimizer=optimizer,
             schedule=schedule,
             gradient_divisor=float(plan.microbatches * (1 if summed else world.data_size)),

@@ -18,7 +18,7 @@ class ExactGradients:
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._seed, self._stop_requested = setup.task.seed, setup.stop_requested
         parameters = [parameter for _, parameter in model.named]
-        self._exact = exact_sums(model.module, parameters, setup.plan, setup.world)
+        self._exact = exact_sums(model.module, parameters, setup.plan, setup.world, setup.task.forward)
         self._forward_backward = ForwardBackward(setup, model.module, loss_scale, self._exact.forward)
 
     def gradients(self, batch: Batch) -> Sums:

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.loader import rows_of
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.staged_model import StagedModel
 from grappe.parallel.batchnorm import buffers_restored
-from grappe.parallel.pipeline.even import OneShape, even, largest
+from grappe.parallel.pipeline.even import even, largest
 from grappe.parallel.pipeline.replicas import sum_gradients
 from grappe.parallel.pipeline.schedules import Runner
 from grappe.parallel.shard import uses_shard
@@ -41,7 +40,7 @@ class PipelinedGradients:
         self._runner = Runner(plan.schedule, model.relay, world.device, self._loss, held)
         # Collectives inside a forward: whoever sees a new shape would be alone in sending one through.
         together = uses_shard(plan) or plan.batchnorm == "sync"
-        self._shape = OneShape() if together and world.data_group is not None else None
+        self._together = together and world.data_group is not None
         self._replicas = None if uses_shard(plan) else world.data_group
         self._batch: Batch | None = None
         self._total: Tensor | None = None
@@ -53,9 +52,7 @@ class PipelinedGradients:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
-        if self._shape is not None:
-            self._shape.check(micros[0])
-        if not self._runner.knows(micros[0]):
+        if self._anybody(not self._runner.knows(micros[0])):
             self._learn(micros[0], len(micros))
         seed_dropout(self._setup.task.seed, batch.step, world, self._place)
         self._batch, self._total = batch, None
@@ -83,13 +80,22 @@ class PipelinedGradients:
             for _ in self._model.relay.forward([micro]):
                 pass
         self._model.reshard()
-        self._runner.learn(micro, microbatches)
+        if not self._runner.knows(micro):
+            self._runner.learn(micro, microbatches)
+
+    def _anybody(self, mine: bool) -> bool:
+        """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""
+        if not self._together:
+            return mine
+        flag = torch.tensor(float(mine))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._setup.world.control)
+        return bool(flag)
 
     def _loss(self, output: Any, micro: Microbatch) -> Tensor:
         """Computes a microbatch's loss on the last stage: a scalar from which backward starts."""
         assert self._batch is not None
         with self._autocast:
             # Gradients are summed, by replicas too.
-            loss = self._losses(output, micro, self._batch, self._loss_scale.value, rows_of(micro.targets))
+            loss = self._losses(output, micro, self._batch, self._loss_scale.value)
         self._total = loss.total if self._total is None else self._total + loss.total
         return loss.scalar()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -135,6 +136,10 @@ class StagedState:
         """Restores a state that `state` returned."""
         self._own.restore(saved)
 
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+        return self._own.evaluated_weights()
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""
         ranks = dist.get_process_group_ranks(self._group)
@@ -192,12 +197,13 @@ def _pruned(
     kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
     inside = {id(unit) for _, several in kept for unit in several}
     prune(model, [unit for unit in units if id(unit) not in inside])
+    device = setup.world.device
     return [
-        (Stage(several, number, len(parts), autocast(plan.precision, setup.world.device)), several)
+        (Stage(several, number, len(parts), autocast(plan.precision, device), setup.task.forward), several)
         for number, several in kept
     ]
 
 
 def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Returns a tensor of the same shape without memory, on a device that optimizers accept."""
-    return nn.Parameter(torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape))
+    return nn.Parameter(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape))

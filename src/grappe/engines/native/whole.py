@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.loader import rows_of
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.state import ModelState, trained_parameters
@@ -78,7 +77,7 @@ class ForwardBackward:
         forward: Callable[[Any], Any] | None = None,
         gradient_divisor: float = 1.0,
     ) -> None:
-        self._model, self._forward = model, forward or model
+        self._model, self._forward = model, forward or functools.partial(setup.task.forward, model)
         self._on_phase, self._stop_requested = setup.on_phase, setup.stop_requested
         self._autocast = autocast(setup.plan.precision, setup.world.device)
         self._losses = Losses(setup.task, setup.on_phase)
@@ -112,7 +111,7 @@ class ForwardBackward:
         """Runs a forward and backward that changes only gradients."""
         with buffers_restored(self._model):
             with self._autocast:
-                values = self._losses.values(forward(micro.inputs), micro, rows_of(micro.targets))
+                values = self._losses.values(forward(micro.inputs), micro)
             torch.autograd.backward((values.sum(), *roots[0]), (None, *roots[1]))
 
 
@@ -127,7 +126,7 @@ class WholeGradients:
         self._unwrapped: Replicas | None = None
         divisor = 1.0
         if uses_replicas(setup.plan, setup.world):
-            self._unwrapped = Replicas(model.module, setup.world)
+            self._unwrapped = Replicas(model.module, setup.world, setup.task.forward)
             divisor = float(setup.world.data_size)  # DDP averages where FSDP2 is made to sum
             if setup.plan.microbatches > 1:
                 self._switch = self._unwrapped.reduce_in_next_backward

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +20,28 @@ from grappe.step.scores import Scorer, Scores
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, setup: EngineSetup, batches: Iterator[Batch], samples: int) -> Scores:
-    """Computes the scores over all data slices; the model is in training mode again afterwards. Collective."""
+def evaluate(
+    model: nn.Module,
+    setup: EngineSetup,
+    batches: Iterator[Batch],
+    samples: int,
+    forward: Callable[[Any], Any] | None = None,
+) -> Scores:
+    """Computes the scores over all data slices; the model is in training mode again afterwards. Collective.
+
+    Args:
+        forward: what is called with the inputs, if that is not the model itself.
+    """
     plan, world = setup.plan, setup.world
     scorer = Scorer(setup.task, world)
+    forward = forward or functools.partial(setup.task.forward, model)
     model.eval()
     try:
         reused = contextlib.nullcontext() if plan.saves_memory else memory.reused()
         with reused, buffers_agreed(model, world.data_group), autocast(plan.precision, world.device):
             for batch in batches:
                 for micro in batch.microbatches:
-                    scorer.add(model(micro.inputs), micro)
+                    scorer.add(forward(micro.inputs), micro)
     finally:
         model.train()
     scores = scorer.scores(samples)

@@ -17,6 +17,7 @@ from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.names import LOCAL, MODEL, OPTIMIZER
 from grappe.checkpoint.weights import Weights, Without, read_into, whole
 from grappe.launch.world import World
+from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
 from grappe.step.precision import LossScale
 
@@ -65,6 +66,16 @@ class TrainState(Protocol):
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
 
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+
+
+TRAINED = "trained_weight"
+"""Of an optimizer with modes: the key of the weight to go on training from; the model's own is the evaluated one."""
+GROUP = "group."
+"""Of what an optimizer counts in its parameter groups: before the key, beside the state of each parameter."""
+SCHEDULED = frozenset({"lr", "initial_lr"})
+
 
 class ModelState:
     """The TrainState of a model whose parameters are tensors, sharded ones too, and of a torch optimizer."""
@@ -80,11 +91,19 @@ class ModelState:
     ) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         self._world, self._loss_scale = world, loss_scale
+        begin_training(optimizer)
+        self._made = [_counters(group) for group in optimizer.param_groups]
 
     def state(self) -> State:
         """Returns the tensors that are equal on all processes or sharded, this process's own buffers, and JSON."""
         tensors, plain = self._optimizer_state()
-        tensors.update({f"{MODEL}{name}": parameter for name, parameter in self._model.named_parameters()})
+        parameters = dict(self._model.named_parameters())
+        if has_modes(self._optimizer):
+            with self.evaluated_weights():
+                evaluated = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            trained = {f"{OPTIMIZER}{name}.{TRAINED}": one for name, one in trained_parameters(self._model)}
+            tensors, parameters = {**tensors, **trained}, evaluated
+        tensors.update({f"{MODEL}{name}": parameter for name, parameter in parameters.items()})
         values = {"optimizer": plain, **position(self._schedule, self._world)}
         if self._loss_scale is not None:
             values["scale"] = self._loss_scale.state()
@@ -106,6 +125,10 @@ class ModelState:
         """Whole parameters and buffers on the CPU, one at a time. Collective."""
         return export(self._model, self._world)
 
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
+        return evaluated_weights(self._optimizer)
+
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """Returns the `optimizer.NAME.KEY` tensors, and the other entries by parameter."""
         tensors: dict[str, Tensor] = {}
@@ -119,7 +142,19 @@ class ModelState:
                     tensors[f"{OPTIMIZER}{name}.{key}"] = value
                 elif value is not None:
                     plain.setdefault(name, {})[key] = value
+        for name, counted in self._counted(parameters):
+            plain.setdefault(name, {}).update(counted)
         return tensors, plain
+
+    def _counted(self, parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """By parameter, the numbers of its group that the optimizer itself has changed, as schedule-free ones do."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for group, made in zip(self._optimizer.param_groups, self._made, strict=False):
+            changed = {
+                f"{GROUP}{key}": value for key, value in _counters(group).items() if made.get(key) != value
+            }
+            for parameter in group["params"] if changed else ():
+                yield names[id(parameter)], changed
 
     def _restore_optimizer(self, saved: SavedState) -> None:
         keys: dict[str, list[str]] = {}
@@ -128,11 +163,32 @@ class ModelState:
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
         for name, parameter in self._model.named_parameters():
-            state = dict(saved.values.get("optimizer", {}).get(name, {}))
+            state, counted = {}, {}
+            for key, value in saved.values.get("optimizer", {}).get(name, {}).items():
+                (counted if key.startswith(GROUP) else state)[key.removeprefix(GROUP)] = value
             for key in keys.get(name, ()):
-                state[key] = _read(saved, f"{OPTIMIZER}{name}.{key}", parameter)
+                if key == TRAINED:
+                    read_into(parameter, saved.tensors, f"{OPTIMIZER}{name}.{key}")
+                else:
+                    state[key] = _read(saved, f"{OPTIMIZER}{name}.{key}", parameter)
             if state:
                 self._optimizer.state[parameter] = state
+            if counted:
+                groups = self._optimizer.param_groups
+                next(group for group in groups if _holds(group, parameter)).update(counted)
+
+
+def _counters(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group that no schedule sets."""
+    return {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, bool | int | float) and key not in SCHEDULED
+    }
+
+
+def _holds(group: dict[str, Any], parameter: nn.Parameter) -> bool:
+    return any(one is parameter for one in group["params"])
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -25,9 +25,9 @@ def check_units(task: Task, example: Any) -> None:
     torch.manual_seed(task.seed)
     model = task.model().train()
     name = type(task).__name__
-    wanted = _run([model], example)
+    wanted = _run(task, [model], example)
     try:
-        found = _run(list(task.units(model)), example)
+        found = _run(task, list(task.units(model)), example)
     except Exception as error:
         raise PlanError(
             f"a pipeline runs {name}.units() one after the other, each on the previous unit's output, which fails: "
@@ -40,10 +40,10 @@ def check_units(task: Task, example: Any) -> None:
         )
 
 
-def _run(modules: list[nn.Module], value: Any) -> Any:
+def _run(task: Task, modules: list[nn.Module], value: Any) -> Any:
     torch.manual_seed(1)
-    for module in modules:
-        value = module(value)
+    for number, module in enumerate(modules):
+        value = module(value) if number else task.forward(module, value)
     return value
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from grappe.checkpoint.weights import named_tensors
 from grappe.errors import PlanError, TaskError
 from grappe.private_api.torch import tree_flatten, tree_map
-from grappe.task import Task
+from grappe.task import Call, Task
 
 Cut = tuple[range, ...]
 """The units of each stage."""
@@ -43,7 +43,7 @@ def cut(task: Task, model: nn.Module, stages: int, example: Any) -> Cut:
         )
     _check_all_held(name, model, units)
     request = task.cuts(stages)
-    first = balanced(work(units, example), stages) if request is None else list(request)
+    first = balanced(work(units, example, task.forward), stages) if request is None else list(request)
     if request is not None:
         _check_cuts(name, first, len(units), stages)
     found = tuple(range(a, b) for a, b in zip([0, *first], [*first, len(units)], strict=True))
@@ -51,7 +51,7 @@ def cut(task: Task, model: nn.Module, stages: int, example: Any) -> Cut:
     return found
 
 
-def work(units: Sequence[nn.Module], example: Any) -> list[float]:
+def work(units: Sequence[nn.Module], example: Any, call: Call) -> list[float]:
     """Computes each unit's cost: floating-point operations of a forward, and the sizes of its parameters and output.
 
     If the units cannot run without values, the cost is the parameters' size alone.
@@ -62,9 +62,9 @@ def work(units: Sequence[nn.Module], example: Any) -> list[float]:
     try:
         costs, value = [], _alike(example, units)
         with torch.no_grad():
-            for unit, numbers in zip(units, held, strict=True):
+            for index, (unit, numbers) in enumerate(zip(units, held, strict=True)):
                 with FlopCounterMode(display=False) as counter:
-                    value = unit(value)
+                    value = unit(value) if index else call(unit, value)
                 given = sum(leaf.numel() for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
                 costs.append(counter.get_total_flops() + numbers + given)
     except (RuntimeError, NotImplementedError):  # it looks at values, which a tensor on meta has not

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from grappe.data.batch import Microbatch
-from grappe.data.loader import rows_of
 from grappe.data.order import cut
+from grappe.data.rows import at_rows
 from grappe.errors import PlanError
 from grappe.parallel.pipeline.relay import key_of
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_leaves, tree_map
 
 
 def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
@@ -31,25 +28,6 @@ def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
             "let collate() pad every sample to the same length"
         )
     return found
-
-
-class OneShape:
-    """Rejects samples of different shapes if data slices must step together."""
-
-    def __init__(self) -> None:
-        self._seen: tuple | None = None
-
-    def check(self, micro: Microbatch) -> None:
-        """Raises PlanError if a sample of `micro` has another shape than the samples before."""
-        shape = tuple(leaf.shape[1:] for leaf in tree_leaves(micro.inputs) if isinstance(leaf, Tensor))
-        if self._seen is None:
-            self._seen = shape
-        if shape != self._seen:
-            raise PlanError(
-                f"samples of shapes {[list(one) for one in self._seen]} and then {[list(one) for one in shape]}: "
-                "with shard or batchnorm=sync a pipeline's samples must keep one shape; "
-                "let collate() pad them to the same length"
-            )
 
 
 def largest(plan: Plan, samples: int) -> int:
@@ -69,25 +47,16 @@ def _words(keys: set[tuple]) -> str:
 
 
 def _padded(micro: Microbatch, rows: int) -> Microbatch:
-    missing = rows - rows_of(micro.targets)
+    missing = rows - micro.size
     if not missing:
         return micro
+    # The last row again: what a model takes is not known, but that it takes this.
+    places = [*range(micro.size), *[micro.size - 1] * missing]
     weights = micro.weights
     if weights is not None:
         weights = torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
-    return Microbatch(
-        inputs=tree_map(lambda leaf: _longer(leaf, missing), micro.inputs),
-        targets=tree_map(lambda leaf: _longer(leaf, missing), micro.targets),
-        rows=micro.rows,
-        weights=weights,
-    )
-
-
-def _longer(leaf: Any, rows: int) -> Any:
-    """Repeats the last row as padding: any other input may be invalid for the model."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.cat([leaf, leaf[-1:].expand(rows, *leaf.shape[1:])])
+    inputs, targets = at_rows((micro.inputs, micro.targets), places, micro.size)
+    return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows)
 
 
 def check_even(plan: Plan, batch_size: int, samples: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grappe.errors import TaskError
 from grappe.private_api.torch import TreeSpec, module_children, tree_flatten, tree_unflatten
+from grappe.task import Call
 
 
 class Stage(nn.Module):
@@ -19,6 +20,7 @@ class Stage(nn.Module):
     Args:
         number: its index among `count` stages, from 0.
         precision: the context of its forward.
+        call: the task's forward, which gives the first unit the inputs.
     """
 
     def __init__(
@@ -27,11 +29,12 @@ class Stage(nn.Module):
         number: int,
         count: int,
         precision: contextlib.AbstractContextManager[Any],
+        call: Call,
     ) -> None:
         super().__init__()
         self.units = nn.ModuleList(units)
         self.number, self.count = number, count
-        self._precision = precision
+        self._precision, self._call = precision, call
         self.source: Callable[..., Any] | None = None
         """Of a first stage: the inputs that its forward's argument stands for."""
         self.entering: TreeSpec | None = None
@@ -55,8 +58,8 @@ class Stage(nn.Module):
             assert self.entering is not None
             value = tree_unflatten([_straight(leaf) for leaf in leaves], self.entering)
         with self._precision:
-            for unit in self.units:
-                value = unit(value)
+            for number, unit in enumerate(self.units):
+                value = self._call(unit, value) if self.is_first and not number else unit(value)
         given, self.leaving = tree_flatten(value)
         if self.is_last:
             return tuple(given)

@@ -18,10 +18,12 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert gradients, NO_GRADIENT
-    groups = sharded_groups(gradients[0])
-    parts = [local_part(one) for one in gradients]
+    groups = next((found for one in gradients if (found := sharded_groups(one))), [])
+    # What is whole on every process, a scalar beside sharded tensors, is counted by the first alone.
+    first = all(dist.get_rank(group) == 0 for group in groups)
+    parts = [local_part(one) for one in gradients if first or sharded_groups(one)]
     pieces = [piece for part in parts if part.numel() for piece in part.reshape(-1).split(PIECE)]
-    device = parts[0].device
+    device = local_part(gradients[0]).device
     largest = torch.zeros((), device=device)
     if pieces:
         largest = torch.stack([piece.abs().max() for piece in pieces]).max().float()

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
-from grappe.private_api.torch import local_tensor
+from grappe.step.clip import local_part
 from grappe.step.exact.sums import Exact, tree_reduce_scatter, tree_sum
 from grappe.step.reduction import Sums
+from grappe.task import Call
 
 
 class TreeReduceScatter:
@@ -53,9 +54,9 @@ class ShardedExact(Exact):
     every_piece: ClassVar[bool] = True  # all processes reduce each unit's gradients together
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
     ) -> None:
-        super().__init__(model, parameters, plan, world)
+        super().__init__(model, parameters, plan, world, call)
         self._losses: list[Tensor] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -67,7 +68,7 @@ class ShardedExact(Exact):
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        self._put([local_tensor(one) if isinstance(one, DTensor) else None for one in gradients])
+        self._put([None if one is None else local_part(one) for one in gradients])
 
     @torch.no_grad()
     def reduce(self, flag: float, samples: int) -> Sums:
@@ -75,8 +76,10 @@ class ShardedExact(Exact):
         self._tree.clear()
         assert parts is not None
         for parameter, part in zip(self._parameters, parts, strict=True):
-            assert isinstance(parameter, DTensor)
-            if part is not None:
+            if part is not None and not isinstance(parameter, DTensor):  # a scalar, which stays whole
+                parameter.grad = part + 0.0
+            elif part is not None:
+                assert isinstance(parameter, DTensor)
                 parameter.grad = DTensor.from_local(
                     part + 0.0,  # as for replicas: -0 becomes +0
                     parameter.device_mesh,
@@ -99,6 +102,8 @@ class ShardedExact(Exact):
         return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])
 
 
-def exact_sums(model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World) -> Exact:
+def exact_sums(
+    model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
+) -> Exact:
     """Makes the object that sums the gradients of an exact plan."""
-    return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world)
+    return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world, call)

@@ -24,6 +24,7 @@ from grappe.step.exact.norm import exact_norm
 from grappe.step.exact.statistics import Statistics
 from grappe.step.fast_paths import seed_generators
 from grappe.step.reduction import Sums
+from grappe.task import Call
 
 
 class Exact:
@@ -38,11 +39,12 @@ class Exact:
     """Whether pieces without a sample run through the model, too."""
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
     ) -> None:
         self._parameters, self._world = parameters, world
         pieces = ExactPieces.of(plan)
         assert pieces is not None, "the plan is not exact"
+        self._call = call
         self._model, self._pieces, self._places = model, pieces, pieces.places(world.data_rank)
         self._statistics = Statistics(model, pieces, world)
         self._tree: list[tuple[int, list[Tensor | None] | None]] = []
@@ -62,7 +64,7 @@ class Exact:
     def forward(self, inputs: Any) -> Any:
         """Computes the model's output for the current piece, and records batch normalisation's statistics."""
         with self._statistics.recorded():
-            return self._model(inputs)
+            return self._call(self._model, inputs)
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient, with the same bits on any number of processes. Collective."""

@@ -35,7 +35,9 @@ def per_sample(task: Task, dataset: Any) -> float:
         rows = np.arange(ROWS) % len(dataset)
         inputs, targets = arrays.gather(rows, torch.device("cpu"))
     else:
-        inputs, targets = task.collate([dataset[index % len(dataset)] for index in range(ROWS)])
+        from grappe.data.collate import collated
+
+        inputs, targets = collated(task, [dataset[index % len(dataset)] for index in range(ROWS)])
     try:
         meta = tree_map(_to_meta, (inputs, targets))
         return _counted(task, on_meta(task), *meta) / ROWS
@@ -54,7 +56,7 @@ def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
 
     model.train()
     with FlopCounterMode(display=False) as counter:
-        task.loss(model(inputs), targets).sum().backward()
+        task.loss(task.forward(model, inputs), targets).sum().backward()
     return counter.get_total_flops()
 
 

@@ -64,7 +64,7 @@ def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submis
     return Submission(
         task=request.task,
         arguments=(request.task, *fields, *options),
-        plan=plan,
+        plans=(plan,),
         fields=fields,
         run=run,
         data=request.data,

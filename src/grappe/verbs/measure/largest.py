@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from grappe.data.prepare import prepare
 from grappe.errors import GrappeError
 from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
@@ -79,6 +80,7 @@ def largest_batch(
         GrappeError: the training fails for another reason than memory.
     """
     task = request.task.resolve()
+    prepare(task, request.data)
     samples = len(task.data("train", request.data))  # type: ignore[arg-type]
     runner = _Runner(request, plan, folder, limit, note)
     fits, fails, batch = 0, None, min(samples, max(plan.data_parallel, task.batch_size))

@@ -23,18 +23,19 @@ Curve = list[tuple[float, float | None]]
 
 
 def gather(places: Sequence[Path]) -> dict[str, Any]:
-    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure.
+    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure or lr-find.
 
     Raises:
         RunError: one of `places` is neither.
     """
-    runs, measurements = [], []
+    runs, measurements, searches = [], [], []
     for place in places:
         if place.is_file() and place.suffix == ".json":
-            measurements.append(_measurement(place))
+            known = _written(place)
+            (searches if known["kind"] == "lr-find" else measurements).append(known)
         else:
             runs.append(_run(Run(place)))
-    return {"runs": runs, "measurements": measurements}
+    return {"runs": runs, "measurements": measurements, "learning_rates": searches}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -143,19 +144,22 @@ def _value(point: tuple[float, float | None]) -> float:
     return point[1] or 0.0
 
 
-def _measurement(file: Path) -> dict[str, Any]:
+WRITTEN = {"measurement": "points", "lr-find": "curves"}
+"""By kind of file: the list that it has."""
+
+
+def _written(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST_JSON:
             raise RunError(f"{file} is larger than any that grappe measure writes")
         known = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
-    if (
-        not isinstance(known, dict)
-        or known.get("kind") != "measurement"
-        or not isinstance(known.get("points"), list)
-    ):
-        raise RunError(f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one")
+    kind = known.get("kind") if isinstance(known, dict) else None
+    if kind not in WRITTEN or not isinstance(known.get(WRITTEN[kind]), list):
+        raise RunError(
+            f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one, and so does grappe lr-find"
+        )
     return {**known, "name": file.stem}
 
 
@@ -173,7 +177,7 @@ def html(gathered: dict[str, Any], title: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces infinities and NaN, which JSON does not have, by null; makes every character of texts visible."""
+    """Replaces infinities and NaN, which JSON does not have, by null; text is made visible, as the page shows it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

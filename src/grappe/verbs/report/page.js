@@ -118,6 +118,16 @@ function scaling() {
   }
 }
 
+function learningRates() {
+  for (const one of DATA.learning_rates) {
+    const grid = section(`Learning rates: ${one.task}`), linear = one.ramp?.kind === "linear", band = one.band;
+    const found = band ? `Steepest ${short(band.steepest)}, largest stable ${short(band.largest_stable)}, suggested ${short(band.suggested)}.` : `No suggestion: ${one.reason}`;
+    grid.before(element("p", {}, `${found} Plan: ${one.plan || "one process"}.`));
+    const series = one.curves.map((curve, index) => ({ name: `seed ${curve.seed}`, color: color(index), points: curve.lr.map((rate, at) => [linear ? rate : Math.log10(rate), curve.loss[at]]) }));
+    lines(grid, "loss while the learning rate rises", "", series, { smooth: true, across: linear ? "learning rate" : "log10 of the learning rate" });
+  }
+}
+
 function table(parent, head, rows, differs = () => false) {
   parent.append(element("div", { class: "wide", tabindex: 0, role: "region", "aria-label": head.join(", ") }, element("table", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name))),
     ...rows.map((row) => element("tr", differs(row) ? { class: "differs" } : {}, ...row.map((cell) => element("td", {}, cell ?? "")))))));
@@ -153,5 +163,6 @@ document.getElementById("summary").textContent = DATA.runs.map((run) => `${run.n
 legend();
 if (DATA.runs.length) { curves(); time(); memory(); }
 scaling();
+learningRates();
 if (DATA.runs.length) configuration();
 draw();

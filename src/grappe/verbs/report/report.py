@@ -14,7 +14,7 @@ NAME = "report.html"
 
 
 def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
-    """Writes a report of `places`: runs' folders, and files of `grappe measure --out`.
+    """Writes a report of `places`: runs' folders, and files of `grappe measure --out` and `grappe lr-find --out`.
 
     Args:
         out: the file; None: report.html, in the run's folder if there is only one run, else in the current folder.

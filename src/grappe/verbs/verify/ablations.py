@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from grappe import engines
 from grappe.plan import Plan
-from grappe.verbs.verify.compare import compare
+from grappe.verbs.verify.compare import BOUND, FACTOR, compare
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.reference import Reference
 from grappe.verbs.verify.runner import Runner
@@ -44,15 +45,32 @@ def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, know
     return causes
 
 
+def steadying(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
+    """Names each thing without which one plain process no longer drifts when its samples change their places."""
+    found = []
+    switches: list[tuple[str, dict[str, Any]]] = [
+        ("a loss in which rows meet, or that depends on their places", {"loss": True}),
+        *([("augmentation that draws outside grappe.draw", {"augment": True})] if known.augments else []),
+        *([("clipping", {"clip": True})] if known.clips else []),
+    ]
+    for word, off in switches:
+        steps = runner.reference(plan, dataclasses.replace(instrumentation, **off)).steps
+        if FACTOR * max(max(one.loss_noise, one.norm_noise) for one in steps) <= BOUND:
+            found.append(f"{word}: without it the drift disappears")
+    return found
+
+
 def _candidates(
     runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference
 ) -> Iterator[Ablation]:
     def changed(**off: Any) -> Callable[[], Instrumentation]:
         return lambda: dataclasses.replace(instrumentation, **off)
 
-    if plan.microbatches > 1:
+    fewer = dataclasses.replace(plan, microbatches=1)
+    # A pipeline's schedule needs as many as it has stages.
+    if plan.microbatches > 1 and engines.supported(fewer):
         word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference disappears"
-        yield Ablation(word=word, plan=dataclasses.replace(plan, microbatches=1), instrumentation=changed())
+        yield Ablation(word=word, plan=fewer, instrumentation=changed())
     yield Ablation(
         word="a loss that averages: computed row by row, each row by itself, the difference disappears",
         plan=plan,
@@ -99,11 +117,9 @@ def _keys(plan: Plan, instrumentation: Instrumentation) -> Iterator[Ablation]:
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
     for key in sorted(plan.changed_keys() - KEPT - {"microbatches"}):
         word = f"{key}: with {key}={defaults[key]} the difference disappears"
-        yield Ablation(
-            word=word,
-            plan=dataclasses.replace(plan, **{key: defaults[key]}),
-            instrumentation=lambda: instrumentation,
-        )
+        other = dataclasses.replace(plan, **{key: defaults[key]})
+        if engines.supported(other):
+            yield Ablation(word=word, plan=other, instrumentation=lambda: instrumentation)
 
 
 def _some(known: Reference) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from grappe.parallel.batchnorm import buffers_kept
-from grappe.private_api.torch import tree_flatten, tree_map, tree_unflatten
+from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
+from grappe.task import Call as ModelCall
 from grappe.verbs.verify.random_ops import RandomOps
 
 RELATIVE = 1e-4
@@ -88,25 +89,33 @@ class BatchCoupling:
 
 
 @torch.no_grad()
-def batch_coupled_modules(model: nn.Module, inputs: Any, rows: int) -> BatchCoupling:
+def batch_coupled_modules(
+    model: nn.Module, call: ModelCall, part: Callable[[int, int], Any], rows: int
+) -> BatchCoupling:
     """Tries every module of `model` with `rows` samples and with half of them.
 
     Batch normalisation couples samples, and so does every module that takes a mean over the batch, of any class.
+
+    Args:
+        call: the task's forward.
+        part: returns the inputs of the rows from one number to another, as a batch of their own.
     """
     if rows < FEWEST_ROWS:
         return BatchCoupling(modules={}, independent_rows=False)
     model = copy.deepcopy(model).train()
     with RandomOps(off=True):
-        calls = _calls(model, inputs)
+        calls = _calls(model, call, part(0, rows))
         try:
-            half = _calls(model, tree_map(lambda leaf: _first(leaf, 0, rows, rows // 2), inputs))
-        except (RuntimeError, ValueError):
-            return BatchCoupling(modules={}, independent_rows=False)
+            half = _calls(model, call, part(0, rows // 2))
+        except (RuntimeError, ValueError, IndexError, AssertionError):
+            half = {}
         found: dict[str, Companions | None] = {}
         independent_rows = False
         for name, module in reversed(list(model.named_modules())):
             trial = _trial(calls.get(name), half.get(name), rows)
             inner = any(one.startswith(f"{name}.") or not name for one in found)
+            if trial is None and not inner and isinstance(module, BatchNormBase):
+                found[name] = None  # a graph's nodes: not to be halved, but known by the class
             if trial is None or inner:
                 continue
             coupled = trial.couples(module)
@@ -116,7 +125,7 @@ def batch_coupled_modules(model: nn.Module, inputs: Any, rows: int) -> BatchCoup
     return BatchCoupling(modules=dict(sorted(found.items())), independent_rows=independent_rows)
 
 
-def _calls(model: nn.Module, inputs: Any) -> dict[str, Call]:
+def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
     """Records each module's arguments at its first call."""
     calls: dict[str, Call] = {}
     hooks = [
@@ -124,7 +133,7 @@ def _calls(model: nn.Module, inputs: Any) -> dict[str, Call]:
         for name, module in model.named_modules()
     ]
     with buffers_kept(model):
-        model(_copied(inputs))
+        call(model, _copied(inputs))
     for hook in hooks:
         hook.remove()
     return calls
@@ -163,7 +172,7 @@ class _HalfBatchTrial:
         """Returns whether the outputs of the first half of the rows change without the second half; None: unknown."""
         try:
             whole, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, IndexError, AssertionError):
             return None
         for a, b in zip(whole, part, strict=False):
             if not isinstance(a, Tensor) or not a.is_floating_point() or not b.numel():

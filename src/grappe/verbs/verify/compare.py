@@ -11,6 +11,8 @@ from grappe.verbs.verify.rounding import relative
 from grappe.verbs.verify.trial import TrialStep
 
 FLOOR = 1e-5  # contract 7: per tensor, in norm
+BOUND = 0.02
+"""Where more of the loss or the gradient's norm would be tolerated, agreement says nothing."""
 FACTOR = 10.0
 """What is tolerated is ten times what the same sums in another order differ by, or FLOOR."""
 
@@ -34,6 +36,11 @@ class Difference:
     """The largest difference of all, as a multiple of its tolerance: above 1 is too much."""
     steps: tuple[dict[str, float], ...]
     """By step: loss, reference loss, and the differences of loss, norm and weights with their tolerances."""
+
+    @property
+    def tolerated(self) -> float:
+        """The largest difference of the loss, or of the gradient's norm, that is tolerated."""
+        return max(step[f"{name} tolerated"] for step in self.steps for name in ("loss", "norm"))
 
     @property
     def agrees(self) -> bool:

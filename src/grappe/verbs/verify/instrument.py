@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import Arrays, in_memory
+from grappe.data.collate import augment as augmented
+from grappe.data.collate import collated
 from grappe.parallel.batchnorm import Kept, kept_buffers, put_back
-from grappe.private_api.torch import tree_flatten, tree_map
+from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions
 
@@ -67,7 +69,8 @@ class SampleRecorder:
         # An engine may make a dry run before its first step, and may leave out what has no row.
         wanted = list(rows) if len(calls) >= len(rows) else [one for one in rows if one]
         calls = calls[len(calls) - len(wanted) :]
-        return [i for ids, real in zip(calls, wanted, strict=False) if real for i in ids.tolist()]
+        # A pipeline's padding rows follow the others.
+        return [i for ids, real in zip(calls, wanted, strict=False) for i in ids.tolist()[:real]]
 
 
 def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Task:
@@ -82,9 +85,9 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
         "__qualname__": kind.__qualname__,
         "__annotations__": {},
     }
-    for name in ("data", "loss", "model"):
+    for name in ("data", "loss", "model", "collate"):
         methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
-    for name in ("counts", "augment", "collate"):
+    for name in ("counts", "augment"):
         if overrides(task, name):
             methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
     made = object.__new__(type(kind.__name__, (kind,), methods))
@@ -115,7 +118,7 @@ def length_of(task: Task, instrumentation: Instrumentation, available: int) -> i
 
 
 class Subset(Dataset):
-    """A few of a dataset's samples, each with its position as its id: (input, (target, id))."""
+    """A few of a dataset's samples, of any form, each with its position as its id: (sample, id)."""
 
     def __init__(self, dataset: Any, index: np.ndarray, loaded: Sequence[Any]) -> None:
         self._dataset, self._index, self._loaded = dataset, index, loaded
@@ -123,9 +126,8 @@ class Subset(Dataset):
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, index: int) -> tuple[Any, tuple[Any, int]]:
-        inputs, target = self._loaded[index] if self._loaded else self._dataset[int(self._index[index])]
-        return inputs, (target, index)
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._loaded[index] if self._loaded else self._dataset[int(self._index[index])], index
 
 
 def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
@@ -147,9 +149,13 @@ def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder
     def loss(self: Task, output: Any, target: Any) -> Tensor:
         target, ids = target
         recorder.record(ids)
-        if not instrumentation.loss:
-            return task.loss(output, target)
         rows = range(len(ids))
+        cuttable = all(
+            isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == len(ids)
+            for leaf in tree_leaves((output, target))
+        )
+        if not instrumentation.loss or not cuttable:  # boxes and nodes are not rows
+            return task.loss(output, target)
         return torch.cat(
             [task.loss(*tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target))) for i in rows]
         )
@@ -165,10 +171,12 @@ def _counts(task: Task, instrumentation: Instrumentation, recorder: SampleRecord
 
 
 def _augment(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def augment(self: Task, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
+    def augment(
+        self: Task, inputs: Any, targets: Any, keys: Tensor, training: bool = True
+    ) -> tuple[Any, Any]:
         if instrumentation.augment:
             return inputs, targets
-        inputs, target = task.augment(inputs, targets[0], keys)
+        inputs, target = augmented(task, inputs, targets[0], keys, training=training)
         return inputs, (target, targets[1])
 
     return augment
@@ -176,8 +184,8 @@ def _augment(task: Task, instrumentation: Instrumentation, recorder: SampleRecor
 
 def _collate(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
     def collate(self: Task, samples: Sequence[Any]) -> Any:
-        inputs, targets = task.collate([(inputs, target) for inputs, (target, _) in samples])
-        return inputs, (targets, torch.tensor([place for _, (_, place) in samples]))
+        inputs, targets = collated(task, [sample for sample, _ in samples])
+        return inputs, (targets, torch.tensor([place for _, place in samples]))
 
     return collate
 

@@ -6,28 +6,29 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.verbs.verify.ablations import ablations
-from grappe.verbs.verify.compare import Difference, compare
+from grappe.verbs.verify.ablations import ablations, steadying
+from grappe.verbs.verify.compare import BOUND, FACTOR, Difference, compare
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.reference import Reference
 from grappe.verbs.verify.runner import Runner
 from grappe.verbs.verify.samples import recorded_batches, wrong_samples
 from grappe.verbs.verify.trial import TrialStep
 
-Verdict = Literal["same", "same but for these", "different"]
+Verdict = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
 STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Finding:
     """The verdict on a plan."""
 
     plan: str
     processes: int
     verdict: Verdict
-    difference: Difference
-    """The difference from one plain process, with nothing switched off."""
+    difference: Difference | None
+    """The difference from one plain process, with nothing switched off; None where the plan did not train."""
     causes: tuple[str, ...] = ()
     """The causes without which the difference disappears, in words."""
     notes: tuple[str, ...] = ()
@@ -35,21 +36,39 @@ class Finding:
     @property
     def learns_the_same(self) -> bool:
         """Returns whether the plan differs only as its user requested."""
-        return self.verdict != "different"
+        return self.verdict in ("same", "same but for these")
+
+    def __repr__(self) -> str:
+        why = "; ".join([*self.causes, *self.notes])
+        return f"Finding({self.plan or 'one process'}: {self.verdict}{f' ({why})' if why else ''})"
 
 
 def judge(runner: Runner, plan: Plan) -> Finding:
-    """Judges a plan by trials: of the whole plan, and if it differs, of the plan without possible causes."""
-    return _Case(runner, plan).finding()
+    """Judges a plan by trials: of the whole plan, and if it differs, of the plan without possible causes.
+
+    Raises:
+        GrappeError: the plain process does not train.
+    """
+    base = runner.reference(plan, Instrumentation())
+    start = Instrumentation()
+    if plan.pipeline > 1 and any("BatchNorm" in kind for kind in base.coupled.values()):
+        # Pipelines refuse steps that do not divide evenly then: padding rows would enter the statistics.
+        start = Instrumentation(even=2 * plan.data_parallel * plan.microbatches)
+        base = runner.reference(plan, start)
+    try:
+        return _Case(runner, plan, base, start).finding()
+    except GrappeError as error:  # the other plans are still to be judged
+        return Finding(
+            plan=str(plan), processes=plan.processes, verdict="failed", difference=None, causes=(str(error),)
+        )
 
 
 class _Case:
     """The judgement of one plan."""
 
-    def __init__(self, runner: Runner, plan: Plan) -> None:
-        self._runner, self._plan = runner, plan
-        self._base = runner.reference(plan, Instrumentation())
-        self._steps = runner.trial(plan, Instrumentation(), self._base)
+    def __init__(self, runner: Runner, plan: Plan, base: Reference, start: Instrumentation) -> None:
+        self._runner, self._plan, self._base, self._start = runner, plan, base, start
+        self._steps = runner.trial(plan, self._start, self._base)
         self._difference = compare(self._base, self._steps)
 
     def finding(self) -> Finding:
@@ -59,9 +78,25 @@ class _Case:
             return self._of_samples(wrong)
         if self._plan.exact:
             return self._of_exact()
+        if self._difference.agrees and self._difference.tolerated > BOUND:
+            return self._of_drift()
         if self._difference.agrees:
             return self._found("same")
         return self._of_difference()
+
+    def _of_drift(self) -> Finding:
+        """Says why agreement means nothing: the plain process itself, with its samples in another order, drifts."""
+        plan, instrumentation = self._without(self._asked_for())
+        reasons = steadying(self._runner, plan, instrumentation, self._base)
+        drift = self._difference.tolerated / FACTOR
+        return self._found(
+            "cannot be judged",
+            [
+                f"one process that takes each batch's samples in another order is {drift:.0%} away from itself, and "
+                f"more than {BOUND / FACTOR:.1%} would hide a fault",
+                *(reasons or ["a smaller learning rate or fewer --steps may keep them together"]),
+            ],
+        )
 
     def _found(self, verdict: Verdict, causes: Sequence[str] = (), notes: Sequence[str] = ()) -> Finding:
         return Finding(
@@ -94,7 +129,7 @@ class _Case:
         """Compares bits with those of the same exact plan on one process, and numbers with the plain process."""
         alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
         if alone != self._plan:
-            steps = self._runner.trial(alone, Instrumentation(), self._base)
+            steps = self._runner.trial(alone, self._start, self._base)
             odd = next(
                 (n for n, (a, b) in enumerate(zip(steps, self._steps, strict=True)) if a.bits != b.bits), None
             )
@@ -105,8 +140,8 @@ class _Case:
         note = f"to the bit what exact={self._plan.exact} is on one process"
         if self._difference.agrees:
             return self._found("same", notes=[note])
-        pieces = self._pieces(Instrumentation(), precision=True)
-        steps = self._runner.trial(self._plan, Instrumentation(), pieces)
+        pieces = self._pieces(self._start, precision=True)
+        steps = self._runner.trial(self._plan, self._start, pieces)
         if compare(pieces, steps).agrees:
             return self._found("same", notes=[note, self._per_piece()])
         return self._of_difference([note])
@@ -147,7 +182,8 @@ class _Case:
         coupled = self._base.coupled if STATISTICS in off else ()
         companions = self._base.companions if STATISTICS in off else ()
         kept = {one.name for one in companions}
-        return plan, Instrumentation(
+        return plan, dataclasses.replace(
+            self._start,
             draws=DROPOUT in off,
             coupled=tuple(name for name in coupled if name not in kept),
             companions=companions,
@@ -183,7 +219,7 @@ class _Case:
         return faults
 
     def _again(self) -> tuple[TrialStep, ...]:
-        return self._runner.trial(self._plan, Instrumentation(), self._base)
+        return self._runner.trial(self._plan, self._start, self._base)
 
     def _pieces(self, instrumentation: Instrumentation, precision: bool = False) -> Reference:
         """Runs the second reference: one process that takes the plan's own pieces one after the other."""
@@ -198,8 +234,8 @@ class _Case:
         """Returns a note if the unchanged plan agrees with the second reference."""
         if PRECISION in explained and self._plan.precision == "fp16":
             return []
-        pieces = self._pieces(Instrumentation(), precision=True)
-        if compare(pieces, self._runner.trial(self._plan, Instrumentation(), pieces)).agrees:
+        pieces = self._pieces(self._start, precision=True)
+        if compare(pieces, self._runner.trial(self._plan, self._start, pieces)).agrees:
             return ["one process that takes the plan's pieces one after the other learns the same"]
         return []
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from grappe.private_api.torch import TorchDispatchMode, operator_arguments
 
 LEAST_NUMBERS = 64  # of a step's draws: fewer can be alike by chance
+MOST_NUMBERS = 512  # batches of graphs or texts go on for longer or shorter on the same stream
 
 Op = Any
 
@@ -29,6 +30,7 @@ class RandomOps(TorchDispatchMode):
         super().__init__()
         self._off = off
         self._paused = False
+        self._seed: int | None = None
         self._hash, self._numbers = xxhash.xxh3_64(), 0
         self.seen: set[str] = set()
         """The operators that drew."""
@@ -67,10 +69,16 @@ class RandomOps(TorchDispatchMode):
         # Attention returns its seed in place of a mask.
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
-                self._hash.update(
-                    leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                )
+                self._notice_seeding(leaf)
+                flat = leaf.detach().reshape(-1)[: max(0, MOST_NUMBERS - self._numbers)]
+                self._hash.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
                 self._numbers += leaf.numel()
+
+    def _notice_seeding(self, leaf: Tensor) -> None:
+        """Forgets what came before a new seed: dry runs draw, from a stream that all processes have alike."""
+        seed = (torch.cuda if leaf.is_cuda else torch).initial_seed()
+        if seed != self._seed:
+            self._seed, self._hash, self._numbers = seed, xxhash.xxh3_64(), 0
 
 
 def _named(func: Op, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from grappe.checkpoint.initial import built
+from grappe.data.arrays import in_memory
+from grappe.data.prepare import prepare
 from grappe.data.seeded import SeededDataset
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
@@ -87,7 +89,9 @@ class Reference:
 def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
     """Trains on the plain process, and returns what it recorded."""
     world = join(Plan(device=request.plan.device, threads=request.plan.threads), process, rendezvous_folder)
-    task = instrumented(request.task.resolve(), request.instrumentation, SampleRecorder())
+    plain = request.task.resolve()
+    prepare(plain, request.data)  # here, before all other processes
+    task = instrumented(plain, request.instrumentation, SampleRecorder())
     batches = ReferenceBatches(
         task,
         request.data,
@@ -136,11 +140,13 @@ def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: P
 
 
 def load(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[Any, ...]:
-    """Loads a trial's samples, each once: (input, target)."""
+    """Loads a trial's samples, each once."""
     task = instrumented(request.task.resolve(), request.instrumentation, SampleRecorder())
     dataset: Any = task.data("train", request.data)
     samples = SeededDataset(dataset, seed=task.seed).__getitems__([(0, i) for i in range(len(dataset))])
-    return tuple((inputs, target) for inputs, (target, _) in samples)
+    if in_memory(dataset) is not None:  # the ids are with the targets
+        return tuple((inputs, target) for inputs, (target, _) in samples)
+    return tuple(sample for sample, _ in samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,12 +165,12 @@ def _probe(task: Task, batches: ReferenceBatches, device: torch.device, off: boo
     model = task.model().to(device).train()
     rows = batches.batch(0).slices[0][0]
     with RandomOps(off=off) as random_ops, torch.no_grad():
-        model(rows.inputs)
+        task.forward(model, rows.inputs)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    coupling = batch_coupled_modules(model, rows.inputs, len(rows.ids))
+    coupling = batch_coupled_modules(model, task.forward, rows.part, len(rows.ids))
     return _Probe(
         draws=tuple(sorted(random_ops.seen)),
         coupled={name: kinds[name] for name in coupling.modules},
         companions=tuple(one for one in coupling.modules.values() if one is not None),
-        independent_rows=coupling.independent_rows,
+        independent_rows=coupling.independent_rows and rows.cuttable,
     )

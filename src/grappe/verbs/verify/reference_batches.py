@@ -5,7 +5,9 @@ Shapes: a batch of B samples in data slices of one piece (microbatch) or more; B
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor
 
 from grappe.data.arrays import in_memory
+from grappe.data.collate import augment, collated, on_device
 from grappe.data.draw import mix, sample_keys
 from grappe.data.order import cut, permute
 from grappe.data.seeded import SeededDataset
-from grappe.private_api.torch import tree_map
+from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.task import Task, overrides
 
 Reorder = Callable[[list[int]], list[int]]
+Take = Callable[[list[int]], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +49,14 @@ class Rows:
     inputs: Any
     targets: Any
 
+    take: Take
+    """The inputs and targets of the rows at some places, in that order, as a batch of their own."""
+    cuttable: bool
+    """Whether inputs and targets are tensors with a row for each sample, and nothing else."""
+
     def part(self, first: int, last: int) -> Any:
         """Returns the inputs of rows `first` to `last` - 1."""
-        return tree_map(lambda leaf: leaf[first:last] if self._has_rows(leaf) else leaf, self.inputs)
+        return self.take(list(range(first, last)))[0]
 
     def reordered(self, reorder: Reorder) -> Rows:
         """Returns the same rows in another order, pair by pair, since a task may mix pairs."""
@@ -55,15 +64,16 @@ class Rows:
         # A row without a partner stays last: in front, it would part all the others.
         pairs = reorder(list(range(0, size - 1, 2)))
         places = [row for pair in pairs for row in (pair, pair + 1)] + ([size - 1] if size % 2 else [])
-        index = torch.tensor(places)
-        inputs, targets = tree_map(
-            lambda leaf: leaf[index.to(leaf.device)] if self._has_rows(leaf) else leaf,
-            (self.inputs, self.targets),
+        inputs, targets = self.take(places)
+        take = self.take
+        return Rows(
+            piece=self.piece,
+            ids=self.ids[places],
+            inputs=inputs,
+            targets=targets,
+            take=lambda chosen: take([places[one] for one in chosen]),
+            cuttable=self.cuttable,
         )
-        return Rows(piece=self.piece, ids=self.ids[places], inputs=inputs, targets=targets)
-
-    def _has_rows(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == len(self.ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,20 +133,37 @@ class ReferenceBatches:
         return Batch(slices=tuple(slices), count=self._count(slices, number, len(ids)))
 
     def _load(self, epoch: int, piece: int, ids: np.ndarray) -> Rows:
-        if self._arrays is not None:
-            inputs, targets = self._arrays.gather(ids, self._device)
-        else:
-            samples = SeededDataset(self._dataset, seed=self._task.seed).__getitems__(
-                [(epoch, int(i)) for i in ids]
-            )
-            inputs, targets = tree_map(self._to_device, self._task.collate(samples))
-        if overrides(self._task, "augment"):
-            keys = torch.from_numpy(sample_keys(self._task.seed, epoch, ids)).to(self._device)
-            inputs, targets = self._task.augment(inputs, targets, keys)
-        return Rows(piece=piece, ids=ids, inputs=inputs, targets=targets)
+        collate = self._collate(epoch, ids)
+        everything = list(range(len(ids)))
+        plain = collate(everything)
+
+        def augmented(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
+            if not overrides(self._task, "augment"):
+                return batch
+            keys = torch.from_numpy(sample_keys(self._task.seed, epoch, ids[places])).to(self._device)
+            return augment(self._task, *batch, keys)
+
+        inputs, targets = augmented(plain, everything)
+        cuttable = _row_by_row(collate, plain, len(ids)) and _all_rows((inputs, targets), len(ids))
+        if cuttable:
+            take: Take = functools.partial(_taken, (inputs, targets))
+        else:  # a graph's nodes, a list of boxes: only the samples can be put into another order
+            take = lambda places: augmented(collate(places), places)  # noqa: E731
+        return Rows(piece=piece, ids=ids, inputs=inputs, targets=targets, take=take, cuttable=cuttable)
+
+    def _collate(self, epoch: int, ids: np.ndarray) -> Take:
+        """Gives the batch of samples at some places of `ids`, each of which is loaded once."""
+        arrays = self._arrays
+        if arrays is not None:
+            return lambda places: arrays.gather(ids[places], self._device)
+        seeded = SeededDataset(self._dataset, seed=self._task.seed)
+        samples = seeded.__getitems__([(epoch, int(i)) for i in ids])
+        return lambda places: tree_map(
+            self._to_device, collated(self._task, [copy.deepcopy(samples[place]) for place in places])
+        )
 
     def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
+        return on_device(leaf, self._device)
 
     def _count(self, slices: Sequence[Sequence[Rows]], number: int, samples: int) -> float | Tensor:
         if self._recorded:
@@ -144,3 +171,25 @@ class ReferenceBatches:
         counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
         known = [one.float().sum() for one in counts if one is not None]
         return torch.stack(known).sum() if known else float(samples)
+
+
+def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
+    index = torch.tensor(places)
+    return tree_map(lambda leaf: leaf[index.to(leaf.device)], batch)
+
+
+def _all_rows(batch: Any, rows: int) -> bool:
+    """Returns whether all leaves are tensors of the batch's length."""
+    leaves = tree_leaves(batch)
+    return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
+
+
+def _row_by_row(collate: Take, batch: tuple[Any, Any], rows: int) -> bool:
+    """Tries whether collating the samples in another order puts the rows of each tensor into that order."""
+    if not _all_rows(batch, rows):
+        return False
+    places = list(range(rows))[::-1]
+    wanted, found = tree_leaves(_taken(batch, places)), tree_leaves(collate(places))
+    return len(wanted) == len(found) and all(
+        isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(wanted, found, strict=True)
+    )

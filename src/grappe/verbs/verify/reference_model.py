@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.draw import mix
 from grappe.data.order import cut
+from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
@@ -31,6 +32,7 @@ class ReferenceModel:
         self, task: Task, plan: Plan, weights: Weights, device: torch.device, *, slices: int, total: int
     ) -> None:
         self._task, self._exact, self._device = task, bool(plan.exact), device
+        self._call = task.forward
         self.model = task.model().to(device).train()
         with torch.no_grad():
             for name, tensor in named_tensors(self.model).items():
@@ -39,6 +41,7 @@ class ReferenceModel:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = task.optimizer(named)
+        begin_training(self._optimizer)
         self._schedule = task.schedule(self._optimizer, total)
         self._autocast = autocast(plan.precision, device)
 
@@ -57,7 +60,9 @@ class ReferenceModel:
                 if self._exact:
                     self._seed(number, rows.piece)
                 with self._autocast:
-                    output = self._in_parts(model, rows, parts) if parts > 1 else model(rows.inputs)
+                    output = (
+                        self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
+                    )
                     values = self._task.loss(output, rows.targets)
                     counts = self._task.counts(rows.targets)
                 weighted = (
@@ -77,15 +82,15 @@ class ReferenceModel:
         """Computes the model's output of all rows in parts; sets its buffers to those after all rows at once."""
         before = kept_buffers(model)
         with torch.no_grad():
-            model(rows.inputs)
+            whole = self._call(model, rows.inputs)
         after = kept_buffers(model)
         outputs = []
         for first, last in (cut(len(rows.ids), parts, part) for part in range(parts)):
             if last > first:
                 replace_buffers(before)
-                outputs.append(model(rows.part(first, last)))
+                outputs.append(self._call(model, rows.part(first, last)))
         replace_buffers(after)
-        return tree_map(lambda *leaves: torch.cat(leaves), *outputs)
+        return tree_map(_together, whole, *outputs)
 
     def _seed(self, number: int, part: int) -> None:
         torch.manual_seed(mix(self._task.seed, number, part))
@@ -107,6 +112,13 @@ class ReferenceModel:
             alike = [dict(model.named_buffers())[name].cpu() for model in self._models]
             weights[name] = torch.stack(alike).mean(0) if buffer.is_floating_point() else alike[0].clone()
         return weights
+
+
+def _together(whole: Any, *parts: Any) -> Any:
+    """A leaf of the parts' outputs, like that of `whole`: rows after rows, or what has none, as it is."""
+    if isinstance(whole, Tensor) and whole.dim() and parts[0].shape != whole.shape:
+        return torch.cat(parts)
+    return parts[0]
 
 
 def _with_own_buffers(model: nn.Module) -> nn.Module:

@@ -15,9 +15,11 @@ COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights
 def cells(found: Finding) -> list[str]:
     """Makes a row under COLUMNS; differences are relative."""
     gap = found.difference
+    why = "; ".join([*found.causes, *found.notes])
+    if gap is None:
+        return [found.plan or "one process", found.verdict, "", "", "", "", "", why]
     first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(gap.what)})"
     norm = "" if gap.norm is None else f"{gap.norm:.1e}"
-    why = "; ".join([*found.causes, *found.notes])
     weights = f"{gap.weights:.1e}" + (f" ({gap.tensor})" if gap.tensor else "")
     return [
         found.plan or "one process", found.verdict, first, f"{gap.loss:.1e}", norm, weights,
@@ -37,7 +39,7 @@ def page(task: str, findings: Sequence[Finding]) -> str:
         names = ("loss", "loss tolerated", "norm", "norm tolerated", "weights", "weights tolerated")
         rows = [
             [str(number), *(f"{step[name]:.1e}" for name in names)]
-            for number, step in enumerate(one.difference.steps, start=1)
+            for number, step in enumerate(one.difference.steps if one.difference else (), start=1)
         ]
         parts.append(f"<h2>{html_text(one.plan or 'one process')}</h2>{_rows(('step', *names), rows)}")
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"

@@ -1,0 +1,89 @@
+"""Collate: calls what a task says of batches, and checks what it gives: a pair (inputs, targets), of any form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grappe.errors import GrappeError, TaskError
+from grappe.errors.user_code import sentence
+from grappe.task import Task, overrides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
+
+
+def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
+    """The batch (inputs, targets) of samples of whatever form.
+
+    Raises:
+        TaskError: it is none, or the samples cannot be put together.
+    """
+    name = type(task).__name__
+    try:
+        batch = task.collate(samples)
+    except GrappeError:
+        raise
+    except Exception as error:
+        if overrides(task, "collate"):
+            raise TaskError(f"{name}.collate() failed: {sentence(error)}") from error
+        text = str(error).partition("\n")[0]
+        raise TaskError(
+            f"samples of the form {form(samples[0])} cannot be put together by themselves ({type(error).__name__}: "
+            f"{text}): give {name} a {COLLATE}"
+        ) from error
+    return _pair(name, batch, samples, overrides(task, "collate"))
+
+
+def _pair(name: str, batch: Any, samples: Sequence[Any], own: bool) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    if own:
+        raise TaskError(f"{name}.collate() gave {form(batch)}: it must give a pair, `return inputs, targets`")
+    raise TaskError(
+        f"samples of the form {form(samples[0])} do not say what is input and what is target: let data() give pairs "
+        f"(input, target), or give {name} a {COLLATE}"
+    )
+
+
+def augments(task: Task, *, training: bool) -> bool:
+    """Returns whether the task changes batches: of training; of evaluation too where `augment` takes `training`."""
+    return overrides(task, "augment") and (training or _takes_training(task))
+
+
+def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bool = True) -> tuple[Any, Any]:
+    """The task's augmentation of a batch."""
+    if _takes_training(task):
+        return task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
+    return task.augment(inputs, targets, keys)
+
+
+def _takes_training(task: Task) -> bool:
+    return "training" in inspect.signature(task.augment).parameters
+
+
+def on_device(leaf: Any, device: torch.device) -> Any:
+    """A tensor, or a batch object that has a `to` (of graphs, of encodings), on `device`; else the leaf."""
+    return leaf.to(device, non_blocking=True) if callable(getattr(leaf, "to", None)) else leaf
+
+
+def form(value: Any, depth: int = 2) -> str:
+    """Describes the form of a sample or batch in a few words: `(Tensor [3, 8, 8], int)`."""
+    if isinstance(value, dict):
+        inside = (
+            [f"{key!r}: {form(one, depth - 1)}" for key, one in list(value.items())[:4]] if depth else ["…"]
+        )
+        return "{" + ", ".join(inside) + (", …" if depth and len(value) > 4 else "") + "}"
+    if isinstance(value, tuple | list):
+        inside = [form(one, depth - 1) for one in value[:4]] if depth else ["…"]
+        words = ", ".join(inside) + (", …" if depth and len(value) > 4 else "")
+        if isinstance(value, list):
+            return f"[{words}]"
+        return f"({words},)" if len(value) == 1 else f"({words})"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + (f" {list(shape)}" if isinstance(shape, tuple) else "")

@@ -1,0 +1,63 @@
+"""Loads a task's data: prepares it once a node, under a lock, and checks what is given."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grappe.data.loader import check
+from grappe.errors import GrappeError, TaskError
+from grappe.errors.user_code import user_call
+from grappe.task import Task, overrides
+
+if TYPE_CHECKING:
+    from grappe.launch.world import World
+
+LOCK = ".grappe-prepare.lock"
+
+
+def dataset_of(task: Task, split: str, folder: Path) -> Any:
+    """The samples of `split`.
+
+    Raises:
+        TaskError: the task's data() fails, or gives what is no map-style dataset.
+    """
+    dataset = user_call(task, "data", split, folder)
+    check(dataset, split, task)
+    return dataset
+
+
+def prepare(task: Task, folder: Path, world: World | None = None) -> None:
+    """Lets one process of each node prepare the data, one after the other where they share a disk. Collective.
+
+    Raises:
+        TaskError: the task's prepare() fails, on every process.
+    """
+    if not overrides(task, "prepare"):
+        return
+    problem: GrappeError | None = None
+    if world is None or world.process.local_rank == 0:
+        try:
+            with _locked(folder):
+                user_call(task, "prepare", folder)
+        except GrappeError as error:
+            problem = error
+    problems = [problem] if world is None else world.gather(problem)
+    if world is not None:
+        problem = world.share(next((one for one in problems if one is not None), None))
+    if problem is not None:
+        raise problem if world is None else TaskError(str(problem))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Context that processes of all nodes enter one after the other, where their disk has locks and can be written."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a folder that all read and none may write has its data
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,173 @@
+"""Muon: momentum made orthogonal, for matrices; AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from grappe.errors import TaskError
+from grappe.optimizers.adam import adam_direction
+from grappe.optimizers.arguments import check, check_below_one
+from grappe.optimizers.closure import closure_loss
+from grappe.optimizers.norms import local_gradient, with_gradient
+from grappe.private_api.torch import local_shape_and_offset
+from grappe.step.clip import local_part
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+TINY = 1e-7
+
+
+class Muon(Optimizer):
+    """Momentum orthogonalised by Newton and Schulz's iteration.
+
+    For each matrix W with gradient G, learning rate lr, weight decay b, momentum m::
+
+        B = m B + (1 - m) G
+        U = (1 - m) G + m B      with Nesterov's momentum, else B
+        W = (1 - lr b) W - lr s orthogonal(U)
+
+    orthogonal(U) is U with all singular values near 1; s is sqrt(max(1, rows / columns)), or with
+    adjust_lr_fn="match_rms_adamw" 0.2 sqrt(max(rows, columns)). A parameter of more than two dimensions, of a
+    convolution say, is taken as a matrix [first, all others]. What has fewer than two dimensions, and what a pattern of
+    `rest` names (embeddings and the last layer, usually), is updated by AdamW with `rest_lr`.
+
+    Where a matrix is sharded, its momentum is gathered and the iteration is that of the whole matrix, on every process,
+    in float32: on parts, or in bfloat16, other plans would learn other weights.
+
+    Args:
+        params: named parameters, or groups. A group with `muon` True or False is taken as it is; others are split.
+        rest: patterns of the names of parameters that are updated by AdamW.
+
+    Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; "match_rms_adamw": Liu et al. 2025,
+    arXiv:2502.16982. torch.optim.Muon is the same, in bfloat16 and for two dimensions only.
+
+    Raises:
+        TaskError: a number is out of its range; or a pattern matches nothing.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.02,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+        rest: Sequence[str] = (),
+        rest_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        check("Muon", lr=lr, weight_decay=weight_decay, ns_steps=ns_steps, rest_lr=rest_lr, eps=eps)
+        check_below_one("Muon", momentum=momentum, beta1=betas[0], beta2=betas[1])
+        if adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise TaskError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): it is original or match_rms_adamw")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "eps": eps,
+        }
+        super().__init__(list(_split(params, rest, rest_lr)), defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves each parameter that has a gradient. Collective where parameters are sharded."""
+        loss = closure_loss(closure)
+        for group in self.param_groups:
+            update = self._orthogonal if group["muon"] else self._adam
+            for parameter in with_gradient(group):
+                local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+                update(parameter, group)
+        return loss
+
+    def _orthogonal(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer, gradient = local_part(state["momentum_buffer"]), local_gradient(parameter)
+        buffer.lerp_(gradient, 1 - momentum)
+        mine = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        matrix = _whole(mine, parameter).flatten(1)
+        rows, columns = matrix.shape
+        scale = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, columns))
+        update = orthogonal(matrix, group["ns_steps"]).view(parameter.shape)
+        local_part(parameter).sub_(_part(update, parameter), alpha=group["lr"] * scale)
+
+    def _adam(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        direction = adam_direction(parameter, self.state[parameter], group)
+        local_part(parameter).sub_(direction, alpha=group["lr"])
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Brings all singular values of a matrix [m, n] to about 1 (0.7 to 1.2), in float32.
+
+    The quintic iteration of Jordan et al. 2024: X = a X + (b X X' + c (X X')^2) X, from X = matrix / |matrix|.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.float()
+    if tall := len(x) > x.shape[1]:
+        x = x.T
+    x = x / x.norm().clamp_min(TINY)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if tall else x).contiguous()
+
+
+def _whole(mine: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The tensor that this process has the part `mine` of, which lies as `parameter` does. Collective where sharded."""
+    if not isinstance(parameter, DTensor):
+        return mine
+    mesh, placed = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(mine, mesh, placed, run_check=False, shape=shape, stride=stride).full_tensor()
+
+
+def _part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This process's part of a whole tensor that lies as `parameter` does."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    shape, offset = local_shape_and_offset(parameter)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def _split(params: Any, rest: Sequence[str], rest_lr: float) -> Iterator[dict[str, Any]]:
+    """Groups of matrices and groups of what AdamW updates."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    matched: set[str] = set()
+    for group in groups:
+        if "muon" in group:
+            yield group
+            continue
+        kinds: dict[bool, list[Any]] = {True: [], False: []}
+        for entry in group["params"]:
+            name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+            found = {pattern for pattern in rest if fnmatchcase(name, pattern)}
+            matched |= found
+            kinds[parameter.dim() >= 2 and not found].append(entry)
+        options = {key: value for key, value in group.items() if key != "params"}
+        if kinds[True]:
+            yield {**options, "params": kinds[True], "muon": True}
+        if kinds[False]:
+            yield {"lr": rest_lr, **options, "params": kinds[False], "muon": False}
+    if missing := sorted(set(rest) - matched):
+        raise TaskError(
+            f"Muon(rest=…): no parameter is called {', '.join(missing)}; are the parameters given with their names?"
+        )

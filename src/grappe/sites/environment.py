@@ -1,0 +1,111 @@
+"""Renders how a job makes its Python environment from wheels: once on a node, or from the archive of an earlier job."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+REQUIREMENTS = "requirements.txt"
+MADE_ON_NODES = ("virtualenv", "module")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packages:
+    """The packages of an environment: files beside the run, which jobs install without network."""
+
+    files: Mapping[str, bytes]
+    """The wheel of grappe, and the requirements; by name."""
+    key: str
+    """A hash of all that the environment depends on: equal ones are one environment."""
+    locked: bool
+    """Whether every package stands in the requirements with its version, resolved before the queue."""
+
+    @property
+    def folder_name(self) -> str:
+        """Returns the name of the folder in the run's logs that holds the files."""
+        return f"environment-{self.key}"
+
+
+def packages(
+    wheel: tuple[str, bytes], requirements: list[str], depends: list[str], *, locked: bool
+) -> Packages:
+    """Makes the packages of an environment, with their key.
+
+    Args:
+        depends: what else tells two environments apart: the modules, Python's version.
+    """
+    name, content = wheel
+    text = "".join(f"{one}\n" for one in requirements)
+    whole = "\n".join([*depends, text, hashlib.sha256(content).hexdigest()])
+    key = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    return Packages(files={name: content, REQUIREMENTS: text.encode()}, key=key, locked=locked)
+
+
+def place(local: str, key: str) -> str:
+    """Returns the environment's folder on a node, for use between double quotes in bash."""
+    return f"{local or '${TMPDIR:-/tmp}'}/grappe-$UID/{key}"
+
+
+MADE = """\
+# An environment with these packages is made once on a node. The first is kept beside the runs for later jobs.
+env="{place}"
+kept={kept}
+packages={packages}
+(umask 077 && mkdir -p "${{env%/*}}")
+[ -O "${{env%/*}}" ] || {{ echo "${{env%/*}} is not yours: give another folder as TMPDIR" >&2; exit 1; }}
+if [ ! -e "$env" ]; then
+    [ -d "$packages" ] || {{ echo "there is no $packages: grappe submit without --show writes it" >&2; exit 1; }}
+    new=$env.$SLURM_JOB_ID.$$
+    mkdir "$new" || exit 1
+    if [ ! -e "$kept" ] || ! tar -xf "$kept" -C "$new"; then
+        rm -rf -- "$new"
+        {create}
+        "$new/bin/python" -m pip install {options} || exit 1
+        "$new/bin/python" -m pip install --quiet --no-index --no-deps "$packages"/grappe-*.whl || exit 1
+        if [ "${{SLURM_NODEID:-0}}" = 0 ]; then
+            mkdir -p "${{kept%/*}}"
+            tar -cf "$kept.$SLURM_JOB_ID" -C "$new" . && mv -- "$kept.$SLURM_JOB_ID" "$kept"
+            rm -f -- "$kept.$SLURM_JOB_ID"
+        fi
+    fi
+    mv -T -- "$new" "$env" 2>/dev/null || rm -rf -- "$new" # another job on this node was first
+    [ -e "$env" ] || exit 1
+fi"""
+
+VIRTUALENV = """\
+if command -v virtualenv >/dev/null; then
+            virtualenv --quiet --no-download "$new"
+        else
+            {python} -m venv "$new"
+        fi"""
+"""virtualenv where the site has it, as the Alliance asks."""
+
+
+def made(
+    content: Packages, *, kind: str, local: str, run: Path, python: str, modules: bool, wheels: Path | None
+) -> str:
+    """Renders the commands that make the environment on one node; the last command moves it to its place, complete.
+
+    Args:
+        kind: virtualenv, of wheels alone, or module, on top of what the modules hold.
+        local: the site's local scratch; "": the system's.
+        python: the interpreter of the submitting command, which stands in where no module brings one.
+        wheels: a folder of wheels beside the site's.
+    """
+    base = "python" if modules else shlex.quote(python)
+    whole = f'{base} -m venv --system-site-packages "$new"'
+    options = ["--quiet", "--no-index"]
+    if wheels is not None:
+        options += ["--find-links", shlex.quote(str(wheels))]
+    if content.locked:
+        options += ["--no-deps"]
+    return MADE.format(
+        place=place(local, content.key),
+        kept=shlex.quote(str(run.parent / ".environments" / f"{content.key}.tar")),
+        packages=shlex.quote(str(run / "logs" / content.folder_name)),
+        create=whole if kind == "module" else VIRTUALENV.format(python=base),
+        options=" ".join([*options, f'-r "$packages/{REQUIREMENTS}"']),
+    )

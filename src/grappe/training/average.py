@@ -1,0 +1,75 @@
+"""WeightAverage: a moving average of a model's weights, under whatever plan they are trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from grappe.checkpoint.names import AVERAGE
+from grappe.checkpoint.weights import Weights, read_into
+from grappe.private_api.torch import local_tensor
+
+
+class WeightAverage:
+    """Averages what this process has of each trained parameter: average <- decay average + (1 - decay) weight.
+
+    It begins with the first weights. Each number goes by itself, so a plan changes nothing.
+    """
+
+    def __init__(self, decay: float | None) -> None:
+        self._decay = decay
+        self._weights: dict[str, nn.Parameter] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    def watch(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Begins with the weights as they are; for `EngineSetup.on_optimizer`."""
+        if self._decay is not None:
+            self._weights = dict(named)
+            self._averages = {name: one.detach().clone() for name, one in named}
+
+    def restore(self, tensors: Weights) -> None:
+        """Goes on from a checkpoint's; what it has not begins with the weights as they are."""
+        for name, average in self._averages.items():
+            average.copy_(self._weights[name].detach())
+            if AVERAGE + name in tensors:
+                read_into(average, tensors, AVERAGE + name)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Updates the average after a step."""
+        if self._decay is None:
+            return
+        for name, average in self._averages.items():
+            weight = self._weights[name].detach()
+            # Not lerp: parts of a tensor would be rounded otherwise than the whole.
+            _local(average).mul_(self._decay).add_(_local(weight), alpha=1 - self._decay)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the averaged tensors to save: sharded as the weights are."""
+        return {AVERAGE + name: average for name, average in self._averages.items()}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the model has the averages as its weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, average in self._averages.items():
+            weight, mine = _local(self._weights[name].detach()), _local(average)
+            kept = weight.clone()
+            weight.copy_(mine)
+            mine.copy_(kept)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,163 @@
+"""Finds learning rates: trains a task a few steps under a plan while the learning rate rises, and keeps nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grappe.errors import DivergedError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import Plan, as_plan
+from grappe.task import Task
+from grappe.training.request import data_folder
+from grappe.training.task_reference import TaskReference
+from grappe.verbs.lr_find.advice import Advice, advise
+from grappe.verbs.lr_find.curve import Curve, Stop
+from grappe.verbs.lr_find.ramp import Ramp, ramped
+
+if TYPE_CHECKING:
+    from grappe.launch.world import World
+    from grappe.step.result import StepResult
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LRFindRequest:
+    """A search, on its way to its processes."""
+
+    task: TaskReference
+    plan: Plan
+    data: Path
+    ramp: Ramp
+    run: None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The curves, and what they say."""
+
+    task: str
+    plan: str
+    own: float
+    """The task's own learning rate."""
+    is_field: bool
+    """Whether it is the task's field `lr`."""
+    ramp: Ramp
+    curves: tuple[Curve, ...]
+    advice: Advice
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file, and for the report."""
+        band = self.advice.band
+        return {
+            "kind": "lr-find",
+            "task": self.task,
+            "plan": self.plan,
+            "own": self.own,
+            "ramp": dataclasses.asdict(self.ramp),
+            "curves": [dataclasses.asdict(curve) for curve in self.curves],
+            "band": None if band is None else {**dataclasses.asdict(band), "suggested": band.suggested},
+            "reason": self.advice.reason,
+        }
+
+
+def lr_find(
+    task: Task | type[Task] | str,
+    plan: Plan | str = "",
+    *,
+    ramp: Ramp | None = None,
+    fields: Mapping[str, str] | None = None,
+    data: Path | str | None = None,
+) -> Found:
+    """Trains the task from new weights for each seed, the learning rate rising; reads no run and writes none.
+
+    Raises:
+        GrappeError: the task, the plan or the ramp is wrong.
+    """
+    ramp = ramp or Ramp()
+    reference = TaskReference.of(task, fields)
+    request = LRFindRequest(task=reference, plan=as_plan(plan), data=data_folder(data), ramp=ramp)
+    own, is_field, curves = start("grappe.verbs.lr_find.lr_find:worker", request, request.plan)
+    return Found(
+        task=reference.name,
+        plan=str(request.plan),
+        own=own,
+        is_field=is_field,
+        ramp=ramp,
+        curves=curves,
+        advice=advise(curves, ramp.steps),
+    )
+
+
+def worker(
+    request: LRFindRequest, process: ProcessRank, rendezvous_folder: Path
+) -> tuple[float, bool, tuple[Curve, ...]]:
+    """Runs one process of a search: the task's own learning rate, whether it is a field, the curves. Collective."""
+    from grappe.errors.user_code import naming_user_line
+    from grappe.launch.world import join
+
+    task = request.task.resolve()
+    own = _own_rate(task)
+    request.ramp.ends(own)
+    world = join(request.plan, process, rendezvous_folder)
+    with naming_user_line(task):
+        curves = tuple(
+            _curve(request, dataclasses.replace(task, seed=task.seed + number), world)
+            for number in range(request.ramp.seeds)
+        )
+    world.barrier()
+    world.leave()
+    return own, getattr(task, "lr", None) == own, curves
+
+
+def _own_rate(task: Task) -> float:
+    from grappe.engines.shared.state import trained_parameters
+    from grappe.parallel.materialise import on_meta
+
+    return float(task.optimizer(trained_parameters(on_meta(task))).param_groups[0]["lr"])
+
+
+def _curve(request: LRFindRequest, task: Task, world: World) -> Curve:
+    from grappe import engines
+    from grappe.checkpoint.initial import built
+    from grappe.data import loader
+    from grappe.data.prepare import dataset_of, prepare
+    from grappe.engines.base import EngineSetup
+
+    prepare(task, request.data, world)
+    dataset = dataset_of(task, "train", request.data)
+    batches = loader.training_loader(task, dataset, request.plan, world)
+    setup = EngineSetup(
+        task=ramped(task, request.ramp),
+        plan=request.plan,
+        world=world,
+        weights=built(task),
+        total_steps=request.ramp.steps,
+        stop_requested=lambda: 0.0,
+        sample_inputs=batches.example(),
+        samples=len(dataset),
+    )
+    engine = engines.check(request.plan)(setup)
+    rates: list[float] = []
+    losses: list[float] = []
+    stop = Stop()
+
+    def after(result: StepResult) -> bool:
+        total, _ = result.sums.read()
+        loss = total / float(result.batch.count)
+        if stop(loss):  # alike on every process: the loss is the global batch's
+            rates.append(float("nan"))
+            return True
+        rates.append(float(result.lr))
+        losses.append(loss)
+        return False
+
+    try:
+        engine.train(batches.batches(0, request.ramp.steps), after)
+        diverged = len(rates) > len(losses)
+    except DivergedError:  # DeepSpeed looks at the gradient, too
+        diverged = True
+    engine.close()
+    return Curve(seed=task.seed, lr=tuple(rates[: len(losses)]), loss=tuple(losses), diverged=diverged)

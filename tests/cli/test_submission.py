@@ -1,0 +1,53 @@
+"""Commands after `grappe submit … --`: any command of grappe, or a script, read by the commands' own definitions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.cli.submission import read_submission
+from grappe.errors import UsageError
+from grappe.verbs.submission import SCRIPT, JobOptions
+
+JOB = JobOptions()
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "task", "plans"),
+    [
+        ("train digits epochs=3 --plan replicate=2", "train", "digits", ("replicate=2",)),
+        ("grappe train digits", "train", "digits", ("",)),
+        ("verify digits --plan shard=2", "verify", "digits", ("shard=2",)),
+        ("drill digits", "drill", "digits", ("",)),
+        (
+            "measure digits --plan replicate=1 --plan replicate=2",
+            "measure",
+            "digits",
+            ("replicate=1", "replicate=2"),
+        ),
+        ("evaluate runs/one --split test", "evaluate", None, ("",)),
+    ],
+)
+def test_commands(words: str, command: str, task: str | None, plans: tuple[str, ...]) -> None:
+    found = read_submission(words.split(), JOB)
+    assert (found.command, found.task, found.plans) == (command, task, plans)
+    assert found.arguments == tuple(words.removeprefix("grappe ").split()[1:])
+
+
+@pytest.mark.parametrize("python", [[], ["python"], ["python3"]])
+def test_scripts(python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    found = read_submission([*python, "mine.py", "--lr", "0.1", "-x"], JOB)
+    assert (found.command, found.script, found.arguments) == (
+        SCRIPT,
+        Path("mine.py"),
+        ("mine.py", "--lr", "0.1", "-x"),
+    )
+
+
+def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="python is followed by a script"):
+        read_submission(["python", "-c", "x"], JOB)

@@ -1,0 +1,121 @@
+"""Samples of any form: what collate gives is a pair, and what it gives otherwise gets one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from grappe import Task, draw
+from grappe.data.collate import augments, collated, form
+from grappe.data.loader import evaluation_loader, training_loader
+from grappe.errors import TaskError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.training.watchers.console import sample_word
+from tests.parity.structured import Boxes, Graphs, Texts
+
+PLAN = Plan.parse("workers=0")
+WORLD = World(process=ProcessRank(), device=torch.device("cpu"))
+
+
+class Plain(Task):
+    """Has the default collate."""
+
+
+class Triples(Task):
+    """Gives three things."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return 1, 2, 3
+
+
+@pytest.mark.parametrize(
+    ("task", "sample", "words"),
+    [
+        (Plain(), (torch.ones(3),), r"samples of the form \(Tensor \[3\],\) do not say what is input"),
+        (
+            Plain(),
+            {"input_ids": [1, 2], "labels": 0},
+            r"\{'input_ids': \[int, int\], 'labels': int\} do not say",
+        ),
+        (Plain(), torch.ones(3), r"the form Tensor \[3\] do not say"),
+        (Plain(), Graphs().data("train", Path())[0], "Graph cannot be put together by themselves"),
+        (Triples(), 0, r"Triples.collate\(\) gave \(int, int, int\): it must give a pair"),
+    ],
+)
+def test_what_is_no_pair_gets_one_message(task: Task, sample: Any, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        collated(task, [sample, sample])
+
+
+def test_an_error_in_collate_names_the_users_line() -> None:
+    class Wrong(Task):
+        def collate(self, samples: Sequence[Any]) -> Any:
+            return samples[0]["image"], 0
+
+    with pytest.raises(
+        TaskError, match=r"Wrong.collate\(\) failed: KeyError: 'image' .*test_collate.py, line"
+    ):
+        collated(Wrong(), [{"picture": 1}])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_workers_message_comes_without_its_traceback(workers: int) -> None:
+    class Wrong(Graphs):
+        def collate(self, samples: Sequence[Any]) -> Any:
+            return None
+
+    task = Wrong()
+    loader = training_loader(task, task.data("train", Path()), Plan.parse(f"workers={workers}"), WORLD)
+    with pytest.raises(TaskError) as caught:
+        next(loader.batches(0, 1))
+    assert str(caught.value) == "Wrong.collate() gave NoneType: it must give a pair, `return inputs, targets`"
+
+
+@pytest.mark.parametrize("task", [Graphs(), Boxes(), Texts()], ids=lambda task: type(task).__name__)
+def test_the_loader_counts_samples_not_nodes(task: Task) -> None:
+    dataset = task.data("train", Path())
+    loader = training_loader(task, dataset, PLAN, WORLD)
+    batches = list(loader.batches(0, loader.order.steps_per_epoch))
+    assert [batch.microbatches[0].size for batch in batches] == [12, 12, 12, 12, 12, 4]
+    assert sample_word(dataset) == "samples"
+    loader.example()
+
+
+def test_forms_are_short() -> None:
+    assert form([{"a": torch.ones(2, 3), "b": ("x", 1.5)}]) == "[{'a': Tensor [2, 3], 'b': (…)}]"
+    assert form(tuple(range(9))) == "(int, int, int, int, …)"
+
+
+class Noised(Graphs):
+    """Noise for evaluation too."""
+
+    batch_size: int = 8
+
+    def data(self, split: str, folder: Path) -> Dataset:
+        return torch.utils.data.TensorDataset(torch.zeros(20, 3), torch.zeros(20))
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return Task.collate(self, samples)
+
+    def augment(self, inputs: Any, targets: Any, keys: torch.Tensor, training: bool) -> Any:  # pyrefly: ignore
+        noise = draw(keys, 3)
+        return (inputs + noise, torch.full((len(keys),), training)), targets
+
+
+def test_augment_that_takes_training_is_called_in_evaluation() -> None:
+    task = Noised()
+    assert augments(task, training=False) and not augments(Plain(), training=False)
+    loader = evaluation_loader(task, task.data("validation", Path()), PLAN, WORLD)
+    first, again = (next(loader.batches(0, 1)).microbatches[0].inputs for _ in range(2))
+    assert first[0].any() and torch.equal(first[0], again[0]) and not first[1].any()
+    training = next(training_loader(task, task.data("train", Path()), PLAN, WORLD).batches(0, 1))
+    assert training.microbatches[0].inputs[1].all()
+    noised = loader.example()[0]
+    assert torch.equal(noised, first[0][: len(noised)])

@@ -1,0 +1,61 @@
+"""A torchvision that does not fit torch: commands and the doctor say so in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grappe.errors.imports import broken_package
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> dict[str, str]:
+    """An environment with a torchvision whose import fails as one made for an older torch fails."""
+    pytest.importorskip("torchmetrics")
+    site = tmp_path / "site"  # not the working folder, where modules are not looked for
+    (site / "torchvision").mkdir(parents=True)
+    (site / "torchvision/__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    about = site / "torchvision-0.15.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.2\n")
+    (about / "RECORD").touch()
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "digits", "epochs=1"],
+        ["train", "digits", "epochs=1", "--plan", "replicate=2"],
+        ["verify", "digits", "--plan", "threads=1"],
+        ["tasks"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grappe", *command],
+        env=broken, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = [
+        line for line in (done.stdout + done.stderr).splitlines() if "torchvision 0.15.2 cannot be" in line
+    ]
+    assert len(lines) == 1, done.stderr
+    assert "operator torchvision::nms does not exist" in lines[0]
+    assert "bug in grappe" not in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == (1 if command == ["doctor"] else 2)
+
+
+def test_a_users_own_error_is_no_broken_package() -> None:
+    try:
+        raise RuntimeError("mine")
+    except RuntimeError as error:
+        assert broken_package(error) is None

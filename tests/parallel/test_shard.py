@@ -1,0 +1,68 @@
+"""Scalar parameters under shard stay whole, and learn what they learn on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grappe.verbs.verify.verify import verify
+from tests.parity import planted
+from tests.parity.tasks import Images
+from tests.processes import Pool
+
+
+class Scaled(nn.Module):
+    """Multiplies by a scalar, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Logits(Images):
+    """Images, with a scalar in a unit and one in the root."""
+
+    samples: int = 64
+    clip: float | None = 0.5
+
+    def model(self) -> nn.Module:
+        return super().model().append(Scaled()).append(nn.Sequential(Scaled()))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "shard=2",
+        "shard=2,zero=1,microbatches=2",
+        "shard=2,microbatches=3,recompute",
+        "replicate=2,shard=2",
+        "shard=3",
+        "exact=4,shard=2",
+        "exact=8,shard=4",
+        "shard=2,offload=cpu",
+        "shard=2,pipeline=2,microbatches=2",
+        "shard=2,zero=1,pipeline=2,microbatches=4,schedule=zero_bubble",
+        "engine=lightning,shard=2",
+    ],
+)
+def test_scalars_learn_the_same(pool: Pool, plan: str) -> None:
+    if "lightning" in plan:
+        pytest.importorskip("lightning")
+    task = Logits(rule="adam")
+    [found] = verify(task, [f"{plan},threads=1"], run=planted.runner(pool))
+    assert found.verdict == "same", found
+
+
+def test_deepspeed_names_them(pool: Pool) -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(
+        AssertionError, match=r"takes no scalar parameter, and the model has 4\.scale, 5\.0\.scale"
+    ):
+        list(verify(Logits(), ["engine=deepspeed,shard=2,threads=1"], run=planted.runner(pool)))

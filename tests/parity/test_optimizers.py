@@ -1,0 +1,78 @@
+"""Every optimizer of grappe's under every kind of plan, against one plain process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.parity import reference
+from tests.parity.optimizers import TunedImages, TunedTokens
+from tests.parity.test_native import STEPS, check
+from tests.processes import Pool
+
+PLANS = [
+    "",
+    "replicate=2",
+    "shard=2,zero=1",
+    "shard=2,zero=2",
+    "shard=2",
+    "shard=3",
+    "replicate=2,shard=2",
+    "tensor=2",
+    "tensor=2,shard=2",
+    "pipeline=2,microbatches=4",
+    "exact=2,replicate=2",
+    "exact=2,shard=2",
+    "shard=2,offload=cpu",
+    "engine=textbook,replicate=2",
+    "engine=lightning,replicate=2",
+    "engine=lightning,shard=2",
+]
+KINDS = ["shard=2", "tensor=2,shard=2", "pipeline=2,microbatches=4", "engine=lightning,replicate=2"]
+"""For what has its code in common with one that has all plans, or treats each number by itself."""
+WHOLE = ["engine=deepspeed,replicate=2", "engine=horovod,replicate=2"]
+
+
+@functools.cache
+def expected(rule: str) -> dict:
+    return reference.train(TunedTokens(by=rule), STEPS)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("rule", ["lars", "lamb", "muon"])
+def test_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
+    check(pool, TunedTokens(by=rule), plan, expected(rule))
+
+
+@pytest.mark.parametrize("plan", KINDS)
+@pytest.mark.parametrize("rule", ["larc", "ema", "schedule-free"])
+def test_its_kin_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
+    check(pool, TunedTokens(by=rule), plan, expected(rule))
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=3", "replicate=2"])
+@pytest.mark.parametrize("rule", ["larc", "muon"])
+def test_convolutions_and_small_batches_learn_the_same(pool: Pool, rule: str, plan: str) -> None:
+    task = TunedImages(by=rule, clip=0.5)
+    check(pool, task, plan, reference.train(task, STEPS))
+
+
+@pytest.mark.parametrize(("rule", "plan"), [("lamb", WHOLE[0]), ("lars", WHOLE[1]), ("muon", WHOLE[1])])
+def test_engines_that_make_the_optimizer_anew_learn_the_same(pool: Pool, rule: str, plan: str) -> None:
+    check(pool, TunedTokens(by=rule), plan, expected(rule))
+
+
+@pytest.mark.parametrize("rule", ["lars", "larc", "lamb", "muon", "ema"])
+def test_deepspeed_refuses_it_where_parameters_are_flattened(pool: Pool, rule: str) -> None:
+    text = "engine=deepspeed,shard=2,zero=1"
+    for told in pool.run("tests.engines.told:told", 2, TunedTokens(by=rule), text, 1):
+        assert told.startswith(
+            "PlanError: engine=deepspeed with shard or offload hands the optimizer flat pieces"
+        )
+        assert "use replicate=N, or engine=native" in told
+
+
+def test_horovod_refuses_an_average(pool: Pool) -> None:
+    for told in pool.run("tests.engines.told:told", 2, TunedTokens(by="ema"), WHOLE[1], 1):
+        assert "use another engine than horovod" in told

@@ -1,0 +1,77 @@
+"""The commands that make an environment, in a real bash: made once, kept, and unpacked where it is needed again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grappe.sites.environment import Packages, made, packages
+from grappe.sites.wheel import packed
+from tests.patience import PATIENCE_SECONDS
+
+WHEEL = packed(
+    "grappe", "1.0", {"METADATA": "Metadata-Version: 2.1\nName: grappe\nVersion: 1.0\n"}, {"grappe.py": b""}
+)
+
+
+def run(content: Packages, folder: Path, *, node: str, job: str) -> subprocess.CompletedProcess[str]:
+    text = made(
+        content, kind="module", local="$LOCAL", run=folder / "runs" / "run", python=sys.executable, modules=False,
+        wheels=None,
+    )  # fmt: skip
+    return subprocess.run(
+        ["bash", "-c", f"set -u\n{text}"], capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+        env={**os.environ, "LOCAL": str(folder / node), "SLURM_JOB_ID": job, "PIP_CONFIG_FILE": os.devnull},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> Packages:
+    found = packages(WHEEL, [], ["3.11"], locked=True)
+    folder = tmp_path / "runs" / "run" / "logs" / found.folder_name
+    folder.mkdir(parents=True)
+    for name, data in found.files.items():
+        (folder / name).write_bytes(data)
+    return found
+
+
+def test_it_is_made_once_and_kept_for_other_nodes(content: Packages, tmp_path: Path) -> None:
+    kept = tmp_path / "runs" / ".environments" / f"{content.key}.tar"
+    kept.parent.mkdir()
+    kept.write_text("damaged")  # and made anew
+    assert run(content, tmp_path, node="n0", job="1").returncode == 0
+    before = kept.stat().st_mtime_ns
+    # The next job has no pip to install with, on the same node and on another.
+    for file in (tmp_path / "runs" / "run" / "logs" / content.folder_name).iterdir():
+        file.write_text("damaged")
+    for node in ("n0", "n1"):
+        done = run(content, tmp_path, node=node, job="2")
+        assert done.returncode == 0, done.stderr
+        place = tmp_path / node / f"grappe-{os.getuid()}"
+        assert [one.name for one in place.iterdir()] == [content.key]
+        python = place / content.key / "bin" / "python"
+        subprocess.run([str(python), "-c", "import grappe"], check=True, timeout=PATIENCE_SECONDS, cwd=place)
+    assert kept.stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (.ci/run does)")
+@pytest.mark.parametrize("kind", ["virtualenv", "module"])
+def test_shellcheck_finds_nothing(kind: str, content: Packages, tmp_path: Path) -> None:
+    text = made(
+        content, kind=kind, local="$LOCAL", run=Path("/a b"), python="/x y/python", modules=False, wheels=Path("/w w")
+    )  # fmt: skip
+    (tmp_path / "made.sh").write_text(f"#!/bin/bash\n{text}\n")
+    done = subprocess.run(["shellcheck", tmp_path / "made.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_script_that_was_only_shown_says_what_it_lacks(content: Packages, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "run" / "logs" / content.folder_name).rename(tmp_path / "gone")
+    done = run(content, tmp_path, node="n0", job="1")
+    assert done.returncode == 1
+    assert "grappe submit without --show writes it" in done.stderr

@@ -1,0 +1,91 @@
+"""Moving averages of weights under every kind of plan: saved, resumed, evaluated and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from grappe import Task, load
+from grappe.checkpoint.format import list_checkpoints
+from grappe.errors import TaskError
+from grappe.optimizers import EMA
+from grappe.training.options import Options
+from grappe.training.run import Run
+from tests.faults.resume_cell import hashes
+from tests.parity.structured import StagedTexts
+from tests.processes import Pool
+
+END, DECAY = 4, 0.8
+TASK = StagedTexts(ema=DECAY, samples=30, epochs=2)
+
+
+class Twice(StagedTexts):
+    """A task whose optimizer has another average of its own."""
+
+    def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        return EMA(super().optimizer(named_parameters), decay=0.5)
+
+
+PLANS = [
+    "",
+    "replicate=2",
+    "shard=2",
+    "shard=2,zero=1,microbatches=2",
+    "exact=2,replicate=2",
+    "pipeline=2,microbatches=2",
+    "engine=textbook,replicate=2",
+    "engine=lightning",
+]
+
+
+def train(pool: Pool, task: Task, plan: str, run: Path, steps: int) -> None:
+    if "lightning" in plan:
+        pytest.importorskip("lightning")
+    size = 2 if "=2" in plan.replace("microbatches=2", "") else 1
+    options = Options(steps=steps, save_every=1, keep=9)
+    pool.run("tests.faults.resume_cell:part", size, task, plan, run, options, None)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_average_is_that_of_the_saved_weights_and_resumes_to_the_bit(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    train(pool, TASK, plan, tmp_path / "whole", END)
+    checkpoints = sorted(list_checkpoints(tmp_path / "whole" / "checkpoints"), key=lambda one: one.step)
+    assert [one.step for one in checkpoints] == list(range(END + 1))
+    first = checkpoints[0].read_model()
+    averages = {name: first.read(name).clone() for name in first}
+    for one in checkpoints[1:]:
+        trained, averaged = one.read_model(), one.read_model(averaged=True)
+        for name, average in averages.items():
+            average.mul_(DECAY).add_(trained.read(name), alpha=1 - DECAY)
+            torch.testing.assert_close(averaged.read(name), average, rtol=1e-6, atol=1e-7)
+    train(pool, TASK, plan, tmp_path / "run", 2)
+    train(pool, TASK, plan, tmp_path / "run", END)
+    assert hashes(tmp_path / "run", END) == hashes(tmp_path / "whole", END)
+
+
+@pytest.mark.parametrize("task", [TASK, Twice(ema=DECAY, samples=30, epochs=2)])
+def test_they_are_what_is_evaluated_and_loaded(pool: Pool, tmp_path: Path, task: Task) -> None:
+    train(pool, task, "shard=2", tmp_path / "run", 6)
+    run = Run(tmp_path / "run")
+    scored = [one for one in run.records() if one["kind"] == "evaluation"][-1]
+    dataset = TASK.data("validation", tmp_path)
+    inputs, targets = TASK.collate([dataset[index] for index in range(len(dataset))])
+    losses = {}
+    for trained in (False, True):
+        model = load(run, task, trained=trained)
+        losses[trained] = float(TASK.loss(TASK.forward(model, inputs), targets).mean())
+    assert scored["loss"] == pytest.approx(losses[False], rel=1e-5)
+    assert abs(losses[True] - losses[False]) > 1e-3
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0])
+def test_a_decay_is_between_0_and_1(decay: float) -> None:
+    with pytest.raises(TaskError, match="ema="):
+        StagedTexts(ema=decay)

@@ -1,0 +1,34 @@
+"""One batch of evaluation is tried before the first step: what only evaluation raises is known then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torchmetrics
+
+from grappe.training.options import Options
+from tests.parity.structured import Texts
+from tests.processes import Pool
+
+
+class Scored(Texts):
+    """A metric that does not take the model's dict."""
+
+    def metrics(self) -> dict[str, torchmetrics.Metric]:
+        return {"accuracy": torchmetrics.classification.MulticlassAccuracy(3)}
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2,microbatches=2"])
+def test_it_fails_before_the_first_step(pool: Pool, tmp_path: Path, plan: str) -> None:
+    with pytest.raises(
+        AssertionError, match=r"evaluation fails \(one batch of it is tried before the first step"
+    ):
+        pool.run("tests.faults.resume_cell:part", 2, Scored(), plan, tmp_path / "run", Options(steps=2), None)
+    assert '"step"' not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_without_evaluation_nothing_is_tried(pool: Pool, tmp_path: Path) -> None:
+    pool.run(
+        "tests.faults.resume_cell:part", 1, Scored(), "", tmp_path / "run", Options(steps=2, bare=True), None
+    )

@@ -1,0 +1,75 @@
+"""Packages resolved by a real pip against a folder of wheels: all that it lacks is named, with the fix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import UsageError
+from grappe.sites.wheel import own_wheel
+from grappe.verbs.packages.resolve import Unresolvable, Wheelhouse, resolve
+from tests.wheelhouse import wheel, wheelhouse
+
+
+def house(wheels: Path, *modules: str) -> Wheelhouse:
+    return Wheelhouse(modules=modules, wheels=wheels, on_modules=False, site="narval")
+
+
+@pytest.fixture(autouse=True)
+def no_other_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+
+
+def test_everything_is_there(tmp_path: Path) -> None:
+    wheelhouse(tmp_path)
+    wheel(tmp_path, "extra", "2.0")
+    wheel(tmp_path, "extra", "1.0")
+    found = resolve(own_wheel(), [], ["scikit-learn", "extra==1.0"], house(tmp_path))
+    assert "extra==1.0" in found.requirements
+    assert any(one.startswith("torch==") for one in found.requirements)
+    assert not any(one.startswith("grappe") for one in found.requirements)
+
+
+def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(tmp_path: Path) -> None:
+    wheelhouse(tmp_path, lacks=("cyclopts", "docstring-parser"))
+    wheel(tmp_path, "extra", "1.0")
+    with pytest.raises(UsageError) as refusal:
+        resolve(own_wheel(), [], ["scikit-learn", "extra==2.0"], house(tmp_path))
+    said = str(refusal.value)
+    assert "the wheels of narval lack 3 packages, and nothing was submitted" in said
+    assert "extra==2.0: there is 1.0" in said
+    assert "cyclopts>=4, which grappe needs: there is none" in said
+    assert ", which cyclopts needs: there is none" in said
+    assert f"python -m pip download --no-deps --dest {tmp_path} extra==2.0 'cyclopts>=4'" in said
+    assert "--with NAME==VERSION" in said
+
+
+def test_packages_that_do_not_fit_each_other(tmp_path: Path) -> None:
+    wheelhouse(tmp_path)
+    wheel(tmp_path, "one", "1.0", ["shared==1"])
+    wheel(tmp_path, "two", "1.0", ["shared==2"])
+    for version in ("1", "2"):
+        wheel(tmp_path, "shared", version)
+    with pytest.raises(UsageError, match="do not fit each other") as refusal:
+        resolve(own_wheel(), [], ["one", "two"], house(tmp_path))
+    assert "  Cannot install one==1.0 and two==1.0" in str(refusal.value)
+
+
+def test_modules_are_loaded_and_their_names_are_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheelhouse(tmp_path / "wheels")
+    function = f'() {{ echo "$*" >> {tmp_path}/said; [ "$2" != none ] || {{ echo "unknown: none" >&2; return 1; }}; }}'
+    monkeypatch.setenv("BASH_FUNC_module%%", function)
+    resolve(own_wheel(), [], [], house(tmp_path / "wheels", "python/3.11", "$(touch hacked)"))
+    assert (tmp_path / "said").read_text() == "purge\nload python/3.11 $(touch hacked)\n"
+    with pytest.raises(UsageError, match=r"--modules none: unknown: none\n  module avail"):
+        resolve(own_wheel(), [], [], house(tmp_path / "wheels", "none"))
+
+
+def test_a_machine_without_modules_resolves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Unresolvable, match="narval's login node"):
+        resolve(own_wheel(), [], [], house(tmp_path, "python/3.11"))
