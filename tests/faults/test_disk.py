@@ -21,7 +21,8 @@ import torch.distributed as dist
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import latest, list_checkpoints
 from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.saver import Saver, leftovers
+from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.saver import Saver
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World
 from grappe.training.options import Options
@@ -155,11 +156,10 @@ def test_a_disk_that_is_read_only_is_said_at_once(disk) -> None:
             train(disk / name, TASK)
 
 
-def test_a_run_that_is_removed_while_it_trains(tmp_path, capsys) -> None:
+def test_a_run_that_is_removed_while_it_trains(tmp_path) -> None:
     at(step4=lambda: shutil.rmtree(tmp_path / "run"))
-    with pytest.raises(RunError, match=r"step 9 could not be saved: .*No such file"):
+    with pytest.raises(RunError, match=r"step 6 could not be saved: .*No such file"):
         train(tmp_path / "run", TASK)
-    assert "step 6 could not be saved" in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "run").exists()  # nothing of it came back
 
 

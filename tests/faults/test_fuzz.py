@@ -501,7 +501,9 @@ def test_what_a_task_gives(now: dict[str, Any]) -> None:
         try:
             for verb in (
                 lambda: train(here / "other", Odd(epochs=1), steps=1),
-                lambda: list(map(predict.answer, predict.predict(made, "validation", task=Odd(), data=here))),
+                lambda: list(
+                    map(predict.as_json, predict.predict(made, "validation", task=Odd(), data=here))
+                ),
                 lambda: evaluated_odd(made),
             ):
                 told(verb)

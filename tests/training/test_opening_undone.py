@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.checkpoint.saver import leftovers
+from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan

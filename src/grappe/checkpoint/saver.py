@@ -12,7 +12,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from grappe.launch.world import World
 
 POLL_SECONDS = 0.01
 SAMPLES = "samples"  # of the values that are saved: how many samples were seen
-LEFT = re.compile(r"\.(step-\d{6,}|old-step-\d{6,})\.\w+", re.ASCII)
 Stream = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -213,20 +211,3 @@ class Saver:
 def _again(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
-    """Lists the folders that interrupted saves left on disk: those that hold nothing but files of a save.
-
-    Raises:
-        RunError: `folder` is a link.
-    """
-    now = time.time()
-    left = []
-    with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now
-        for name in safe.names(folder):
-            entry = folder / name
-            ours = LEFT.fullmatch(name) and safe.kind(entry) == "folder" and not strangers(entry)
-            if ours and now - entry.lstat().st_mtime >= older_than_seconds:
-                left.append(entry)
-    return left

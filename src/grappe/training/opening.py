@@ -20,7 +20,7 @@ from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.saver import leftovers
+from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files as safe

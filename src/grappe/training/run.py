@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.choice import Choice, select
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
-from grappe.checkpoint.saver import leftovers
+from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import RunError
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART

@@ -31,7 +31,7 @@ class EvaluateRequest:
     data: Path
     step: int
     """Of the checkpoint, which has been verified."""
-    trained: bool
+    trained: bool = False
 
 
 def evaluate(

@@ -10,7 +10,7 @@ from grappe.checkpoint.commit import strangers, verify
 from grappe.checkpoint.format import list_checkpoints
 from grappe.checkpoint.keep import remove, superfluous
 from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.saver import leftovers
+from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import RunError
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
