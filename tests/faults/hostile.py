@@ -250,8 +250,6 @@ def main(count: int) -> int:
         ends = in_fork(lambda case=case, number=number, model=model: attempt(case, number, model))
         worst = max(worst, (time.monotonic() - began, number))
         tables[name]["files"] += 1
-        if number % 100 == 99:
-            print(f"{number + 1} of {count}", file=sys.stderr, flush=True)
         for end in ends:
             if end.startswith("took "):
                 tables[name]["most MB"] = max(tables[name]["most MB"], int(end[5:]))
@@ -260,6 +258,10 @@ def main(count: int) -> int:
             else:
                 tables[name]["BAD"] += 1
                 bad.append(f"{name} {number}: {end}")
+                print(bad[-1], file=sys.stderr, flush=True)
+        if number % 100 == 99:
+            so_far = {one: dict(table) for one, table in tables.items()}
+            print(f"{number + 1} of {count}: {so_far}", file=sys.stderr, flush=True)
     for name, table in tables.items():
         total.update({key: value for key, value in table.items() if key != "most MB"})
         print(f"{name:<14}", ", ".join(f"{key} {value}" for key, value in sorted(table.items())), flush=True)

@@ -68,7 +68,7 @@ def layer_of(error: BaseException) -> str | None:
 
 
 def part_of(error: BaseException) -> str | None:
-    """The part of a task that an exception came out of, without a line of the user's: a list for a dataset, say."""
+    """Finds the part of a task that an exception came from, without a line of the user's: a list for a dataset, say."""
     places = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if WORKER.match(str(error)):
         places += [(file, name) for file, _, name in FRAME.findall(str(error))]
@@ -77,7 +77,7 @@ def part_of(error: BaseException) -> str | None:
 
 
 def _room(file: str) -> str:
-    """A file of grappe's own, from its package: data/seeded.py."""
+    """Returns the path of a file in the package: data/seeded.py."""
     path = Path(file)
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
 
