@@ -30,6 +30,7 @@ ELSEWHERE = {
     "cli/verify.py": "files that the user names with --json and --html",
     "cli/learning.py": "a file that the user names with --out",
     "cli/measuring.py": "a file that the user names with --out",
+    "data/prepare.py": "a lock in the folder of datasets, which the user names",
     "engines/deepspeed/library.py": "torch's folder of compiled operators",
     "engines/deepspeed/settings.py": "the settings file that the user names in the plan",
     "launch/child.py": "a link in a folder of this start's own, private to the user",
