@@ -11,8 +11,10 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.tasks import Small
 from benchmarks.gpu.training import plan_on, read_usage, train
 from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
 from grappe.training.options import Options
-from grappe.training.request import make_request
+from grappe.training.request import Request
+from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker
 
 STEPS = 40
@@ -28,8 +30,11 @@ def _count_synchronising_calls(part: Part) -> None:
     if not part.on_gpu:
         part.not_tried("calls that wait for the device", "torch counts them on CUDA only")
         return
-    request = make_request(
-        Small(epochs=1000), plan_on(part, ""), part.scratch / "waits", options=Options(bare=True, steps=STEPS)
+    request = Request(
+        task=TaskReference.of(Small(epochs=1000)),
+        plan=Plan.parse(plan_on(part, "")),
+        run=part.scratch / "waits",
+        options=Options(bare=True, steps=STEPS),
     )
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
     torch.cuda.set_sync_debug_mode("warn")

@@ -67,7 +67,7 @@ def _make_way(folder: Path) -> None:
 def strangers(folder: Path) -> list[str]:
     """Lists what a checkpoint's folder holds that no save of grappe's puts there: that is not grappe's to remove."""
     try:
-        listed = set(read_json(folder / MANIFEST, IN_CHECKPOINT, LARGEST_LIST).get("files", {}))
+        listed = set(read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST).get("files", {}))
     except (RunError, TypeError):
         listed = set()
     return [
