@@ -85,7 +85,7 @@ class Sleeping(Task):
     batch_size: int = 4
     load: float = 0.0
     """Seconds that each sample takes."""
-    forward: float = 0.0
+    ahead: float = 0.0
     backward: float = 0.0
     update: float = 0.0
     late: float = 0.0
@@ -94,7 +94,7 @@ class Sleeping(Task):
     def model(self) -> nn.Module:
         world = os.environ.get("SLEEPING_LATE"), multiprocessing.current_process().name
         late = self.late if world[0] == "1" or world[1] == "grappe-rank-1" else 0.0
-        return Net(self.forward + late, self.backward)
+        return Net(self.ahead + late, self.backward)
 
     def units(self, model: Net) -> list[nn.Module]:
         return list(model)

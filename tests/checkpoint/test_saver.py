@@ -15,7 +15,8 @@ import torch
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import latest, list_checkpoints
 from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.saver import Saver, leftovers
+from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.snapshot import Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError

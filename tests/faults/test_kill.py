@@ -15,7 +15,8 @@ import torch
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import Checkpoint, latest, list_checkpoints
 from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.saver import Saver, leftovers
+from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.saver import Saver
 from grappe.launch.world import ProcessRank, World
 
 KILLS = int(os.environ.get("GRAPPE_SOAK", "200"))

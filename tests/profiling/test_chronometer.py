@@ -42,7 +42,7 @@ from tests.sleeping import Sleeping, SlowSGD
 
 STEPS = 12
 CLOSE = 0.02  # contract 8: the phases add up to the step's wall time within 2 %
-TASK = Sleeping(load=0.002, forward=0.006, backward=0.009, update=0.007, late=0.012)
+TASK = Sleeping(load=0.002, ahead=0.006, backward=0.009, update=0.007, late=0.012)
 
 
 class Seen(Watcher):

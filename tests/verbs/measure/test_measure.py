@@ -25,7 +25,7 @@ def measured(task: Sleeping, *plans: str, **options):
 
 
 def test_a_slow_loader_is_named_and_the_advice_is_tried() -> None:
-    points = measured(Sleeping(load=0.01, forward=0.01, backward=0.01), f"{PLAN},workers=0")
+    points = measured(Sleeping(load=0.01, ahead=0.01, backward=0.01), f"{PLAN},workers=0")
     told = "\n".join(verdict.sentences(points))
     assert "waits for data" in told
     workers = verdict.advised_workers(points[0])
@@ -36,7 +36,7 @@ def test_a_slow_loader_is_named_and_the_advice_is_tried() -> None:
 
 
 def test_a_slow_process_is_named() -> None:
-    points = measured(Sleeping(forward=0.01, late=0.04), f"{PLAN},replicate=2", advise=False)
+    points = measured(Sleeping(ahead=0.01, late=0.04), f"{PLAN},replicate=2", advise=False)
     told = "\n".join(verdict.sentences(points))
     assert "process 1 on" in told
     assert "most of it in forward" in told
@@ -47,7 +47,7 @@ def test_a_small_batch_is_named_and_a_plan_that_fails_is_a_row(tmp_path: Path) -
     lines: list[str] = []
     plans = (PLAN, f"{PLAN},tensor=2,batchnorm=sync")
     points = measured(
-        Sleeping(forward=0.01, backward=0.01), *plans, batch_size=(2, 16), advise=False, note=lines.append
+        Sleeping(ahead=0.01, backward=0.01), *plans, batch_size=(2, 16), advise=False, note=lines.append
     )
     assert [(point.batch, bool(point.failure)) for point in points] == [
         (2, False),

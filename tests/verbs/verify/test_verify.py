@@ -7,9 +7,10 @@ import re
 import pytest
 
 from grappe import Task
+from grappe.launch.terminal import progress
 from grappe.verbs.verify.judge import Finding
 from grappe.verbs.verify.report import COLUMNS, cells, page
-from grappe.verbs.verify.verify import progress, verify
+from grappe.verbs.verify.verify import verify
 from tests.parity import planted
 from tests.parity.structured import TASKS, Boxes, Graphs, StagedBoxes, StagedTexts, Texts
 from tests.parity.tasks import Images, Tokens
