@@ -23,6 +23,7 @@ from grappe.errors import TaskError
 from grappe.launch.failure import explanation
 from grappe.launch.local_process import NAME, LocalProcess, without_main
 from grappe.launch.openmp import sleeping_threads
+from grappe.launch.orphan import parent_pipe_in_environment
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import SIGNALS, SignalForwarding, signals_blocked
 from grappe.private_api.multiprocessing import forkserver_is_running
@@ -42,7 +43,7 @@ def start_server(*, metrics: bool = True) -> None:
     """
     multiprocessing.set_forkserver_preload([*PRELOADED, *[METRICS] * metrics])
     # A signal to the whole group must not end the server either.
-    with signals_blocked(), without_main(), sleeping_threads():
+    with signals_blocked(), without_main(), sleeping_threads(), parent_pipe_in_environment():
         resource_tracker.ensure_running()  # which lifts a part of the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         forkserver.ensure_running()

@@ -14,10 +14,44 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 F_SETSIG = 10  # of Linux; Python's fcntl has no name for it
 
 PR_SET_PDEATHSIG = 1
+
+PIPE = "GRAPPE_PARENT_PIPE"
+"""The process id of the process that starts the fork server, and its descriptor of a pipe: "1234:5"."""
+
+_pipes: dict[int, tuple[int, int]] = {}  # by process id: a forked child does not hold its parent's
+
+
+@contextlib.contextmanager
+def parent_pipe_in_environment() -> Iterator[None]:
+    """Context in which a started process learns of a pipe that this process alone writes to: see end_with_starter.
+
+    Multiprocessing's own pipe does not serve: with each process that is to be forked its writing end is sent to the
+    server, and while the server imports, it lies unread in the socket and keeps the pipe open.
+    """
+    pid = os.getpid()
+    if pid not in _pipes:
+        _pipes[pid] = os.pipe()
+    os.environ[PIPE] = f"{pid}:{_pipes[pid][0]}"
+    try:
+        yield
+    finally:
+        os.environ.pop(PIPE, None)
+
+
+def end_with_starter() -> None:
+    """Ends this process with the process that started it within parent_pipe_in_environment; else does nothing."""
+    pid, _, descriptor = os.environ.pop(PIPE, "").partition(":")
+    if not pid:
+        return
+    if os.getppid() != int(pid):  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(OSError):  # no /proc: the server ends by itself, after its imports
+        end_with_writer(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK))
 
 
 def end_with_parent() -> None:

@@ -5,8 +5,6 @@ The server would notice by itself, but not while it imports torch, nor soon when
 
 from __future__ import annotations
 
-from grappe.launch.orphan import end_with_writer
-from grappe.private_api.multiprocessing import alive_pipe_of_this_server
+from grappe.launch.orphan import end_with_starter
 
-if (_pipe := alive_pipe_of_this_server()) is not None:  # None: imported by another process
-    end_with_writer(_pipe)
+end_with_starter()

@@ -1,12 +1,8 @@
-"""Private names of Python's multiprocessing, and the words that it starts its server with."""
+"""Private names of Python's multiprocessing."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import stat
-import sys
 import time
 from multiprocessing import forkserver
 
@@ -18,25 +14,12 @@ USED = (
     PrivateName("multiprocessing.forkserver", "_forkserver", SEEN),
     PrivateName("multiprocessing.forkserver.ForkServer", "_forkserver_pid", SEEN),
 )
-SERVER = re.compile(r"from multiprocessing\.forkserver import main; main\((?:\w+=)?\d+, (?:alive_r=)?(\d+),")
-"""What Python runs as the server, with the pipe that ends when all processes that know the server have ended."""
 PATIENCE_SECONDS = 3.0
 
 
 def forkserver_is_running() -> bool:
     """Returns whether this process has started the fork server; ensure_running() starts it."""
     return _pid() is not None
-
-
-def alive_pipe_of_this_server() -> int | None:
-    """Returns the pipe whose end ends the server; None where this process is no such server."""
-    found = SERVER.match(sys.orig_argv[-1]) if sys.orig_argv else None
-    if found is None:
-        return None
-    with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(int(found[1])).st_mode):
-            return int(found[1])
-    return None
 
 
 def forkserver_exit_code() -> int | None:
