@@ -34,6 +34,7 @@ ELSEWHERE = {
     "engines/deepspeed/library.py": "torch's folder of compiled operators",
     "engines/deepspeed/settings.py": "the settings file that the user names in the plan",
     "launch/child.py": "a link in a folder of this start's own, private to the user",
+    "launch/orphan.py": "the pipe of the process that has started this one, in /proc",
     "launch/folders.py": "the user's own folder",
     "launch/fork.py": "/dev/null",
     "engines/deepspeed/disk.py": "the folder that the user names in the plan",
