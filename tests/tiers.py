@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS = ("faults", "parity", "slurm", "verbs/measure", "verbs/verify")
-"""Whole trainings, each under many plans."""
+FOLDERS = (
+    "faults",
+    "parallel/test_shard.py",
+    "parity",
+    "profiling/test_chronometer.py",
+    "slurm",
+    "training/test_average.py",
+    "verbs/lr_find",
+    "verbs/measure",
+    "verbs/verify",
+)
+"""Whole trainings, each under many plans; a folder or a module."""
 LAUNCHERS = {
     "benchmarks.cifar_script",
     "benchmarks.commands",
@@ -22,6 +32,7 @@ LAUNCHERS = {
     "grappe",
     "grappe.launch.local",
     "grappe.launch.start",
+    "grappe.verbs.packages.resolve",
     "grappe.verbs.train",
     "tests.chromium",
     "tests.commands",

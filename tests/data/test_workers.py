@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from grappe.data.loader import training_loader
@@ -11,6 +13,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
 from tests.faults.resume_cell import Loaded
+from tests.patience import PATIENCE_SECONDS
 
 
 class Grave:
@@ -41,3 +44,30 @@ def test_workers_leave_their_parents_garbage_alone(tmp_path: Path) -> None:
         eager.clear()
         gc.enable()
         gc.collect()
+
+
+SCRIPT = """
+import torch
+import grappe
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 640
+    def __getitem__(self, index):
+        return torch.ones(4), index % 2
+
+model = torch.nn.Linear(4, 2)
+loop = grappe.Loop("workers=2,threads=1,device=cpu")
+loop.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step, _ in enumerate(loop.batches(Pairs(), batch_size=32, epochs=10)):
+    if step == 3:
+        raise ValueError("the user's own")
+"""
+
+
+def test_a_script_that_fails_ends_although_its_workers_ignore_signals() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: the user's own\n")

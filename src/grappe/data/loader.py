@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
+from grappe.data.workers import begin_worker, next_batch, register
 from grappe.errors import TaskError
-from grappe.launch.orphan import end_with_parent
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -142,7 +141,8 @@ class BatchLoader:
             loaded = iter(loader)
         finally:
             gc.unfreeze()
-        return lambda ids: _next(loaded)
+        register(loaded)
+        return lambda ids: next_batch(loaded)
 
     def _requested(self, part: Slice) -> tuple[np.ndarray, ...]:
         return (part.ids,) if self._cuts else part.pieces
@@ -157,7 +157,7 @@ class BatchLoader:
             batch_sampler=sampler,
             collate_fn=functools.partial(collated, self._task),
             num_workers=workers,
-            worker_init_fn=_begin_worker if workers else None,
+            worker_init_fn=begin_worker if workers else None,
             # Our processes come from a server, and would have one started for their workers: it would neither
             # know a task file's classes nor have torch imported.
             multiprocessing_context="fork" if workers else None,
@@ -239,15 +239,6 @@ class _Requests:
         return (list(batch) for batch in self._batches)
 
 
-def _next(loaded: Iterator[Any]) -> Any:
-    """The next batch; a message of the task's from a data worker, without the worker's traceback."""
-    try:
-        return next(loaded)
-    except TaskError as error:
-        text = str(error).rstrip()
-        raise TaskError(text.rpartition("TaskError: ")[2]) from error
-
-
 def padded(ids: np.ndarray) -> np.ndarray:
     """Returns `ids`; without any, sample 0 as a padding row, since a model cannot take an empty batch."""
     return ids if len(ids) else np.zeros(1, dtype=np.int64)
@@ -301,9 +292,3 @@ def _channels_last(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point():
         return leaf.contiguous(memory_format=torch.channels_last)
     return leaf
-
-
-def _begin_worker(_: int) -> None:
-    end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)

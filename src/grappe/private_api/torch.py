@@ -35,6 +35,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "default_store",
+    "end_data_workers",
     "flatten_mesh",
     "foreach_add_",
     "foreach_mul_",
@@ -74,6 +75,7 @@ USED = tuple(
         ("torch.distributed.device_mesh.DeviceMesh", "_flatten"),
         ("torch.distributed.distributed_c10d", "_get_default_store"),
         ("torch.distributed.tensor", "_utils"),
+        ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", "_shutdown_workers"),
         ("torch.distributed.tensor.DTensor", "_local_tensor"),
         ("torch.nn.Module", "_buffers"),
         ("torch.nn.Module", "_modules"),
@@ -192,3 +194,9 @@ def functional_collectives() -> ModuleType:
 def operator_arguments(operator: Any) -> Sequence[Any]:
     """Returns the declared arguments of an operator in a TorchDispatchMode: `name`, `kwarg_only`, ..."""
     return operator._schema.arguments
+
+
+def end_data_workers(loaded: Any) -> None:
+    """Ends the data workers of a DataLoader's iterator now; without workers, does nothing."""
+    if (end := getattr(loaded, "_shutdown_workers", None)) is not None:
+        end()

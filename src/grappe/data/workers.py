@@ -1,0 +1,51 @@
+"""Data workers: how the processes that load samples begin, report errors and end."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from grappe.errors import TaskError
+from grappe.launch.orphan import end_with_parent
+from grappe.private_api.torch import end_data_workers
+
+_UNFINISHED: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
+"""Iterators of a DataLoader: an error of the user's may leave one to the end of the process."""
+
+
+def begin_worker(_: int) -> None:
+    """Prepares a new worker: it ends with its parent alone, not by a signal to all processes of a job."""
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def register(loaded: Iterator[Any]) -> None:
+    """Has the workers of a DataLoader's iterator ended when this process ends, whoever still keeps the iterator."""
+    _UNFINISHED.add(loaded)
+
+
+@atexit.register  # before what multiprocessing has registered, which would wait for workers that ignore SIGTERM
+def _end_unfinished() -> None:
+    for loaded in list(_UNFINISHED):
+        end_data_workers(loaded)
+
+
+def next_batch(loaded: Iterator[Any]) -> Any:
+    """Returns the next batch of a DataLoader's iterator.
+
+    Raises:
+        TaskError: the task's own message from a data worker, without the worker's traceback.
+    """
+    try:
+        return next(loaded)
+    except Exception as error:
+        # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them later.
+        end_data_workers(loaded)
+        if not isinstance(error, TaskError):
+            raise
+        text = str(error).rstrip()
+        raise TaskError(text.rpartition("TaskError: ")[2]) from error
