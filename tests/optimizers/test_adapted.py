@@ -84,7 +84,6 @@ def test_a_closure_is_called_with_gradients() -> None:
         (lambda p: optimizers.LAMB(p, lr=float("nan")), "LAMB(lr=nan)"),
         (lambda p: optimizers.Muon(p, adjust_lr_fn="none"), "it is original or match_rms_adamw"),
         (lambda p: optimizers.Muon(p, rest=["head.*"]), "no parameter is called head.*"),
-        (optimizers.EMA, "EMA(optimizer) takes an optimizer"),
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_named(make, words: str) -> None:

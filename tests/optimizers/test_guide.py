@@ -29,4 +29,4 @@ def test_a_piece_of_code_takes_a_step(code: str) -> None:
 
 
 def test_there_are_some() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 3

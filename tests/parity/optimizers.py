@@ -10,8 +10,8 @@ from torch import nn
 from grappe import optimizers
 from tests.parity.tasks import Images, Tokens
 
-RULES = ("lars", "larc", "lamb", "muon", "ema")
-Rule = Literal["lars", "larc", "lamb", "muon", "ema", "schedule-free"]
+RULES = ("lars", "larc", "lamb", "muon")
+Rule = Literal["lars", "larc", "lamb", "muon", "schedule-free"]
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -69,8 +69,6 @@ def made(rule: Rule, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optim
         return optimizers.LAMB(groups, lr=0.01, weight_decay=0.01)
     if rule == "muon":
         return optimizers.Muon(named, lr=0.02, weight_decay=0.01, rest=[named[0][0]], rest_lr=0.003)
-    if rule == "ema":
-        return optimizers.EMA(torch.optim.AdamW(named, lr=0.003), decay=0.8)
     return ScheduleFree(named, lr=0.3)
 
 

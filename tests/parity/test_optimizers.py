@@ -46,7 +46,7 @@ def test_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", KINDS)
-@pytest.mark.parametrize("rule", ["larc", "ema", "schedule-free"])
+@pytest.mark.parametrize("rule", ["larc", "schedule-free"])
 def test_its_kin_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
     check(pool, TunedTokens(by=rule), plan, expected(rule))
 
@@ -63,7 +63,7 @@ def test_engines_that_make_the_optimizer_anew_learn_the_same(pool: Pool, rule: s
     check(pool, TunedTokens(by=rule), plan, expected(rule))
 
 
-@pytest.mark.parametrize("rule", ["lars", "larc", "lamb", "muon", "ema"])
+@pytest.mark.parametrize("rule", ["lars", "larc", "lamb", "muon"])
 def test_deepspeed_refuses_it_where_parameters_are_flattened(pool: Pool, rule: str) -> None:
     text = "engine=deepspeed,shard=2,zero=1"
     for told in pool.run("tests.engines.told:told", 2, TunedTokens(by=rule), text, 1):
@@ -71,8 +71,3 @@ def test_deepspeed_refuses_it_where_parameters_are_flattened(pool: Pool, rule: s
             "PlanError: engine=deepspeed with shard or offload hands the optimizer flat pieces"
         )
         assert "use replicate=N, or engine=native" in told
-
-
-def test_horovod_refuses_an_average(pool: Pool) -> None:
-    for told in pool.run("tests.engines.told:told", 2, TunedTokens(by="ema"), WHOLE[1], 1):
-        assert "use another engine than horovod" in told

@@ -1,10 +1,9 @@
 """Optimizers that mean the same under any plan: LARS, LARC, LAMB, Muon; weight averaging and parameter groups."""
 
-from grappe.optimizers.ema import EMA
 from grappe.optimizers.groups import by_name
 from grappe.optimizers.lamb import LAMB
 from grappe.optimizers.larc import LARC
 from grappe.optimizers.lars import LARS
 from grappe.optimizers.muon import Muon
 
-__all__ = ["EMA", "LAMB", "LARC", "LARS", "Muon", "by_name"]
+__all__ = ["LAMB", "LARC", "LARS", "Muon", "by_name"]

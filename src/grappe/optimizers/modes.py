@@ -1,4 +1,4 @@
-"""Switches optimizers that evaluate and save other weights than they train: schedule-free ones, averages."""
+"""Switches optimizers that evaluate and save other weights than they train: schedule-free ones."""
 
 from __future__ import annotations
 
