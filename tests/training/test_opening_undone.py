@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from grappe.checkpoint.leftovers import leftovers
-from grappe.errors import GrappeError
+from grappe.errors import GrappeError, RunError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.options import Options
@@ -112,3 +114,23 @@ def test_a_users_own_files_among_the_checkpoints_stay(tmp_path: Path) -> None:
     latest = Run(run).latest()
     assert latest is not None
     assert latest.step == 6
+
+
+def test_one_of_many_starts_at_the_same_moment_begins_the_run(tmp_path: Path) -> None:
+    for round_ in range(8):
+        folder = tmp_path / f"run-{round_}"
+        together = threading.Barrier(4)
+
+        def begin(number: int, folder: Path = folder, together: threading.Barrier = together) -> int | None:
+            together.wait()
+            try:
+                Run.begin(folder, {"id": str(number)})
+            except RunError:
+                return None
+            return number
+
+        with ThreadPoolExecutor(4) as pool:
+            began = [one for one in pool.map(begin, range(4)) if one is not None]
+        assert len(began) == 1
+        assert Run(folder).id == str(began[0])
+        assert sorted(files(folder)) == ["checkpoints", "logs", "run.json"]

@@ -144,9 +144,13 @@ def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
     return {"bytes": actual, "xxh3_128": digest.hexdigest()}
 
 
-def write_json(file: Path, content: object, levels: int = IN_RUN) -> None:
-    """Replaces a JSON file by one rename, so that no reader sees half of the file."""
-    safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True)
+def write_json(file: Path, content: object, levels: int = IN_RUN, *, new: bool = False) -> None:
+    """Replaces a JSON file by one rename, so that no reader sees half of the file.
+
+    Raises:
+        FileExistsError: with `new`, there is one already.
+    """
+    safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True, new=new)
 
 
 def read_json(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST_JSON) -> dict[str, Any]:

@@ -89,12 +89,22 @@ def new_file(file: Path, levels: int = IN_RUN, mode: int = 0o666) -> BinaryIO:
 
 
 def replace(
-    file: Path, content: bytes, levels: int = IN_RUN, *, durable: bool = False, mode: int = 0o666
+    file: Path,
+    content: bytes,
+    levels: int = IN_RUN,
+    *,
+    durable: bool = False,
+    new: bool = False,
+    mode: int = 0o666,
 ) -> None:
     """Makes or replaces a file in one step, so that nobody ever reads half of it; a link is replaced, not followed.
 
     Args:
         durable: whether to wait until it is on disk.
+        new: whether the file must not be there yet, made by another process a moment ago, say.
+
+    Raises:
+        FileExistsError: with `new`, there is something of that name.
     """
     with _parent(file, levels) as (folder, name):
         # A name that nobody can foresee, made exclusively: a link cannot wait there.
@@ -106,13 +116,31 @@ def replace(
                 stream.flush()
                 if durable:
                     os.fsync(stream.fileno())
-            os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+            if new:
+                _rename_to_new(beside, name, folder)
+            else:
+                os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(beside, dir_fd=folder)
             raise
         if durable:
             os.fsync(folder)
+
+
+def _rename_to_new(old: str, new: str, folder: int) -> None:
+    try:
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        # A file system without hard links: two that look at the same moment both find nothing.
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(new, dir_fd=folder, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from error
+        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+    else:
+        os.unlink(old, dir_fd=folder)
 
 
 def make_folder(folder: Path, levels: int = IN_RUN) -> bool:

@@ -157,10 +157,17 @@ class Run:
             _refuse_strangers(folder)
             for name in ("checkpoints", "logs"):
                 made.folder(folder / name)
-            _write_description(folder, description)
+            _write_description(folder, description, new=True)
             made.described = True
             safe.flush(folder.parent)
         except OSError as error:
+            if isinstance(error, FileExistsError) and cls.is_run(
+                folder
+            ):  # the other's now: nothing is taken back
+                raise RunError(
+                    f"{folder} was begun by another process a moment ago: give another with --run, "
+                    "or start again to go on with it when that process has ended"
+                ) from error
             made.undo()
             raise RunError(
                 f"{folder} cannot be written: {error.strerror}: give another with --run"
@@ -209,8 +216,8 @@ def _refuse_strangers(folder: Path) -> None:
             raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
 
 
-def _write_description(folder: Path, description: dict[str, Any]) -> None:
-    write_json(folder / DESCRIPTION, {**description, HASH: json_hash(description)})
+def _write_description(folder: Path, description: dict[str, Any], *, new: bool = False) -> None:
+    write_json(folder / DESCRIPTION, {**description, HASH: json_hash(description)}, new=new)
 
 
 def new_folder(base: Path, task: str) -> Path:
