@@ -67,8 +67,13 @@ locked.txt: .venv/bin/pip constraints.txt pyproject.toml  ## requirements with h
 	@$(PIP) --dry-run --ignore-installed --report .venv/report.json torch '.[demo]'
 	@$(BIN)/python scripts/lock.py .venv/report.json >$@
 
-clean:  ## forget the environment
-	rm -rf .venv .bench
+OLDEST := 2.8.0
+ON_OLDEST := tests/checkpoint tests/data tests/engines tests/parallel tests/parity tests/training
+oldest: .venv-oldest/test  ## run parity, checkpoints, engines and trainings on the oldest torch (4 GB, with its CUDA)
+	@.venv-oldest/bin/python -m pytest -q -m "not soak" $(ON_OLDEST) --numprocesses $(WORKERS) --no-loadscope-reorder
+
+clean:  ## forget the environments
+	rm -rf .venv .venv-oldest .bench
 
 .venv/bin/pip:
 	@echo "making .venv with $$($(PYTHON) --version)"
@@ -88,4 +93,11 @@ clean:  ## forget the environment
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.PHONY: help train quick test lint types horovod operators docs soak sbom bench gpu slurm-up slurm-down clean
+.venv-oldest/test: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-oldest
+	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-oldest/constraints.txt
+	@.venv-oldest/bin/pip --disable-pip-version-check --quiet install --constraint .venv-oldest/constraints.txt \
+		torch==$(OLDEST) --editable '.[demo,lightning]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77'
+	@touch $@
+
+.PHONY: help train quick oldest test lint types horovod operators docs soak sbom bench gpu slurm-up slurm-down clean

@@ -102,6 +102,7 @@ def sentence(error: BaseException) -> str:
         text = error.msg
     elif WORKER.match(text):
         name, _, text = text.rstrip().splitlines()[-1].partition(": ")
+    text = " ".join(part.strip() for part in text.splitlines())
     line = line_of(error) or layer_of(error) or part_of(error)
     return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "")
 

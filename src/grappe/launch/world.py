@@ -136,7 +136,10 @@ class World:
         if self.mesh is not None:
             import torch.distributed as dist
 
+            from grappe.private_api.torch import forget_meshes
+
             dist.destroy_process_group()
+            forget_meshes()
 
 
 def gather_into(whole: torch.Tensor, mine: torch.Tensor, group: ProcessGroup) -> None:

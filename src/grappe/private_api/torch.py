@@ -37,6 +37,7 @@ __all__ = [
     "default_store",
     "end_data_workers",
     "flatten_mesh",
+    "forget_meshes",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
@@ -60,7 +61,7 @@ __all__ = [
     "unwrapped_step",
 ]
 
-SEEN = "2.11 to 2.14"
+SEEN = "2.8 to 2.14"
 
 USED = tuple(
     PrivateName(where, name, SEEN)
@@ -72,6 +73,7 @@ USED = tuple(
         ("torch.autograd.Variable", "_execution_engine"),
         ("torch.autograd.profiler", "_is_profiler_enabled"),
         ("torch.distributed", "_functional_collectives"),
+        ("torch.distributed.device_mesh", "_mesh_resources"),
         ("torch.distributed.device_mesh.DeviceMesh", "_flatten"),
         ("torch.distributed.distributed_c10d", "_get_default_store"),
         ("torch.distributed.tensor", "_utils"),
@@ -175,6 +177,14 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flattens all axes of the mesh into one axis `name`."""
     return mesh._flatten(name)
+
+
+def forget_meshes() -> None:
+    """Forgets the device meshes of a process group that was destroyed: torch 2.8 and 2.9 find equal ones of it later."""
+    from torch.distributed import device_mesh
+
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        getattr(device_mesh._mesh_resources, name, {}).clear()
 
 
 def default_store() -> dist.Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from grappe.parallel.pipeline.rules import RULES
 from grappe.parallel.pipeline.stage import Stage
 from grappe.private_api.torch import tree_unflatten
 
+STEP = inspect.signature(schedules.PipelineScheduleSingle.step)
+RETURN_NOTHING = {"return_outputs": False} if "return_outputs" in STEP.parameters else {}
+"""Older releases of torch (2.8) always put the microbatches' outputs together."""
 KEPT = 4  # schedules for microbatches of different shapes; each holds buffers for what it receives
 
 Loss = Callable[[Any, Microbatch], Tensor]
@@ -62,9 +66,7 @@ class Runner:
         first = any(stage.is_first for stage in self._relay.stages)
         last = any(stage.is_last for stage in self._relay.stages)
         try:
-            schedule.step(
-                *((numbers,) if first else ()), target=numbers if last else None, return_outputs=False
-            )
+            schedule.step(*((numbers,) if first else ()), target=numbers if last else None, **RETURN_NOTHING)
         except RuntimeError as error:
             # torch wraps what a stage raised into a message of its own.
             raise error.__cause__ or error from error.__cause__
