@@ -18,7 +18,6 @@ from grappe.training.options import Options
 
 if TYPE_CHECKING:
     from grappe.verbs.tune.coordinator import Progress
-    from grappe.verbs.tune.study import Study
 
 DEFAULTS = Options()
 

@@ -13,11 +13,12 @@ from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
+from grappe.verbs.tune.sampler import Name
 
 FILE = "study.json"
 TRIALS = "trials"
 KIND = "tune"
-ADOPTED = ("lag", "threads")  # of a study that goes on: whatever --parallel and the machine are now
+ADOPTED = ("given", "lag", "threads")  # of a study that goes on: whatever --parallel and the machine are now
 
 State = Literal["open", "complete", "failed"]
 
@@ -29,12 +30,14 @@ class Search:
     task: str
     fields: Mapping[str, Any]
     """The task's other fields."""
+    given: Mapping[str, str]
+    """Those of them that differ from their defaults, as texts."""
     space: Mapping[str, str]
     """The searched fields, as texts."""
     plan: str
     metric: str
     maximize: bool
-    sampler: str
+    sampler: Name
     seed: int
     lag: int
     """Trial n is drawn when the trials up to n - lag have ended, whatever the later ones have come to."""
@@ -127,7 +130,7 @@ def open_study(folder: Path) -> Study:
     found = read_json(folder / FILE, largest=LARGEST_LIST)
     names = {field.name for field in dataclasses.fields(Search)}
     wrong = found.pop("kind", None) != KIND or found.keys() != names
-    if wrong or not isinstance(found["space"], dict) or not isinstance(found["fields"], dict):
+    if wrong or not all(isinstance(found[name], dict) for name in ("space", "fields", "given")):
         raise RunError(f"{folder / FILE} is damaged, or not of this version of grappe")
     return Study(folder, Search(**found))
 
@@ -159,16 +162,16 @@ def _make(folder: Path, search: Search) -> None:
 
 
 def _refuse_another(study: Study, search: Search) -> None:
-    known, asked = dataclasses.asdict(study.search), dataclasses.asdict(search)
-    for group, word in (("space", "searches"), ("fields", "has")):
-        before, now = known.pop(group), asked.pop(group)
+    there, here = study.search, search
+    for word, before, now in (("searches", there.space, here.space), ("has", there.fields, here.fields)):
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name):
                 raise UsageError(
                     f"the study {study.folder} {word} {_shown(name, before)}, and this command {_shown(name, now)}: "
                     "give what the study has, or another --study"
                 )
-    for name, value in known.items():
+    asked = dataclasses.asdict(here)
+    for name, value in dataclasses.asdict(there).items():
         if name not in ADOPTED and value != asked[name]:
             raise UsageError(
                 f"the study {study.folder} has {_option(name, value)}, and this command {_option(name, asked[name])}: "

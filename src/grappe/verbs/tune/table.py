@@ -56,5 +56,6 @@ def line(trial: Trial, search: Search, total: int) -> str:
 def command(study: Study, trial: Trial) -> str:
     """The command that trains with a trial's fields, ready to paste."""
     search = study.search
-    words = ["grappe", "train", search.task, *(f"{name}={text}" for name, text in trial.fields.items())]
+    fields = {**search.given, **trial.fields}
+    words = ["grappe", "train", search.task, *(f"{name}={text}" for name, text in fields.items())]
     return shlex.join([*words, *(["--plan", search.plan] if search.plan else [])])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from grappe.errors import TaskError, UsageError, nearest
-from grappe.fields import parse
+from grappe.errors import UsageError, nearest
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
+from grappe.tasks import defaults
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
@@ -139,11 +138,14 @@ def search(
 def _asked(reference: TaskReference, space: Space, plan: Plan, wanted: Wanted, options: Options) -> Search:
     from grappe.launch.world import cores
 
-    others = {name: value for name, value in field_texts(reference.resolve()).items() if name not in space}
+    made = reference.resolve()
+    others = {name: value for name, value in field_texts(made).items() if name not in space}
+    own_values = {name: value for name, value in others.items() if value != defaults(type(made)).get(name)}
     own = plan.threads is None and not plan.exact
     return Search(
         task=reference.name,
         fields=others,
+        given={name: "none" if value is None else str(value) for name, value in own_values.items()},
         space={name: str(axis) for name, axis in space.items()},
         plan=str(plan),
         metric=wanted.metric,
