@@ -50,7 +50,8 @@ def test_it_is_not_started_by_a_launcher(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500"), ("TORCHELASTIC_RUN_ID", "1")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(GrappeError, match="start it without torchrun or srun"):
         app(["tune", "digits", "lr=0.1..1"], exit_on_error=False, print_error=False)
 

@@ -112,7 +112,7 @@ class Launch:
 
     @property
     def handles(self) -> list[Any]:
-        """What multiprocessing.connection.wait shall wait for."""
+        """Lists objects for multiprocessing.connection.wait."""
         # A report may be larger than its pipe holds, so it is read while its process waits to be rid of it.
         return [*self._living, *(one.pipe for one in self._living.values() if one.reporting)]
 
@@ -123,12 +123,12 @@ class Launch:
 
     @property
     def over(self) -> bool:
-        """Whether there is a result."""
+        """Returns whether there is a result."""
         return not self._living or self.patience == 0.0
 
     @property
     def killed(self) -> bool:
-        """Whether a process was killed from outside, as SIGKILL alone does for certain."""
+        """Returns whether a process was killed from outside, as SIGKILL alone does for certain."""
         return any(one.report.kind == "silent" and one.exit_code == -signal.SIGKILL for one in self._failed)
 
     def advance(self, ready: Sequence[Any]) -> None:

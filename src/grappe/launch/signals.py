@@ -116,7 +116,7 @@ class SignalForwarding:
 
     @property
     def received(self) -> bool:
-        """Whether a signal has come."""
+        """Returns whether a signal has come."""
         return bool(self._received)
 
     def catch_up(self, process: Signalled) -> None:

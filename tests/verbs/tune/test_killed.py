@@ -13,6 +13,7 @@ from grappe.verbs.tune.study import open_study
 from tests.commands import GRAPPE, Command, until
 
 LINE = str(Path(__file__).with_name("line.py"))
+# More, for a long drill: the figures of decision 97 are of 30 kills and 20 trials.
 KILLS = int(os.environ.get("GRAPPE_TUNE_KILLS", "6"))
 TRIALS = int(os.environ.get("GRAPPE_TUNE_TRIALS", "6"))
 

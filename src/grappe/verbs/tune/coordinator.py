@@ -38,7 +38,7 @@ class Progress:
     running: frozenset[int]
     total: int
     waiting: str = ""
-    """Why nothing can be started; "": something can."""
+    """Reason why nothing can be started; "": something can."""
 
 
 class Coordinator:
@@ -68,7 +68,7 @@ class Coordinator:
         self._signals = SignalForwarding(self._processes, saves=True)
         self._kills: dict[int, tuple[int, int]] = {}
         self._gpus = gpus.visible()
-        self._waiting = ""
+        self._waiting, self._first_open = "", 0
         self._error: GrappeError | None = None
         self._stop = False
         limit = request.options.time_limit
@@ -131,7 +131,9 @@ class Coordinator:
     def _may_start(self, number: int) -> bool:
         if not sampler.learns(self._study.search.sampler):
             return True
-        return all(self._ended(one) for one in range(number - self._study.search.lag + 1))
+        while self._ended(self._first_open):
+            self._first_open += 1
+        return number - self._study.search.lag < self._first_open
 
     def _start(self, number: int) -> None:
         folder = self._study.run_folder(number)

@@ -54,7 +54,7 @@ def draw(
 
 
 def learns(name: Name) -> bool:
-    """Whether later trials depend on the objectives of earlier ones."""
+    """Returns whether later trials depend on the objectives of earlier ones."""
     return name == "tpe"
 
 

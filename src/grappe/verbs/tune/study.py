@@ -25,7 +25,7 @@ State = Literal["open", "complete", "failed"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """What a study searches; its trials' fields are a function of this, and of the trials told before."""
+    """Definition of a search: trials' fields are a function of it, and of the trials told before."""
 
     task: str
     fields: Mapping[str, Any]
