@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Literal
@@ -20,7 +22,7 @@ class Line(Task):
     batch_size: int = 8
     lr: float = 0.1
     width: int = 1
-    how: Literal["well", "nan", "memory", "broken"] = "well"
+    how: Literal["well", "nan", "memory", "broken", "killed"] = "well"
     pause: float = 0.0
 
     def __post_init__(self) -> None:
@@ -38,6 +40,8 @@ class Line(Task):
         time.sleep(self.pause)
         if self.how == "memory" and torch.is_grad_enabled():
             raise MemoryError("no more")
+        if self.how == "killed" and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "broken":
             raise KeyError("a bug of the user's")
         value = (output[:, 0] - target) ** 2

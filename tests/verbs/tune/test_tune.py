@@ -53,16 +53,17 @@ def test_a_study_goes_on_with_more_trials_and_less_at_a_time(whole: Study, tmp_p
 
 
 def test_failures_are_rows_with_their_reason(tmp_path: Path) -> None:
-    space = {"how": ["well", "nan", "memory", "broken"], "width": [1, 13]}
+    space = {"how": ["well", "nan", "memory", "broken", "killed"], "width": [1, 13]}
     study = grappe.tune(Line(epochs=1), space, parallel=2, sampler="grid", study=tmp_path / "s")
     found = {(one.fields["how"], one.fields["width"]): one for one in study.trials}
-    assert len(found) == 8
+    assert len(found) == 10
     assert study.best == found["well", "1"]
     assert "width=13 brings bad luck" in found["well", "13"].reason
     for how, told in (
         ("nan", "DivergedError: the loss is nan"),
         ("memory", "OutOfMemory"),
         ("broken", "KeyError"),
+        ("killed", "it was killed (by SIGKILL, as the system does when memory runs out) 5 times"),
     ):
         assert found[how, "1"].state == "failed"
         assert told in found[how, "1"].reason
