@@ -30,6 +30,8 @@ RETURNED = {
         "records",
     ),
     "grappe.step.scores:Scores": (),
+    "grappe.verbs.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
+    "grappe.verbs.tune.study:Trial": (),
     "grappe.verbs.verify.judge:Finding": (),
     "grappe.sites.slurm:Entry": (),
 }

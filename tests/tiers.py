@@ -19,6 +19,7 @@ FOLDERS = (
     "training/test_average.py",
     "verbs/lr_find",
     "verbs/measure",
+    "verbs/tune/test_tune.py",
     "verbs/verify",
 )
 """Whole trainings, each under many plans; a folder or a module."""

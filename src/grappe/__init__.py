@@ -38,6 +38,7 @@ __all__ = [
     "parallelize",
     "predict",
     "train",
+    "tune",
     "verify",
 ]
 
@@ -59,6 +60,7 @@ _LAZY = {
     "evaluate": "grappe.verbs.evaluate",
     "predict": "grappe.verbs.predict",
     "load": "grappe.verbs.load",
+    "tune": "grappe.verbs.tune.tune",
     "verify": "grappe.verbs.verify.verify",
 }
 

@@ -51,3 +51,8 @@ def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="python is followed by a script"):
         read_submission(["python", "-c", "x"], JOB)
+
+
+def test_a_search_runs_in_no_job_yet() -> None:
+    with pytest.raises(UsageError, match="runs in no job yet"):
+        read_submission(["tune", "digits", "lr=0.1..1"], JobOptions())

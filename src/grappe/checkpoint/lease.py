@@ -49,13 +49,18 @@ class Lease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def held_by(self) -> str:
+        """Says which living process holds the lease; "": none."""
+        holder = self._holder()
+        if holder is None or not _lives(holder):
+            return ""
+        return f"process {holder.pid} on {holder.host}{f', job {holder.job}' if holder.job else ''}"
+
     def take(self) -> None:
         """Takes the lease, also from a holder that is dead or sent no heartbeat for a minute."""
-        holder = self._holder()
-        if holder is not None and _lives(holder):
+        if who := self.held_by():
             raise RunError(
-                f"{self._file.parent} is being written by process {holder.pid} on {holder.host}"
-                f"{f', job {holder.job}' if holder.job else ''}: "
+                f"{self._file.parent} is being written by {who}: "
                 "stop that process first, or wait a minute if it is dead"
             )
         try:

@@ -41,6 +41,11 @@ def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
         )
     if words[0] in NOT_IN_JOBS:
         raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")
+    if words[0] == "tune":
+        raise UsageError(
+            "grappe tune starts its trials' processes itself, on one machine, and runs in no job yet: "
+            "submit the trainings that you want to compare, or search on a machine of your own"
+        )
     return _command(words, job)
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -49,12 +49,129 @@ def start_server(*, metrics: bool = True) -> None:
         forkserver.ensure_running()
 
 
-def local(function: str, argument: Any, processes: int, *, saves: bool = False) -> Any:
-    """Runs `function` ("package.module:name") as function(argument, process, rendezvous_folder) in new processes.
+class Launch:
+    """The processes of one function, from their start to the result of process 0; several may run side by side.
 
     The processes are forked from a server that has torch imported and no threads started, so that they start in about
     a second; a single process is forked from this one if this one is as clean. `argument` is pickled by value,
     including classes of a notebook.
+
+    Args:
+        function: "package.module:name", called as function(argument, process, rendezvous_folder).
+        signals: what forwards this command's signals to `started`.
+        started: gets each process as it is started, and loses them all in `close`.
+        environment: variables that these processes have beside this one's.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        argument: Any,
+        processes: int,
+        signals: SignalForwarding,
+        started: list[LocalProcess],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        if multiprocessing.current_process().name.startswith(NAME):
+            raise TaskError(
+                "the task's file starts processes itself when it is loaded: put that under "
+                'if __name__ == "__main__":, or leave it out'
+            )
+        self._call, self._count, self._environment = (function, argument), processes, environment or {}
+        self._folder = Path(tempfile.mkdtemp(prefix="grappe-"))
+        self._signals, self._all, self._mine = signals, started, list[LocalProcess]()
+        self._living: dict[Any, LocalProcess] = {}
+        self._failed: list[LocalProcess] = []
+        self._deadline: float | None = None
+
+    def start(self) -> None:
+        """Starts the processes."""
+        with sleeping_threads():
+            payload = cloudpickle.dumps((*self._call, {**os.environ, **self._environment}))
+        context = _context(self._count)
+        secret = secrets.token_hex(32)
+        for rank in range(self._count):
+            process = LocalProcess(
+                ProcessRank(
+                    rank=rank,
+                    size=self._count,
+                    local_rank=rank,
+                    local_size=self._count,
+                    job=self._folder.name,
+                    secret=secret,
+                ),
+                self._folder,
+            )
+            self._mine.append(process)
+            self._all.append(process)
+            # Lost would be what reaches a process that cannot save yet: StopSignal.install lifts the mask.
+            with signals_blocked():
+                process.start(payload, self._folder, context)
+            self._living[process.process.sentinel] = process
+            self._signals.catch_up(process)
+
+    @property
+    def handles(self) -> list[Any]:
+        """Lists objects for multiprocessing.connection.wait."""
+        # A report may be larger than its pipe holds, so it is read while its process waits to be rid of it.
+        return [*self._living, *(one.pipe for one in self._living.values() if one.reporting)]
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until processes that another's failure left behind are ended; None: there is no failure."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Returns whether there is a result."""
+        return not self._living or self.patience == 0.0
+
+    @property
+    def killed(self) -> bool:
+        """Returns whether a process was killed from outside, as SIGKILL alone does for certain."""
+        return any(one.report.kind == "silent" and one.exit_code == -signal.SIGKILL for one in self._failed)
+
+    def advance(self, ready: Sequence[Any]) -> None:
+        """Takes in what is ready of `handles`; if one process fails, the others get a short time to report."""
+        for one in list(self._living.values()):
+            if one.pipe in ready:
+                one.read_report()
+            if one.process.sentinel in ready:
+                del self._living[one.process.sentinel]
+                one.join()
+                if one.report.kind != "returned":
+                    self._failed.append(one)
+        if self._failed and self._deadline is None:
+            self._deadline = time.monotonic() + GRACE_SECONDS
+
+    def result(self) -> Any:
+        """Returns the result of process 0, once it is `over`.
+
+        Raises:
+            GrappeError: a process raised it; ProcessDied if a process ended unexpectedly, with its name and last lines.
+        """
+        if self._failed:
+            raise explanation(self._failed)
+        return self._mine[0].report.value
+
+    def close(self) -> None:
+        """Kills what is left, and removes the rendezvous folder."""
+        for process in self._mine:
+            process.kill()
+        self._all[:] = [one for one in self._all if one not in self._mine]
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def advance(launches: Sequence[Launch], seconds: float) -> None:
+    """Waits until something happens in one of `launches`, but at most `seconds`, and takes it in."""
+    patience = min((one.patience for one in launches if one.patience is not None), default=seconds)
+    ready = wait([handle for one in launches for handle in one.handles], min(patience, seconds))
+    for one in launches:
+        one.advance(ready)
+
+
+def local(function: str, argument: Any, processes: int, *, saves: bool = False) -> Any:
+    """Runs `function` in new processes of this machine (see Launch), and waits for them.
 
     Args:
         saves: whether a signal makes the function save and return (see StopSignal); else the processes are ended.
@@ -66,42 +183,17 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
         GrappeError: a process raised it; ProcessDied if a process ended unexpectedly, with its name and last lines.
         KeyboardInterrupt: after Ctrl-C; with `saves`, after the second one.
     """
-    if multiprocessing.current_process().name.startswith(NAME):
-        raise TaskError(
-            "the task's file starts processes itself when it is loaded: put that under "
-            'if __name__ == "__main__":, or leave it out'
-        )
-    rendezvous_folder = Path(tempfile.mkdtemp(prefix="grappe-"))
     started: list[LocalProcess] = []
     with SignalForwarding(started, saves) as signals:
+        launch = Launch(function, argument, processes, signals, started)
         try:
-            with sleeping_threads():
-                payload = cloudpickle.dumps((function, argument, dict(os.environ)))
-            context = _context(processes)
-            secret = secrets.token_hex(32)
-            for rank in range(processes):
-                process = LocalProcess(
-                    ProcessRank(
-                        rank=rank,
-                        size=processes,
-                        local_rank=rank,
-                        local_size=processes,
-                        job=rendezvous_folder.name,
-                        secret=secret,
-                    ),
-                    rendezvous_folder,
-                )
-                started.append(process)
-                # Lost would be what reaches a process that cannot save yet: StopSignal.install lifts the mask.
-                with signals_blocked():
-                    process.start(payload, rendezvous_folder, context)
-                signals.catch_up(process)
-            return _watch(started)
+            launch.start()
+            while not launch.over:
+                launch.advance(wait(launch.handles, launch.patience))
+            return launch.result()
         finally:
             signals.over = True
-            for process in started:
-                process.kill()
-            shutil.rmtree(rendezvous_folder, ignore_errors=True)
+            launch.close()
 
 
 def _context(processes: int) -> BaseContext:
@@ -127,27 +219,3 @@ def _is_clean() -> bool:
 
 def _server_runs() -> bool:
     return forkserver_is_running()
-
-
-def _watch(processes: Sequence[LocalProcess]) -> Any:
-    """Waits for all processes; if one fails, the others get a short time to report, and are then ended."""
-    living = {one.process.sentinel: one for one in processes}
-    failed: list[LocalProcess] = []
-    deadline: float | None = None
-    while living and (deadline is None or time.monotonic() < deadline):
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-        # A report may be larger than its pipe holds, so it is read while its process waits to be rid of it.
-        ready = wait([*living, *(one.pipe for one in living.values() if one.reporting)], patience)
-        for one in list(living.values()):
-            if one.pipe in ready:
-                one.read_report()
-            if one.process.sentinel in ready:
-                del living[one.process.sentinel]
-                one.join()
-                if one.report.kind != "returned":
-                    failed.append(one)
-        if failed and deadline is None:
-            deadline = time.monotonic() + GRACE_SECONDS
-    if failed:
-        raise explanation(failed)
-    return processes[0].report.value

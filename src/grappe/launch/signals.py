@@ -114,6 +114,11 @@ class SignalForwarding:
         for process in self._processes:
             process.signal(number)
 
+    @property
+    def received(self) -> bool:
+        """Returns whether a signal has come."""
+        return bool(self._received)
+
     def catch_up(self, process: Signalled) -> None:
         """Sends a new process the signals that came before it started."""
         for number in self._received:

@@ -1,0 +1,138 @@
+"""Space: the fields that a search varies, each a range or a list of values, and their text form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from grappe.errors import UsageError, nearest
+from grappe.fields import convert, hints
+
+DIGITS = 6
+"""Significant digits of a value that is drawn, so that it can be read and pasted."""
+LOG = ":log"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers from `low` to `high`, both included."""
+
+    low: float
+    high: float
+    log: bool = False
+    """Whether values are drawn by ratio: as many from 0.01 to 0.1 as from 0.1 to 1."""
+    whole: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text(self.low)}..{self.text(self.high)}{LOG if self.log else ''}"
+
+    def text(self, value: float) -> str:
+        """The text of a number, as a user would write it: rounded, but never out of the range."""
+        if self.whole:
+            return str(min(int(self.high), max(int(self.low), round(value))))
+        rounded = float(f"{value:.{DIGITS}g}")
+        return repr(rounded if self.low <= rounded <= self.high else min(self.high, max(self.low, value)))
+
+    def at(self, part: float) -> float:
+        """The number at `part`, from 0 to 1, of the range."""
+        # Each whole number has an equal share, the first and the last as well.
+        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        return low * (high / low) ** part if self.log else low + (high - low) * part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    """A list of values, as texts."""
+
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "|".join(self.texts)
+
+
+Axis = Range | Choices
+Space = Mapping[str, Axis]
+
+
+def read(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str, str]]:
+    """Reads `{"lr": "0.01..1:log", "width": "32|64", "epochs": "3"}`: what is searched, and what stays as it is given.
+
+    Args:
+        cls: the task's class, whose fields these are.
+
+    Raises:
+        UsageError: there is no such field, or its range or values are wrong; the message names the field.
+    """
+    kinds = hints(cls)
+    space: dict[str, Axis] = {}
+    fixed: dict[str, str] = {}
+    for name, text in texts.items():
+        if name not in kinds:
+            raise UsageError(f"task {cls.__name__} has no '{name}': {nearest(name, kinds)}")
+        axis = _axis(name, text, kinds[name])
+        if axis is None:
+            fixed[name] = text
+        else:
+            space[name] = axis
+    if not space:
+        raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32|64|128")
+    return space, fixed
+
+
+def as_texts(space: Mapping[str, str | Sequence[Any]]) -> dict[str, str]:
+    """The text form of a space that is given in Python: `{"lr": "0.01..1:log", "width": [32, 64]}`.
+
+    Raises:
+        UsageError: a value cannot be written as text.
+    """
+    return {name: one if isinstance(one, str) else "|".join(_texts(name, one)) for name, one in space.items()}
+
+
+def _texts(name: str, values: Sequence[Any]) -> list[str]:
+    texts = ["none" if value is None else str(value) for value in values]
+    if any("|" in text or not text for text in texts):
+        raise UsageError(f"{name}: a value that is searched can neither be empty nor contain |: {texts}")
+    return texts
+
+
+def _axis(name: str, text: str, kind: Any) -> Axis | None:
+    kinds = get_args(kind) or (kind,)
+    if ".." in text and (int in kinds or float in kinds):
+        return _range(name, text, whole=float not in kinds)
+    if "|" not in text:
+        return None
+    texts = [part.strip() for part in text.split("|")]
+    for part in texts:
+        try:
+            convert(kind, part)
+        except ValueError as error:
+            raise UsageError(f"{name}={text}: {part or 'an empty value'} is not {error}") from error
+    if len(set(texts)) < len(texts):
+        raise UsageError(f"{name}={text}: a value is given twice")
+    return Choices(texts=tuple(texts))
+
+
+def _range(name: str, text: str, *, whole: bool) -> Range:
+    numbers, colon, rest = text.partition(":")
+    if colon and rest != LOG.removeprefix(":"):
+        raise UsageError(f"{name}={text}: after the range there can only be {LOG}")
+    found = []
+    for part in numbers.split(".."):
+        try:
+            found.append(convert(int if whole else float, part.strip()))
+        except ValueError as error:
+            raise UsageError(f"{name}={text}: {part or 'an empty end'} is not {error}") from error
+    if len(found) != 2 or not all(map(math.isfinite, found)):
+        raise UsageError(f"{name}={text}: a range has two finite ends, {name}=LOW..HIGH")
+    low, high = found
+    if low >= high:
+        raise UsageError(
+            f"{name}={text}: the range is upside down: {name}=LOW..HIGH, with the lower end first"
+        )
+    if colon and low <= 0:
+        raise UsageError(
+            f"{name}={text}: a logarithmic range is above 0: raise its lower end, or leave {LOG} out"
+        )
+    return Range(low=low, high=high, log=bool(colon), whole=whole)

@@ -1,0 +1,61 @@
+"""Shows a study: a row for each trial, and the best fields, ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from grappe.verbs.tune.coordinator import Progress
+from grappe.verbs.tune.study import Search, Study, Trial, best_of
+
+LIVE_ROWS = 15
+
+
+def table(
+    study: Study, trials: Sequence[Trial], running: frozenset[int] = frozenset(), most: int | None = None
+) -> Table:
+    """A row for each trial, of the last `most`; the best is marked."""
+    names = list(study.search.space)
+    found = Table("trial", study.search.metric, *names, "", box=None, padding=(0, 2, 0, 0))
+    best = best_of(study.search, trials)
+    for trial in trials[-most:] if most else trials:
+        value = "" if trial.value is None else f"{trial.value:.6g}"
+        what = trial.reason or trial.state
+        if trial.state == "open":
+            what = "running" if trial.number in running else "open"
+        elif trial.state == "complete":
+            what = "best" if trial is best else ""
+        elif trial.state == "failed":
+            what = f"failed: {trial.reason}"
+        found.add_row(str(trial.number), value, *(trial.fields[name] for name in names), what)
+    return found
+
+
+def summary(progress: Progress) -> str:
+    """One line: how far the study is."""
+    states = [trial.state for trial in progress.trials]
+    parts = [f"{len(states) - states.count('open')} of {progress.total} trials ended"]
+    if states.count("failed"):
+        parts.append(f"{states.count('failed')} failed")
+    if progress.running:
+        parts.append(f"{len(progress.running)} running")
+    if progress.waiting:
+        parts.append(f"waiting: {progress.waiting}")
+    return ", ".join(parts)
+
+
+def line(trial: Trial, search: Search, total: int) -> str:
+    """One line about a trial that has ended."""
+    fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
+    what = f"failed: {trial.reason}" if trial.value is None else f"{search.metric} {trial.value:.6g}"
+    return f"trial {trial.number} of {total}: {fields}: {what}"
+
+
+def command(study: Study, trial: Trial) -> str:
+    """The command that trains with a trial's fields, ready to paste."""
+    search = study.search
+    fields = {**search.given, **trial.fields}
+    words = ["grappe", "train", search.task, *(f"{name}={text}" for name, text in fields.items())]
+    return shlex.join([*words, *(["--plan", search.plan] if search.plan else [])])

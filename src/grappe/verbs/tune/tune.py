@@ -1,0 +1,193 @@
+"""Searches a task's fields: trains trials side by side, each an ordinary run in the study's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from grappe.errors import UsageError, nearest
+from grappe.launch.rank import rank_from_environment
+from grappe.plan import Plan, as_plan
+from grappe.task import Task
+from grappe.tasks import defaults
+from grappe.training.options import Options
+from grappe.training.request import Request, data_folder
+from grappe.training.run import new_folder
+from grappe.training.task_reference import TaskReference, field_texts
+from grappe.verbs.tune import sampler as samplers
+from grappe.verbs.tune.coordinator import Coordinator, Progress
+from grappe.verbs.tune.space import Space, as_texts, read
+from grappe.verbs.tune.study import Search, Study, make_study
+from grappe.verbs.tune.trial_task import with_fields
+
+TRIALS = 20
+"""Of a search without an end of its own, as a grid has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A search, as the user asks for it."""
+
+    metric: str = "loss"
+    direction: Literal["minimize", "maximize"] | None = None
+    """None: minimize, for the loss; another metric must say."""
+    sampler: samplers.Name = "tpe"
+    seed: int = 0
+    trials: int | None = None
+    """None: 20; of a grid all cells."""
+    parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "parallel"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name}={value}: it must be at least 1")
+        if self.direction is None and self.metric != "loss":
+            raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
+
+
+def tune(
+    task: Task | type[Task] | str,
+    space: Mapping[str, str | Sequence[Any]],
+    plan: Plan | str = "",
+    *,
+    trials: int | None = None,
+    parallel: int = 1,
+    study: Path | str | None = None,
+    metric: str = "loss",
+    direction: Literal["minimize", "maximize"] | None = None,
+    sampler: Literal["tpe", "random", "grid"] = "tpe",
+    seed: int = 0,
+    data: Path | str | None = None,
+    fields: Mapping[str, str] | None = None,
+    options: Options | None = None,
+) -> Study:
+    """Searches the fields of `task` in `space`, or goes on with the study in `study`.
+
+    Each trial is an ordinary run in the study's folder. Whatever is killed, the study is the one that it would have
+    been: its trials' fields are a function of the seed, the space, and the objectives of earlier trials.
+
+    Args:
+        task: a task, its class, or its name as on the command line.
+        space: by field a range, "0.01..1" or "0.01..1:log", or a list of values.
+        plan: of each trial; "" is one process.
+        trials: how many in all; None: 20, of a grid all.
+        parallel: how many trials are trained at a time.
+        study: the study's folder; None makes a new one in `runs`.
+        metric: the objective: loss, or one of the task's metrics, at the last evaluation.
+        direction: needed for a metric other than the loss.
+        sampler: "tpe" (by Optuna), "random" or "grid".
+        data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
+        fields: texts for the task's other fields, if the task is given by name.
+
+    Returns:
+        The study: `trials` and `best`. After a signal some trials are still open.
+
+    Raises:
+        GrappeError: an argument is wrong, or differs from what the study has.
+    """
+    wanted = Wanted(
+        metric=metric, direction=direction, sampler=sampler, seed=seed, trials=trials, parallel=parallel
+    )
+    folder = Path(study) if study else None
+    found, _ = search(
+        task, {**(fields or {}), **as_texts(space)}, as_plan(plan), wanted, folder, data=data, options=options
+    )
+    return found
+
+
+def search(
+    task: Task | type[Task] | str,
+    texts: Mapping[str, str],
+    plan: Plan,
+    wanted: Wanted,
+    folder: Path | None,
+    *,
+    data: Path | str | None = None,
+    options: Options | None = None,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[Study, bool]:
+    """Does what `tune` does; returns whether all trials have ended, too.
+
+    Args:
+        texts: by field a range, values, or one text, which it has in all trials.
+    """
+    options = options or Options()
+    _refuse(plan, options)
+    samplers.check(wanted.sampler)
+    base = TaskReference.of(task)
+    space, fixed = read(type(base.resolve()), texts)
+    reference = with_fields(base, fixed)
+    _check_metric(wanted.metric, reference.resolve())
+    total = _total(wanted, space)
+    asked = _asked(reference, space, plan, wanted, options)
+    found = make_study(folder or _new_folder(reference.name), asked)
+    request = Request(
+        task=reference,
+        plan=dataclasses.replace(plan, threads=found.search.threads) if found.search.threads else plan,
+        data=data_folder(data),
+        options=options,
+        quiet=True,
+    )
+    coordinator = Coordinator(found, space, request, parallel=wanted.parallel, total=total, watch=watch)
+    return found, coordinator.run()
+
+
+def _asked(reference: TaskReference, space: Space, plan: Plan, wanted: Wanted, options: Options) -> Search:
+    from grappe.launch.world import cores
+
+    made = reference.resolve()
+    others = {name: value for name, value in field_texts(made).items() if name not in space}
+    own_values = {name: value for name, value in others.items() if value != defaults(type(made)).get(name)}
+    own = plan.threads is None and not plan.exact
+    return Search(
+        task=reference.name,
+        fields=others,
+        given={name: "none" if value is None else str(value) for name, value in own_values.items()},
+        space={name: str(axis) for name, axis in space.items()},
+        plan=str(plan),
+        metric=wanted.metric,
+        maximize=wanted.direction == "maximize",
+        sampler=wanted.sampler,
+        seed=wanted.seed,
+        lag=wanted.parallel,
+        threads=max(1, cores() // (wanted.parallel * plan.processes)) if own else None,
+        steps=options.steps,
+        patience=options.patience,
+        evaluate_every=options.evaluate_every,
+    )
+
+
+def _refuse(plan: Plan, options: Options) -> None:
+    from grappe import engines
+
+    if rank_from_environment() is not None:
+        raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
+    if options.bare:
+        raise UsageError("--bare has no evaluation, which a search needs: leave it out")
+    if plan.per_device > 1 and plan.device != "cpu":
+        raise UsageError("per_device: a search places trials on GPUs itself, one process each: leave it out")
+    engines.check(plan)
+
+
+def _check_metric(name: str, task: Task) -> None:
+    known = ["loss", *task.metrics()]
+    if name not in known:
+        raise UsageError(f"--metric {name}: the task has no such metric: {nearest(name, known)}")
+
+
+def _total(wanted: Wanted, space: Space) -> int:
+    if wanted.sampler != "grid":
+        return wanted.trials or TRIALS
+    cells = len(samplers.grid(space))
+    if wanted.trials is not None and wanted.trials > cells:
+        raise UsageError(
+            f"--trials={wanted.trials}: the grid has {cells} cells; leave --trials out for all of them"
+        )
+    return wanted.trials or cells
+
+
+def _new_folder(name: str) -> Path:
+    return new_folder(Path("runs"), f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study")

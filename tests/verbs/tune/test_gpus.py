@@ -1,0 +1,35 @@
+"""Trials that run at a time have GPUs of their own, as far as there are enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.plan import Plan
+from grappe.verbs.tune.gpus import variables, visible
+
+
+def test_what_is_visible(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible({}, tmp_path) == ["0", "1"]
+    assert visible({"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}, tmp_path) == ["2", "GPU-ab"]
+    assert visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "place", "gpus", "found"),
+    [
+        ("", 0, "0123", "0"),
+        ("", 5, "0123", "1"),
+        ("replicate=2", 1, "0123", "2,3"),
+        ("replicate=2", 2, "01234", "0,1"),
+        ("replicate=4", 1, "0123", None),
+        ("", 1, "0", None),
+        ("", 1, "", None),
+        ("device=cpu", 1, "0123", None),
+    ],
+)
+def test_places(plan: str, place: int, gpus: str, found: str | None) -> None:
+    assert variables(Plan.parse(plan), place, list(gpus)).get("CUDA_VISIBLE_DEVICES") == found
