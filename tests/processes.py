@@ -8,6 +8,7 @@ import multiprocessing
 import shutil
 import tempfile
 import traceback
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from grappe.launch import local
 from grappe.launch.rank import ProcessRank
 from tests.patience import PATIENCE_SECONDS
 
-MOST_THREADS = 100
-"""Of a process before the pool starts new ones: caches of torch's keep process groups, whose threads poll forever."""
+MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
+"""Of a process before the pool starts new ones: caches of torch's keep process groups, whose threads poll forever.
+Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
 
 class Pool:

@@ -37,10 +37,10 @@ __all__ = [
     "default_store",
     "end_data_workers",
     "flatten_mesh",
-    "forget_meshes",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
+    "forget_meshes",
     "functional_collectives",
     "is_schedulers_step",
     "local_shape_and_offset",
@@ -180,7 +180,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Forgets the device meshes of a process group that was destroyed: torch 2.8 and 2.9 find equal ones of it later."""
+    """Forgets the device meshes of a process group that was destroyed: torch 2.8 finds equal ones."""
     from torch.distributed import device_mesh
 
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):

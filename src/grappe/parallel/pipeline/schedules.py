@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from grappe.data.batch import Microbatch
+from grappe.errors import PlanError
 from grappe.parallel.pipeline.relay import Relay, key_of
 from grappe.parallel.pipeline.rules import RULES
 from grappe.parallel.pipeline.stage import Stage
@@ -51,12 +52,15 @@ class Runner:
         if len(self._made) >= KEPT:
             del self._made[next(iter(self._made))]
         stages = [self._stage(stage, micro) for stage in self._relay.stages]
-        self._made[key_of(micro.inputs)] = self._class(
-            stages[0] if self._single else stages,
-            n_microbatches=microbatches,
-            loss_fn=self._loss_of,
-            scale_grads=False,
-        )
+        try:
+            self._made[key_of(micro.inputs)] = self._class(
+                stages[0] if self._single else stages,
+                n_microbatches=microbatches,
+                loss_fn=self._loss_of,
+                scale_grads=False,
+            )
+        except ValueError as error:  # torch 2.8 has more rules than pipeline/rules.py
+            raise PlanError(f"torch {torch.__version__}: {error}") from error
 
     def run(self, micros: Sequence[Microbatch]) -> None:
         """Runs forward and backward of all microbatches, which have one shape. Collective over the pipeline."""

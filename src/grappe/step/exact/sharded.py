@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from grappe.errors import PlanError
 from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
 from grappe.step.clip import local_part
@@ -56,6 +57,11 @@ class ShardedExact(Exact):
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
     ) -> None:
+        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            raise PlanError(
+                f"exact with shard needs a newer torch: FSDP of {torch.__version__} lets nobody replace its sums. "
+                "Take exact with replicate, or another module of the site"
+            )
         super().__init__(model, parameters, plan, world, call)
         self._losses: list[Tensor] = []
         for module in model.modules():
