@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli import cluster, learning, measuring, verify
+from grappe.cli import cluster, exporting, learning, measuring, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
@@ -223,6 +223,7 @@ def engines() -> int:
 measuring.register(app)
 verify.register(app)
 learning.register(app)
+exporting.register(app)
 cluster.register(app)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
+from grappe.errors.native_code import refuse_package
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
@@ -18,6 +19,7 @@ from grappe.verbs.load import data_of, load
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
+    from torch.utils.data import Dataset
 
 SPLITS = ("train", "validation", "test")
 BATCH = 256
@@ -86,20 +88,30 @@ def _tensor(inputs: Any) -> Tensor:
 
 def _of_split(task: Task, split: str, folder: Path) -> Iterator[tuple[Any, int]]:
     import numpy as np
+
+    from grappe.data.prepare import dataset_of, prepare
+
+    prepare(task, folder)
+    dataset = dataset_of(task, split, folder)
+    read = split_reader(task, dataset)
+    size = min(BATCH, task.batch_size)
+    for first in range(0, len(dataset), size):
+        ids = np.arange(first, min(first + size, len(dataset)))
+        yield read(ids), len(ids)
+
+
+def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
+    """Returns what reads the samples with given ids [B] as a batch of the model's inputs."""
     import torch
 
     from grappe.data.arrays import in_memory
     from grappe.data.collate import augment, augments, collated
     from grappe.data.draw import sample_keys
-    from grappe.data.prepare import dataset_of, prepare
     from grappe.data.seeded import SeededDataset
 
-    prepare(task, folder)
-    dataset = dataset_of(task, split, folder)
     arrays, seeded = in_memory(dataset), SeededDataset(dataset, seed=task.seed)
-    size = min(BATCH, task.batch_size)
-    for first in range(0, len(dataset), size):
-        ids = np.arange(first, min(first + size, len(dataset)))
+
+    def read(ids: np.ndarray) -> Any:
         if arrays is not None:
             inputs, targets = arrays.gather(ids)
         else:
@@ -107,7 +119,9 @@ def _of_split(task: Task, split: str, folder: Path) -> Iterator[tuple[Any, int]]
         if augments(task, training=False):
             keys = torch.from_numpy(sample_keys(task.seed, -1, ids))
             inputs, targets = augment(task, inputs, targets, keys, training=False)
-        yield inputs, len(ids)
+        return inputs
+
+    return read
 
 
 def _output(task: Task, model: nn.Module, batch: Any) -> Any:
@@ -263,6 +277,7 @@ def _array(whole: Tensor) -> np.ndarray:
 def _read(file: Path) -> np.ndarray:
     import numpy as np
 
+    refuse_package(file)
     if file.suffix != ".npy":
         raise UsageError(f"{file}: give a .npy file of inputs, or one of {', '.join(SPLITS)}")
     if file.exists() and not file.is_file():
