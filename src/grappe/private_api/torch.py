@@ -110,7 +110,7 @@ torch.autograd.backward takes 35 microseconds to check its arguments.
 
 
 def leaf_names(tree: Any, *, alone: str) -> tuple[str, ...]:
-    """Names the leaves of a nesting, in the order of `tree_leaves`: keys and numbers, with dots between; a lone leaf `alone`."""
+    """Names the leaves of a nesting, in the order of `tree_leaves`: keys and numbers with dots between, or `alone`."""
     paths = [path for path, _ in tree_flatten_with_path(tree)[0]]
     return tuple(".".join(_key_name(key) for key in path) or alone for path in paths)
 

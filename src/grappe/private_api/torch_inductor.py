@@ -16,7 +16,7 @@ USED = (PrivateName("torch", "_inductor", SEEN),)
 
 
 def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: Path) -> None:
-    """Compiles a torch.export.ExportedProgram into the package `file`, .pt2; what is compiled on the way is in `scratch`."""
+    """Compiles a torch.export.ExportedProgram to the package `file`, .pt2; the compiler's files are in `scratch`."""
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.utils import fresh_cache
 

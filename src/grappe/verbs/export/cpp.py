@@ -98,8 +98,8 @@ def build(folder: Path, into: Path) -> Path:
         command.run("cmake", "--build", str(into), seconds=BUILD_SECONDS)
     except command.Failed as error:
         raise UsageError(
-            f"the exported program cannot be built here: {printable(str(error)[-1500:])}. With --no-build it is written "
-            "without; its predictions are compared in Python then"
+            f"the exported program cannot be built here: {printable(str(error)[-1500:])}. With --no-build "
+            "it is written without; its predictions are compared in Python then"
         ) from error
     return into / "predict"
 

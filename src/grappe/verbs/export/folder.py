@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
     try:
         yield staged
         try:
-            os.rename(staged, target)  # replaces an empty folder, and no other
+            staged.rename(target)  # replaces an empty folder, and no other
         except OSError as error:
             raise UsageError(f"--to {folder}: {error.strerror}: give a new folder") from error
         safe.flush(target.parent)

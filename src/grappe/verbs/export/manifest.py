@@ -13,12 +13,16 @@ from grappe.launch import files as safe
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 README = "README.md"
+PART = 1 << 20  # bytes that are read at a time
 
 
 def sha256(file: Path) -> str:
     """Hashes a file; no link is followed."""
+    digest = hashlib.sha256()
     with safe.reader(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while part := stream.read(PART):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def write_manifest(folder: Path, files: Iterable[str], known: Mapping[str, Any], readme: str) -> None:
@@ -35,16 +39,17 @@ def write_manifest(folder: Path, files: Iterable[str], known: Mapping[str, Any],
 
 PROGRAM = """# {title}
 
-A program in C++ from a trained model: no Python when it runs. It needs CMake 3.18, a compiler of C++17 and LibTorch {torch},
-which is in the torch wheel or in a module of your cluster.
+A program in C++ from a trained model: no Python when it runs. It needs CMake 3.18, a compiler of C++17 and
+LibTorch {torch}, which is in the torch wheel or in a module of your cluster.
 
 ```
-cmake -S . -B build -DCMAKE_PREFIX_PATH="$(python3 -c 'import torch; print(torch.utils.cmake_prefix_path)')" && cmake --build build
+cmake -S . -B build && cmake --build build
 build/predict model.pt2 {tests}
 ```
 
-The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. On a cluster load the modules of your torch first
-(gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch's CMake files ask for it).
+The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. LibTorch is found in the torch wheel of
+`python3`; another one by `-DCMAKE_PREFIX_PATH=FOLDER`. On a cluster load the modules of your torch first (gcc, cmake; and cuda
+where the wheel is for GPUs, as LibTorch's CMake files ask for it).
 
 | file | what it is |
 |---|---|
@@ -54,9 +59,10 @@ The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. 
 | `model.h` | what the model takes and gives |
 | `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
 | `test/` | samples, and the predictions that they should have |
-| `manifest.json`, `SHA256SUMS` | where it is from, how it was proven, and the hash of each file: `sha256sum --check SHA256SUMS` |
+| `manifest.json`, `SHA256SUMS` | its origin, its proof, each file's hash: `sha256sum --check SHA256SUMS` |
 
-It takes, in this order: {inputs}. It gives: {outputs}. `--batch N` computes N samples at a time; the predictions are the same.
+It takes, in this order: {inputs}. It gives: {outputs}.
+`--batch N` computes N samples at a time; the predictions are the same.
 
 {proof}
 
@@ -100,7 +106,8 @@ from safetensors.torch import load_file
 model.load_state_dict(load_file("model.safetensors"))
 ```
 
-where `model` is what the task's `model()` makes with these fields. `grappe train TASK --from model.safetensors` begins with them.
+where `model` is what the task's `model()` makes with these fields.
+`grappe train TASK --from model.safetensors` begins with them.
 `manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
 """
 

@@ -1,4 +1,4 @@
-"""Program: the preprocessing, model and prediction of a task as one module of plain tensors, which torch.export traces."""
+"""Program: a task's preprocessing, model and prediction as one module of plain tensors, and its trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FREE = "Take it out of forward(), or have the task's prediction() do it after th
 
 
 class Program(nn.Module):
-    """From a batch of samples as they are stored to the task's predictions; tensors [B, ...] in, tensors [B, ...] out."""
+    """Maps a batch of samples as they are stored to the task's predictions: tensors [B, ...] to tensors [B, ...]."""
 
     def __init__(
         self, task: Task, model: nn.Module, transform: Callable[[Any], Any] | None, spec: TreeSpec

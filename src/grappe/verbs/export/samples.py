@@ -1,4 +1,4 @@
-"""Reads a split's samples in the form that an exported program takes: before the data's own transform, where it has one."""
+"""Reads a split's samples as an exported program takes them: before the data's own transform, where it has one."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Samples:
             (tuple(shape), dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]:
             raise TaskError(
-                f"the samples from {ids[0]} on have other shapes or types than the first ({found}): an exported program "
-                "takes samples of one shape; pad them in data() or collate() to one length"
+                f"the samples from {ids[0]} on have other shapes or types than the first ({found}): an exported "
+                "program takes samples of one shape; pad them in data() or collate() to one length"
             )
         return [leaf.contiguous() for leaf in leaves]
 
@@ -95,8 +95,8 @@ def samples_of(task: Task, split: str, folder: Path) -> Samples:
         if not isinstance(leaf, Tensor) or leaf.dtype not in TYPES or not leaf.dim():
             what = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TaskError(
-                f"the model's inputs hold {what}: an exported program takes tensors [N, ...] of numbers that .npy files "
-                f"have ({', '.join(TYPES.values())})"
+                f"the model's inputs hold {what}: an exported program takes tensors [N, ...] of numbers that .npy "
+                f"files have ({', '.join(TYPES.values())})"
             )
     return Samples(
         split=split,
