@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grappe.checkpoint.foreign import foreign_weights
 from grappe.cli.commands import app
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.training.run import Run
@@ -102,7 +103,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_what_differs_is_not_written(run: Run, tmp_path: Path) -> None:
     """Its predictions depend on the other samples of the batch, so no batch size gives what another does."""
-    with pytest.raises(proof.Differs, match=r"sample 0: .*, 1 at a time, .*output is .*, not .*Nothing was") as bad:
+    with pytest.raises(
+        proof.Differs, match=r"sample 0: .*, 1 at a time, .*output is .*, not .*Nothing was"
+    ) as bad:
         export(run, tmp_path / "out", task=tasks.Couples, data=tmp_path, format="safetensors")
     assert bad.value.exit_code == 1
     assert not list(tmp_path.iterdir())
@@ -194,7 +197,7 @@ def test_what_is_there_stays(kind: str, tmp_path: Path) -> None:
             target.mkdir()
             (target / "x").write_text("theirs")
 
-    with pytest.raises(UsageError, match="--to .*out: "):
+    with pytest.raises(UsageError, match=r"--to .*out: "):
         write()
     assert not list(tmp_path.rglob("y"))
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -204,7 +207,7 @@ def test_a_package_is_opened_only_by_who_made_it(tmp_path: Path) -> None:
     file = tmp_path / "model.pt2"
     file.write_bytes(b"native code")
     made = hashlib.sha256(b"native code").hexdigest()
-    with pytest.raises(UsageError, match="opens no .pt2 file. It is native code"):
+    with pytest.raises(UsageError, match=r"opens no \.pt2 file\. It is native code"):
         open_made(file, None)
     for changed in (b"native codE", b"native"):
         file.write_bytes(changed)
@@ -222,7 +225,6 @@ def test_a_package_is_opened_only_by_who_made_it(tmp_path: Path) -> None:
         ["predict", "model.pt2", "validation"],
         ["evaluate", "model.pt2"],
         ["export", "model.pt2", "--to", "new"],
-        ["train", "digits", "--from", "model.pt2", "--plan", "threads=1,device=cpu"],
         ["predict", "RUN", "model.pt2", "--task", f"{tasks.__file__}:Couples"],
     ],
 )
@@ -232,9 +234,14 @@ def test_commands_open_no_package(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.pt2").write_bytes(b"native code")
     words = [str(run.folder) if word == "RUN" else word for word in words]
-    with pytest.raises(GrappeError, match="opens no .pt2 file. It is native code") as refused:
+    with pytest.raises(GrappeError, match=r"opens no \.pt2 file\. It is native code") as refused:
         app(words, exit_on_error=False, print_error=False)
     assert refused.value.exit_code == 2
+
+
+def test_weights_are_read_from_no_package(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"opens no \.pt2 file"):
+        foreign_weights(tmp_path / "model.pt2")
 
 
 def test_without_a_compiler_the_fix_is_told(
@@ -242,6 +249,8 @@ def test_without_a_compiler_the_fix_is_told(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(UsageError, match="no C\\+\\+ compiler on the PATH: module load gcc.*--format safetensors"):
+    with pytest.raises(
+        UsageError, match=r"no C\+\+ compiler on the PATH: module load gcc.*--format safetensors"
+    ):
         export(run, tmp_path / "out", task=tasks.Couples, data=tmp_path)
     assert not list(tmp_path.iterdir())

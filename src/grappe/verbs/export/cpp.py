@@ -18,10 +18,11 @@ from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import command
 from grappe.launch import files as safe
+from grappe.verbs.export.manifest import crc32
 from grappe.verbs.export.package import compiler, instruction_set
 from grappe.verbs.export.samples import TYPES, Samples
 
-SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h")
+SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h", "checksum.h")
 BUILD_SECONDS = 1800.0  # a busy machine; LibTorch's headers are large
 RUN_SECONDS = 3600.0
 SCALARS = {
@@ -31,6 +32,7 @@ SCALARS = {
 MODEL_H = """// What model.pt2 takes and gives; written by grappe export, together with model.pt2.
 #pragma once
 #include <ATen/ATen.h>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -49,11 +51,16 @@ inline const std::vector<Input> kInputs = {{
 inline const std::vector<const char*> kOutputs = {{{outputs}}};
 inline const std::string kInstructionSet = "{instructions}";
 constexpr int kTorchMajor = {major}, kTorchMinor = {minor};
+constexpr int64_t kPackageBytes = {bytes};
+constexpr uint32_t kPackageCrc32 = {crc}u;
 """
 
 
-def write_sources(folder: Path, samples: Samples, inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
-    """Writes the sources into `folder`; returns their names."""
+def write_sources(
+    package: Path, samples: Samples, inputs: Sequence[str], outputs: Sequence[str]
+) -> list[str]:
+    """Writes the sources beside the package; returns their names."""
+    folder = package.parent
     here = resources.files(__package__ or __name__)
     for name in SOURCES:
         safe.replace(folder / name, here.joinpath(name).read_bytes(), durable=True)
@@ -64,6 +71,8 @@ def write_sources(folder: Path, samples: Samples, inputs: Sequence[str], outputs
         instructions=instruction_set(),
         major=major,
         minor=minor,
+        bytes=package.stat().st_size,
+        crc=crc32(package),
     )
     safe.replace(folder / "model.h", text.encode(), durable=True)
     return [*SOURCES, "model.h"]

@@ -157,7 +157,7 @@ def _write_program(
     package = staged / PACKAGE
     made = compile_to(package, traced)
     runners: dict[str, Runner] = {"in Python": weights.in_batches(open_made(package, made))}
-    files = [PACKAGE, *cpp.write_sources(staged, work.samples, takes, names)]
+    files = [PACKAGE, *cpp.write_sources(package, work.samples, takes, names)]
     why = cpp.cannot_build() if build else "it was not asked for"
     with tempfile.TemporaryDirectory(prefix="grappe-build-") as folder:
         if why is None:

@@ -4,6 +4,7 @@
 #include <torch/version.h>
 #include <algorithm>
 #include <cstdio>
+#include "checksum.h"
 #include "json.h"
 #include "model.h"
 #include "npy.h"
@@ -27,6 +28,7 @@ static void predict(int count, char** words) {
   const int64_t batch = count == 2 + files ? samples : std::stoll(words[3 + files]);
   if (samples < 1 || batch < 1) throw std::runtime_error("there is no sample: give at least one, and --batch 1 or more");
 
+  check_package(words[1]);
   c10::InferenceMode inference;
   torch::inductor::AOTIModelPackageLoader model(words[1]);
   for (int64_t first = 0; first < samples; first += batch) {

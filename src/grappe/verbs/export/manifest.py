@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,23 @@ PART = 1 << 20  # bytes that are read at a time
 def sha256(file: Path) -> str:
     """Hashes a file; no link is followed."""
     digest = hashlib.sha256()
+    for part in _parts(file):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def crc32(file: Path) -> int:
+    """Computes a file's CRC-32, by which the C++ program knows its package."""
+    found = 0
+    for part in _parts(file):
+        found = zlib.crc32(part, found)
+    return found
+
+
+def _parts(file: Path) -> Iterator[bytes]:
     with safe.reader(file) as stream:
         while part := stream.read(PART):
-            digest.update(part)
-    return digest.hexdigest()
+            yield part
 
 
 def write_manifest(folder: Path, files: Iterable[str], known: Mapping[str, Any], readme: str) -> None:
@@ -48,14 +62,14 @@ build/predict model.pt2 {tests}
 ```
 
 The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. LibTorch is found in the torch wheel of
-`python3`; another one by `-DCMAKE_PREFIX_PATH=FOLDER`. On a cluster load the modules of your torch first (gcc, cmake; and cuda
-where the wheel is for GPUs, as LibTorch's CMake files ask for it).
+`python3`, if its environment is active; another one by `-DCMAKE_PREFIX_PATH=FOLDER`. On a cluster load the modules of
+your torch first (gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch's CMake files ask for it).
 
 | file | what it is |
 |---|---|
 | `model.pt2` | {what}, compiled, with its weights, for {instructions} |
 | `main.cpp` | the program, to read and to change |
-| `npy.h`, `json.h` | read the samples and print the predictions |
+| `npy.h`, `json.h`, `checksum.h` | read the samples, print the predictions, refuse a damaged package |
 | `model.h` | what the model takes and gives |
 | `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
 | `test/` | samples, and the predictions that they should have |
