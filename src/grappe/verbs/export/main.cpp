@@ -4,6 +4,7 @@
 #include <torch/version.h>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include "checksum.h"
 #include "json.h"
 #include "model.h"
@@ -25,7 +26,7 @@ static void predict(int count, char** words) {
   const int64_t samples = inputs[0].size(0);
   for (const auto& one : inputs)
     if (one.size(0) != samples) throw std::runtime_error("the files have different numbers of samples");
-  const int64_t batch = count == 2 + files ? samples : std::stoll(words[3 + files]);
+  const int64_t batch = count == 2 + files ? samples : std::atoll(words[3 + files]);
   if (samples < 1 || batch < 1) throw std::runtime_error("there is no sample: give at least one, and --batch 1 or more");
 
   check_package(words[1]);

@@ -1,10 +1,13 @@
 // Reads arrays of numbers from .npy files, NumPy's plain format (versions 1 to 3).
 #pragma once
 #include <ATen/ATen.h>
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 #include "model.h"
 
 // Returns the text that follows `key` in the header, up to `end`.
@@ -40,13 +43,12 @@ inline at::Tensor read_npy(const std::string& file, const Input& wanted) {
   if (header_value(header, "'fortran_order': ", ',') != "False") refuse("it is in Fortran's order: save a C array");
   const std::string shape = header_value(header, "'shape': (", ')');
   std::vector<int64_t> sizes;
-  for (size_t at = 0; at < shape.size();) {
-    size_t used = 0;
-    const auto rest = shape.substr(at);
-    if (rest.find_first_of("0123456789") == std::string::npos) break;
-    sizes.push_back(std::stoll(rest, &used));
-    at += used;
-    while (at < shape.size() && (shape[at] == ',' || shape[at] == ' ')) ++at;
+  char* end = nullptr;
+  for (const char* at = shape.c_str(); *at; at = end) {
+    const int64_t length = std::strtoll(at, &end, 10);
+    if (end == at) break;
+    sizes.push_back(length);
+    while (*end == ',' || *end == ' ') ++end;
   }
   if (sizes.empty() || !std::equal(sizes.begin() + 1, sizes.end(), wanted.shape.begin(), wanted.shape.end()))
     refuse("its shape is (" + shape + "), and the model takes [N" + wanted.shape_text + "]");
