@@ -66,7 +66,7 @@ class Numpy(Linear):
 
 
 class Coupled(Linear):
-    """Its samples depend on each other, which torch.export does not mind."""
+    """Couples the samples of a batch, which torch.export does not mind."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * (1 + x.mean())

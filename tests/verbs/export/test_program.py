@@ -160,7 +160,15 @@ def test_a_cut_file_of_samples_is_refused(cut: int, program: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["x.npy", "x.npy"], ["x.npy", "--batch", "0"], ["x.npy", "--batch"], ["x.npy", "--batch", "x"], ["none.npy"]]
+    "words",
+    [
+        [],
+        ["x.npy", "x.npy"],
+        ["x.npy", "--batch", "0"],
+        ["x.npy", "--batch"],
+        ["x.npy", "--batch", "x"],
+        ["none.npy"],
+    ],
 )
 def test_wrong_use_is_told(words: list[str], program: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", GOOD)

@@ -1,4 +1,4 @@
-"""What cannot be exported is refused, with the user's line where there is one, and nothing is left at the target."""
+"""Refused exports: the user's line is named where there is one, and nothing is left at the target."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_what_differs_is_not_written(run: Run, tmp_path: Path) -> None:
-    """Its predictions depend on the other samples of the batch, so no batch size gives what another does."""
+    """Predictions depend on the other samples of the batch, so no batch size gives what another does."""
     with pytest.raises(
         proof.Differs, match=r"sample 0: .*, 1 at a time, .*output is .*, not .*Nothing was"
     ) as bad:

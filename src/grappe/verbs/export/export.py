@@ -42,13 +42,13 @@ TESTS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written, and how it was proven."""
+    """Result of an export: the folder, and its proof."""
 
     folder: Path
     checkpoint: str
     proof: Proof
     cpp: str | None
-    """Why the C++ program was not built; None if it was, or is not part of the format."""
+    """Reason why the C++ program was not built; None if it was, or is not part of the format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

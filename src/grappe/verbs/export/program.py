@@ -73,9 +73,13 @@ def output_names(program: Program, example: list[Tensor]) -> tuple[str, ...]:
 
 
 def input_names(samples: Samples) -> tuple[str, ...]:
-    """Names the tensors that the program takes: keys of the inputs, else "inputs"."""
+    """Names the tensors that the program takes: keys of the inputs with a number behind, else "inputs"."""
     nested = tree_unflatten(list(range(len(samples.shapes))), samples.spec)
-    return tuple(re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in leaf_names(nested, alone="inputs"))
+    names = leaf_names(nested, alone="inputs")
+    return tuple(
+        f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:60]}{f'-{number}' if len(names) > 1 else ''}"
+        for number, name in enumerate(names, start=1)
+    )
 
 
 def trace(program: Program, example: list[Tensor]) -> torch.export.ExportedProgram:

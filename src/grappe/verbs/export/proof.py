@@ -30,7 +30,7 @@ class Differs(GrappeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was compared, and the largest difference."""
+    """Result of a comparison: samples, batch sizes, and the largest difference."""
 
     split: str
     samples: int

@@ -30,9 +30,9 @@ class Samples:
     split: str
     length: int
     transform: Callable[[Any], Any] | None
-    """What the program does first: uint8 images to normalised ones, say."""
+    """First step of the program: uint8 images to normalised ones, say."""
     spec: TreeSpec
-    """How the tensors of a batch nest."""
+    """Nesting of a batch's tensors."""
     shapes: tuple[torch.Size, ...]
     """Of one sample's tensors."""
     dtypes: tuple[torch.dtype, ...]
