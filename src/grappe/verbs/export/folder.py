@@ -31,7 +31,7 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
     try:
         yield staged
         try:
-            staged.rename(target)  # replaces an empty folder, and no other
+            safe.rename(staged, target)  # replaces an empty folder, and no other
         except OSError as error:
             raise UsageError(f"--to {folder}: {error.strerror}: give a new folder") from error
         safe.flush(target.parent)
