@@ -59,9 +59,16 @@ def predict(
     made = given(run, task).resolve()
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
-    with torch.no_grad(), naming_user_line(made):
-        for batch, count in _batches(made, run, inputs, data):
-            yield from rows(made.prediction(_output(made, model, batch)), count, type(made).__name__)
+    batches = _batches(made, run, inputs, data)
+    while True:
+        # Left before each yield: else gradients would be off in the code that asks for the predictions.
+        with torch.no_grad(), naming_user_line(made):
+            found = next(batches, None)
+            if found is None:
+                return
+            batch, count = found
+            cut = list(rows(made.prediction(_output(made, model, batch)), count, type(made).__name__))
+        yield from cut
 
 
 def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[tuple[Any, int]]:
