@@ -17,6 +17,7 @@ FOLDERS = (
     "profiling/test_chronometer.py",
     "slurm",
     "training/test_average.py",
+    "verbs/export",
     "verbs/lr_find",
     "verbs/measure",
     "verbs/tune/test_tune.py",

@@ -64,6 +64,7 @@ ELSEWHERE = {
     "verbs/doctor/checks/network.py": "/sys/class",
     "verbs/doctor/checks/torch_build.py": "/proc/driver",
     "verbs/drill/faults.py": "damages a run of its own on purpose",
+    "verbs/export/cpp.py": "the source's own files; np.save to a file that grappe.launch.files has made",
     "verbs/jobs.py": "lists runs",
     "verbs/measure/largest.py": "/proc/meminfo",
     "verbs/measure/table.py": "a file that the user names with --out",

@@ -64,6 +64,12 @@ def lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[
 ARRAY = np.random.default_rng(0).normal(size=(3, 3, 8, 8))
 
 
+def test_gradients_are_on_between_predictions(run: Run) -> None:
+    found = verb.predict(run, ARRAY, task=Outputs(), data=run.folder)
+    next(found)
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("kind", [">f4", "<f4", ">f8", "f2", "g", ">i4", "u1", "?", ">u2", "u4", "u8", "i8"])
 @pytest.mark.parametrize("in_file", [False, True])
 def test_arrays_of_any_numbers(lines, tmp_path: Path, kind: str, in_file: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.checkpoint.weights import InMemory, Under, Weights
 from grappe.errors import RunError
+from grappe.errors.native_code import refuse_package
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
@@ -28,6 +29,7 @@ def foreign_weights(file: Path) -> Weights:
     Raises:
         RunError: the file is missing, damaged, or holds more than weights.
     """
+    refuse_package(file)
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":

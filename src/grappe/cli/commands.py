@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli import cluster, learning, measuring, tuning, verify
+from grappe.cli import cluster, exporting, learning, measuring, tuning, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.arguments import (
     SWITCH,
@@ -224,6 +224,7 @@ measuring.register(app)
 verify.register(app)
 learning.register(app)
 tuning.register(app)
+exporting.register(app)
 cluster.register(app)
 
 

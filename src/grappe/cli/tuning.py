@@ -17,7 +17,7 @@ from grappe.launch.terminal import complain, say
 from grappe.training.options import Options
 
 if TYPE_CHECKING:
-    from grappe.verbs.tune.coordinator import Progress
+    from grappe.verbs.tune.coordinator import SearchProgress
 
 DEFAULTS = Options()
 
@@ -112,7 +112,7 @@ def _show(folder: Path) -> int:
 
 
 @contextmanager
-def _watched() -> Iterator[Callable[[Progress], None]]:
+def _watched() -> Iterator[Callable[[SearchProgress], None]]:
     """Context with what shows a study's progress on standard error: a live table on a terminal, else lines."""
     from grappe.launch.safe_console import SafeConsole
 
@@ -126,7 +126,7 @@ def _watched() -> Iterator[Callable[[Progress], None]]:
 
         from grappe.verbs.tune.table import LIVE_ROWS, summary, table
 
-        def update(progress: Progress) -> None:
+        def update(progress: SearchProgress) -> None:
             rows = table(progress.study, progress.trials, progress.running, LIVE_ROWS)
             live.update(Group(f"{progress.study.folder}: {summary(progress)}", rows), refresh=True)
 
@@ -140,7 +140,7 @@ class _Lines:
         self._said: set[int] | None = None
         self._waiting = ""
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SearchProgress) -> None:
         from grappe.verbs.tune.table import line, summary
 
         ended = {trial.number: trial for trial in progress.trials if trial.state != "open"}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
+    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_unflatten,
@@ -43,6 +44,7 @@ __all__ = [
     "forget_meshes",
     "functional_collectives",
     "is_schedulers_step",
+    "leaf_names",
     "local_shape_and_offset",
     "local_tensor",
     "mark_step_called",
@@ -107,6 +109,16 @@ run_backward: Callable[..., Any] | None = getattr(
 
 torch.autograd.backward takes 35 microseconds to check its arguments.
 """
+
+
+def leaf_names(tree: Any, *, alone: str) -> tuple[str, ...]:
+    """Names the leaves of a nesting, in the order of `tree_leaves`: keys and numbers with dots between, or `alone`."""
+    paths = [path for path, _ in tree_flatten_with_path(tree)[0]]
+    return tuple(".".join(_key_name(key) for key in path) or alone for path in paths)
+
+
+def _key_name(key: Any) -> str:
+    return str(next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)))
 
 
 def unwrapped_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:

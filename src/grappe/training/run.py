@@ -16,6 +16,7 @@ from grappe.checkpoint.choice import Choice, select
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
 from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import RunError
+from grappe.errors.native_code import refuse_package
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
@@ -43,6 +44,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        refuse_package(self.folder)
         safe.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
             raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
+from grappe.errors.native_code import refuse_package
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
@@ -18,6 +19,7 @@ from grappe.verbs.load import data_of, load
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
+    from torch.utils.data import Dataset
 
 SPLITS = ("train", "validation", "test")
 BATCH = 256
@@ -57,9 +59,16 @@ def predict(
     made = given(run, task).resolve()
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
-    with torch.no_grad(), naming_user_line(made):
-        for batch, count in _batches(made, run, inputs, data):
-            yield from rows(made.prediction(_output(made, model, batch)), count, type(made).__name__)
+    batches = _batches(made, run, inputs, data)
+    while True:
+        # Left before each yield: else gradients would be off in the code that asks for the predictions.
+        with torch.no_grad(), naming_user_line(made):
+            found = next(batches, None)
+            if found is None:
+                return
+            batch, count = found
+            cut = list(rows(made.prediction(_output(made, model, batch)), count, type(made).__name__))
+        yield from cut
 
 
 def _batches(task: Task, run: Run, inputs: Any, data: Path | str | None) -> Iterator[tuple[Any, int]]:
@@ -86,20 +95,30 @@ def _tensor(inputs: Any) -> Tensor:
 
 def _of_split(task: Task, split: str, folder: Path) -> Iterator[tuple[Any, int]]:
     import numpy as np
+
+    from grappe.data.prepare import dataset_of, prepare
+
+    prepare(task, folder)
+    dataset = dataset_of(task, split, folder)
+    read = split_reader(task, dataset)
+    size = min(BATCH, task.batch_size)
+    for first in range(0, len(dataset), size):
+        ids = np.arange(first, min(first + size, len(dataset)))
+        yield read(ids), len(ids)
+
+
+def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
+    """Returns what reads the samples with given ids [B] as a batch of the model's inputs."""
     import torch
 
     from grappe.data.arrays import in_memory
     from grappe.data.collate import augment, augments, collated
     from grappe.data.draw import sample_keys
-    from grappe.data.prepare import dataset_of, prepare
     from grappe.data.seeded import SeededDataset
 
-    prepare(task, folder)
-    dataset = dataset_of(task, split, folder)
     arrays, seeded = in_memory(dataset), SeededDataset(dataset, seed=task.seed)
-    size = min(BATCH, task.batch_size)
-    for first in range(0, len(dataset), size):
-        ids = np.arange(first, min(first + size, len(dataset)))
+
+    def read(ids: np.ndarray) -> Any:
         if arrays is not None:
             inputs, targets = arrays.gather(ids)
         else:
@@ -107,7 +126,9 @@ def _of_split(task: Task, split: str, folder: Path) -> Iterator[tuple[Any, int]]
         if augments(task, training=False):
             keys = torch.from_numpy(sample_keys(task.seed, -1, ids))
             inputs, targets = augment(task, inputs, targets, keys, training=False)
-        yield inputs, len(ids)
+        return inputs
+
+    return read
 
 
 def _output(task: Task, model: nn.Module, batch: Any) -> Any:
@@ -263,6 +284,7 @@ def _array(whole: Tensor) -> np.ndarray:
 def _read(file: Path) -> np.ndarray:
     import numpy as np
 
+    refuse_package(file)
     if file.suffix != ".npy":
         raise UsageError(f"{file}: give a .npy file of inputs, or one of {', '.join(SPLITS)}")
     if file.exists() and not file.is_file():

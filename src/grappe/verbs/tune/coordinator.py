@@ -29,7 +29,7 @@ STOPPING = (RunError, DataError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """A study, as it is now."""
 
     study: Study
@@ -57,7 +57,7 @@ class Coordinator:
         *,
         parallel: int,
         total: int,
-        watch: Callable[[Progress], None],
+        watch: Callable[[SearchProgress], None],
     ) -> None:
         self._study, self._space, self._request = study, space, request
         self._parallel, self._total, self._watch = parallel, total, watch
@@ -239,7 +239,7 @@ class Coordinator:
 
     def _tell(self) -> None:
         self._watch(
-            Progress(
+            SearchProgress(
                 study=self._study,
                 trials=tuple(self._trials[number] for number in sorted(self._trials)),
                 running=frozenset(self._running),

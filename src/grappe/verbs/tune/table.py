@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from grappe.verbs.tune.coordinator import Progress
+from grappe.verbs.tune.coordinator import SearchProgress
 from grappe.verbs.tune.study import Search, Study, Trial, best_of
 
 LIVE_ROWS = 15
@@ -33,7 +33,7 @@ def table(
     return found
 
 
-def summary(progress: Progress) -> str:
+def summary(progress: SearchProgress) -> str:
     """One line: how far the study is."""
     states = [trial.state for trial in progress.trials]
     parts = [f"{len(states) - states.count('open')} of {progress.total} trials ended"]

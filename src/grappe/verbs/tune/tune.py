@@ -17,7 +17,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.tune import sampler as samplers
-from grappe.verbs.tune.coordinator import Coordinator, Progress
+from grappe.verbs.tune.coordinator import Coordinator, SearchProgress
 from grappe.verbs.tune.space import Space, as_texts, read
 from grappe.verbs.tune.study import Search, Study, make_study
 from grappe.verbs.tune.trial_task import with_fields
@@ -107,7 +107,7 @@ def search(
     *,
     data: Path | str | None = None,
     options: Options | None = None,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> tuple[Study, bool]:
     """Does what `tune` does; returns whether all trials have ended, too.
 

@@ -1,0 +1,69 @@
+"""Defines the commands that take a model out of grappe: export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from grappe.cli.arguments import SWITCH, CheckpointName, DataFolder, RunFolder, RunTask
+from grappe.cli.exit import plain_table, show
+from grappe.errors import EXIT_OK
+from grappe.launch.terminal import progress
+
+
+def register(app: App) -> None:
+    """Adds the commands to `app`."""
+    app.command(export)
+
+
+def export(
+    run: RunFolder,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="A new folder to write.")],
+    format: Annotated[
+        Literal["program", "safetensors"],
+        Parameter(help="A C++ program with the compiled model, or the weights alone with the task's fields."),
+    ] = "program",
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
+    data: DataFolder = None,
+    no_build: Annotated[
+        bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
+    ] = False,
+    trained: Annotated[
+        bool,
+        SWITCH,
+        Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
+    ] = False,
+) -> int:
+    """Write a run's model as a C++ program, proven on the whole validation split, or not written."""
+    from grappe.verbs.export.export import export as verb
+    from grappe.verbs.export.folder import check_target
+
+    check_target(to)
+    done = verb(
+        run,
+        to,
+        checkpoint=checkpoint,
+        task=task,
+        data=data,
+        format=format,
+        build=not no_build,
+        trained=trained,
+        progress=progress,
+    )
+    progress("")
+    proof, table = done.proof, plain_table("", "")
+    table.add_row("written", str(done.folder))
+    table.add_row("checkpoint", done.checkpoint)
+    sizes = ", ".join(map(str, proof.batch_sizes))
+    table.add_row("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time")
+    table.add_row("largest difference", f"{proof.largest_difference:.1e} of a row")
+    if format == "program":
+        table.add_row("C++ program", f"not built: {done.cpp}" if done.cpp else "built and proven")
+    table.add_row("how to use it", f"{done.folder}/README.md")
+    show(table)
+    return EXIT_OK

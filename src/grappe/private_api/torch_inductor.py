@@ -1,0 +1,45 @@
+"""Private names of torch's ahead-of-time compiler, AOTInductor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from grappe.private_api.name import PrivateName
+
+SEEN = "2.11 to 2.13"
+USED = (PrivateName("torch", "_inductor", SEEN),)
+
+
+def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: Path) -> None:
+    """Compiles a torch.export.ExportedProgram to the package `file`, .pt2; the compiler's files are in `scratch`."""
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.utils import fresh_cache
+
+    with quiet(), fresh_cache(dir=str(scratch)):
+        aoti_compile_and_package(program, package_path=str(file), inductor_configs=dict(options))
+
+
+def load_package(file: Path) -> Callable[..., Any]:
+    """Loads a package, which is native code: whoever calls this knows who has made it."""
+    from torch._inductor import aoti_load_package
+
+    with quiet():
+        return aoti_load_package(str(file))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps torch's compiler from logging its graphs and deprecations on standard error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

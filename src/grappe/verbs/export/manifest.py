@@ -1,0 +1,131 @@
+"""Describes an export for those who receive it: manifest.json, SHA256SUMS and README.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grappe.launch import files as safe
+
+MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"
+README = "README.md"
+PART = 1 << 20  # bytes that are read at a time
+
+
+def sha256(file: Path) -> str:
+    """Hashes a file; no link is followed."""
+    digest = hashlib.sha256()
+    for part in _parts(file):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def crc32(file: Path) -> int:
+    """Computes a file's CRC-32, by which the C++ program knows its package."""
+    found = 0
+    for part in _parts(file):
+        found = zlib.crc32(part, found)
+    return found
+
+
+def _parts(file: Path) -> Iterator[bytes]:
+    with safe.reader(file) as stream:
+        while part := stream.read(PART):
+            yield part
+
+
+def write_manifest(folder: Path, files: Iterable[str], known: Mapping[str, Any], readme: str) -> None:
+    """Writes the README, the manifest with the hash of each of `files`, and SHA256SUMS, for `sha256sum --check`."""
+    safe.replace(folder / README, readme.encode(), durable=True)
+    names = sorted({*files, README})
+    hashes = {name: sha256(folder / name) for name in names}
+    text = json.dumps({**known, "files": hashes}, indent=1) + "\n"
+    safe.replace(folder / MANIFEST, text.encode(), durable=True)
+    hashes[MANIFEST] = sha256(folder / MANIFEST)
+    lines = "".join(f"{value}  {name}\n" for name, value in hashes.items())
+    safe.replace(folder / SUMS, lines.encode(), durable=True)
+
+
+PROGRAM = """# {title}
+
+A program in C++ from a trained model: no Python when it runs. It needs CMake 3.18, a compiler of C++17 and
+LibTorch {torch}, which is in the torch wheel or in a module of your cluster.
+
+```
+cmake -S . -B build && cmake --build build
+build/predict model.pt2 {tests}
+```
+
+The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. LibTorch is found in the torch wheel of
+`python3`, if its environment is active; another one by `-DCMAKE_PREFIX_PATH=FOLDER`. On a cluster load the modules of
+your torch first (gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch's CMake files ask for it).
+
+| file | what it is |
+|---|---|
+| `model.pt2` | {what}, compiled, with its weights, for {instructions} |
+| `main.cpp` | the program, to read and to change |
+| `npy.h`, `json.h`, `checksum.h` | read the samples, print the predictions, refuse a damaged package |
+| `model.h` | what the model takes and gives |
+| `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
+| `test/` | samples, and the predictions that they should have |
+| `manifest.json`, `SHA256SUMS` | its origin, its proof, each file's hash: `sha256sum --check SHA256SUMS` |
+
+It takes, in this order: {inputs}. It gives: {outputs}.
+`--batch N` computes N samples at a time; the predictions are the same.
+
+{proof}
+
+**`model.pt2` is native code.** Open it only if you trust who made it, and check the hashes first.
+"""
+
+
+def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance: float) -> str:
+    """Formats the README of an exported program."""
+    proof = known["proof"]
+    where = "in Python and by the program, built from this folder" if proof["cpp"] is True else "in Python"
+    lacks = "" if proof["cpp"] is True else f" The C++ program was not built: {proof['cpp']}."
+    return PROGRAM.format(
+        title=f"{known['class']}, {known['checkpoint']}",
+        torch=known["torch"].partition("+")[0],
+        tests=tests,
+        tolerance=tolerance,
+        what=what,
+        instructions=known["instruction_set"],
+        inputs=", ".join(_field(one) for one in known["inputs"]),
+        outputs=", ".join(f"`{one['name']}`" for one in known["outputs"]),
+        proof=(
+            f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
+            f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against `grappe predict`; the largest "
+            f"difference was {proof['largest_difference']:.1e} of a row.{lacks}"
+        ),
+    )
+
+
+def _field(one: Mapping[str, Any]) -> str:
+    return f"`{one['name']}` {one['dtype']} {['N', *one['shape']]}".replace("'", "")
+
+
+WEIGHTS = """# {title}
+
+The weights of a trained model, without any code: `model.safetensors`, and `config.json` with the task's fields.
+
+```python
+from safetensors.torch import load_file
+
+model.load_state_dict(load_file("model.safetensors"))
+```
+
+where `model` is what the task's `model()` makes with these fields.
+`grappe train TASK --from model.safetensors` begins with them.
+`manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
+"""
+
+
+def weights_readme(known: Mapping[str, Any]) -> str:
+    """Formats the README of exported weights."""
+    return WEIGHTS.format(title=f"{known['class']}, {known['checkpoint']}")
