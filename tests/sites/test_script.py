@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.layout import ResourceRequest, layout
 from grappe.sites.script import Script, clock, notice, render
+from grappe.sites.script_parts import FINISHED, STEPS
 from tests.sites.golden import FOLDER, golden, script
 
 HOSTILE = [
@@ -64,6 +66,29 @@ def test_every_kind_of_script_is_bash(environment: str, chain: int, tmp_path: Pa
     assert ("--requeue" in text) is not bool(chain)
     assert ("#SBATCH --array=1-3%1" in text) is bool(chain)
     assert "tar -xf '/data/my $x.tar'" in text
+
+
+@pytest.mark.parametrize(
+    "part", [f"{FINISHED}\n", f"{FINISHED}\n{STEPS}\nend 7\n"], ids=["finished", "ended"]
+)
+def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, part: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "thesis"
+    (run / "logs").mkdir(parents=True)
+    outside.write_text("mine")
+    end = run / "logs" / "job-5.end"
+    end.symlink_to(outside)
+    if "end 7" not in part:
+        (run / "done").touch()
+    environment = {
+        "PATH": os.environ["PATH"],
+        "run": str(run),
+        "SLURM_JOB_ID": "5",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    code = subprocess.run(["bash", "-uc", part], env=environment, check=False).returncode
+    assert outside.read_text() == "mine"
+    assert not end.is_symlink()
+    assert int(end.read_text()) == code == (7 if "end 7" in part else 0)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -28,6 +28,7 @@ export GRAPPE_FAILURE=$run/logs/job-$job.failed
 # A finished run ends at once, however often it is started.
 if [ -e "$run/done" ]; then
     echo "$run is finished: nothing to do"
+    rm -f "$run/logs/job-$job.end" # it may be a link of somebody else's
     echo 0 > "$run/logs/job-$job.end"
     exit 0
 fi
@@ -74,7 +75,7 @@ run_step() {
 
 # Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
 end() {
-    [ "$ended" = 1 ] || echo "$1" > "$run/logs/job-$job.end"
+    [ "$ended" = 1 ] || { rm -f "$run/logs/job-$job.end" && echo "$1" > "$run/logs/job-$job.end"; }
     exit "$1"
 }
 
