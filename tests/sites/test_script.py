@@ -15,7 +15,7 @@ from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.layout import ResourceRequest, layout
 from grappe.sites.script import Script, clock, notice, render
-from grappe.sites.script_parts import FINISHED, STEPS
+from grappe.sites.script_parts import FINISHED, REQUEUE, STEPS
 from tests.sites.golden import FOLDER, golden, script
 
 HOSTILE = [
@@ -89,6 +89,28 @@ def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, part: str) 
     assert outside.read_text() == "mine"
     assert not end.is_symlink()
     assert int(end.read_text()) == code == (7 if "end 7" in part else 0)
+
+
+@pytest.mark.parametrize(("scontrol", "left"), [(0, False), (143, False), (1, True)])
+def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(
+    tmp_path: Path, scontrol: int, left: bool
+) -> None:
+    """Slurm's commands are stand-ins: Slurm ends scontrol or sleep before bash, or refuses."""
+    run, commands = tmp_path / "run", tmp_path / "bin"
+    (run / "logs").mkdir(parents=True)
+    commands.mkdir()
+    for name, body in {"squeue": "echo RUNNING", "scontrol": f"exit {scontrol}", "sleep": "exit 143"}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    text = f"{FINISHED}\n{STEPS}\ncode=75 again=yes\n{REQUEUE.format(restarts=3)}\n"
+    environment = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "run": str(run),
+        "SLURM_JOB_ID": "5",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    assert subprocess.run(["bash", "-uc", text], env=environment, check=False).returncode == 75
+    assert (run / "logs" / "job-5.end").exists() is left
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -133,7 +133,12 @@ if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5
     [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
     echo "back into the queue after restart ${SLURM_RESTART_COUNT:-0}, exit code $code"
     trap - TERM
-    scontrol requeue "$SLURM_JOB_ID" # ends this script: nothing may follow
-    sleep 60
+    refused=0
+    scontrol requeue "$SLURM_JOB_ID" || refused=$?
+    # Slurm ends this script now, one process after the other: it leaves no exit code. Above 128: scontrol was the first.
+    if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
+        sleep 60
+        exit "$code"
+    fi
 fi
 end "$code"
