@@ -135,7 +135,8 @@ if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5
     trap - TERM
     refused=0
     scontrol requeue "$SLURM_JOB_ID" || refused=$?
-    # Slurm ends this script now, one process after the other: it leaves no exit code. Above 128: scontrol was the first.
+    # Slurm ends this script now, one process after the other: it leaves no exit code.
+    # A code above 128: scontrol was ended first.
     if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
         sleep 60
         exit "$code"
