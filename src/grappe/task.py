@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from grappe.errors import TaskError
 from grappe.fields import check_choices
@@ -42,6 +42,8 @@ class Task:
     """Bound on the gradient's global norm."""
     ema: float | None = None
     """Decay of a moving average of the weights, 0.999 say, which is then evaluated, loaded and exported."""
+    whole_batch_loss: ClassVar[bool] = False
+    """Set where `loss` compares samples (CLIP, SimCLR): it then gets the global batch's outputs and targets."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -79,7 +81,11 @@ class Task:
         raise NotImplementedError
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """Computes one value per example, [B], or per token, [B, ...]; never their mean."""
+        """Computes one value per example, [B], or per token, [B, ...]; never their mean.
+
+        A sample's value depends on its own output alone, unless `whole_batch_loss = True`: B samples are a slice of
+        the global batch, or a microbatch.
+        """
         raise NotImplementedError
 
     def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:

@@ -15,6 +15,7 @@ from tests.parity.cell import TOLERANCE, difference, train
 from tests.parity.fp16 import LOUD_STEP, Loud
 from tests.parity.tasks import Images, Tokens
 from tests.parity.test_native import STEPS, TASKS, check, expected
+from tests.parity.test_whole_batch import check as check_whole_batch
 from tests.parity.ways import Forked
 from tests.parity.wide import Wide
 from tests.processes import Pool
@@ -161,3 +162,10 @@ def test_what_would_be_summed_with_something_else_is_refused(
         assert told.startswith("TaskError: the model uses different parameters for different samples")
         assert words in told
         assert "use engine=native" in told
+
+
+@pytest.mark.parametrize(
+    "plan", ["replicate=2", "microbatches=2", "shard=2,zero=1", "shard=2,zero=3,microbatches=2"]
+)
+def test_a_loss_of_the_whole_batch(pool: Pool, plan: str) -> None:
+    check_whole_batch(pool, f"engine=deepspeed,{plan}", "views")

@@ -10,6 +10,7 @@ from grappe.engines.horovod import MISSING, Horovod
 from grappe.errors import PlanError
 from grappe.plan import Plan
 from tests.parity.test_native import TASKS, check, expected
+from tests.parity.test_whole_batch import check as check_whole_batch
 from tests.processes import Pool
 
 BUILT = importlib.util.find_spec("horovod") is not None
@@ -21,6 +22,12 @@ PLANS = ["engine=horovod", "engine=horovod,replicate=2", "engine=horovod,replica
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
+
+
+@pytest.mark.skipif(not BUILT, reason="Horovod is not built: make horovod")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loss_of_the_whole_batch(pool: Pool, plan: str) -> None:
+    check_whole_batch(pool, plan, "sgd")
 
 
 def test_where_it_is_not_built_the_way_to_build_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

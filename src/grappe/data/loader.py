@@ -276,13 +276,17 @@ def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> B
 
 
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
-    """Loads all samples once, in order, in batches of twice a training microbatch, since no gradients are kept."""
+    """Loads all samples once, in order, in batches of twice a training microbatch, since no gradients are kept.
+
+    A loss of the whole batch has the batches of the training, under any plan.
+    """
     ways = plan.exact or plan.data_parallel
     micro = -(-task.batch_size // (ways * plan.microbatches))
+    batch_size = task.batch_size if task.whole_batch_loss else max(2, 2 * micro) * ways
     order = SampleOrder(
         seed=task.seed,
         length=len(dataset),  # type: ignore[arg-type]
-        batch_size=max(2, 2 * micro) * ways,
+        batch_size=batch_size,
         shuffle=False,
     )
     return BatchLoader(task, dataset, order, plan, world, training=False)

@@ -50,8 +50,11 @@ class ExactPieces:
 
     def cut(self, everyone: np.ndarray, data_rank: int) -> tuple[np.ndarray, ...]:
         """Cuts the *global* batch's sample ids into the pieces of one slice."""
-        bounds = [cut(len(everyone), self.pieces, piece) for piece in self.places(data_rank)]
-        return tuple(everyone[a:b] for a, b in bounds)
+        return tuple(everyone[a:b] for a, b in self.spans(len(everyone), data_rank))
+
+    def spans(self, samples: int, data_rank: int) -> list[tuple[int, int]]:
+        """Returns the begin and the end of a slice's pieces in a global batch of `samples` rows."""
+        return [cut(samples, self.pieces, piece) for piece in self.places(data_rank)]
 
     def gathered(self, mine: Tensor, group: ProcessGroup | None) -> Tensor:
         """Gathers all slices' rows [V, ...] in the order of pieces, from this slice's [V / W, ...]. Collective."""
@@ -60,3 +63,13 @@ class ExactPieces:
         rows = mine.new_empty(self.pieces, *mine.shape[1:])
         gather_into(rows, mine, group)
         return rows[self.order()]
+
+
+def rows_of_slices(plan: Plan, samples: int) -> list[np.ndarray]:
+    """Returns, for each data slice, the rows of a global batch of `samples` rows that it has: int64 arrays."""
+    exact = ExactPieces.of(plan)
+    found = []
+    for rank in range(plan.data_parallel):
+        spans = [cut(samples, plan.data_parallel, rank)] if exact is None else exact.spans(samples, rank)
+        found.append(np.concatenate([np.arange(begin, end) for begin, end in spans]))
+    return found

@@ -24,6 +24,7 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.shared.evaluation import evaluate
+from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
 from grappe.launch.world import World
@@ -34,11 +35,11 @@ from grappe.profiling.phases import COMMUNICATION, FORWARD, UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.given import optimizer_of
-from grappe.step.losses import Losses
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
+from grappe.step.whole_batch import losses_of
 
 LOOPBACK = "127.0.0.1"
 MISSING = (
@@ -65,7 +66,7 @@ class Horovod(Stepper):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._losses = Losses(self._task, setup.on_phase)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase)
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),
@@ -88,6 +89,7 @@ class Horovod(Stepper):
         if not self._alike:
             self._broadcast()
         seed_dropout(self._task.seed, batch.step, self._world)
+        first_pass(self._losses, self._setup, self._model, batch, self._forward)
         total = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
             total += self._backward(batch, micro)
@@ -113,11 +115,14 @@ class Horovod(Stepper):
             self._hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
         self._alike = True
 
+    def _forward(self, number: int, micro: Microbatch) -> Any:
+        return self._task.forward(self._model, micro.inputs)
+
     def _backward(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""
         self._setup.on_phase(FORWARD)
         with contextlib.nullcontext() if micro.rows else statistics_frozen(self._model):
-            loss = self._losses(self._task.forward(self._model, micro.inputs), micro, batch)
+            loss = self._losses(self._forward(0, micro), micro, batch)
             loss.values.backward(loss.output_gradient)
         return loss.total
 

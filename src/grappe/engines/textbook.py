@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.shared.evaluation import evaluate
+from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.launch.world import choose_backend
 from grappe.parallel.batchnorm import statistics_frozen
@@ -33,11 +35,11 @@ from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.clip import bounding, scale
 from grappe.step.exact import rules
 from grappe.step.exact.sums import Exact
-from grappe.step.losses import Losses
 from grappe.step.precision import set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
+from grappe.step.whole_batch import losses_of
 from grappe.task import Task
 
 # ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
@@ -164,7 +166,7 @@ class Textbook(Stepper):
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._losses = Losses(self._task, setup.on_phase)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase)
         self._optimizer = self._task.optimizer(named)
         setup.on_optimizer(self._optimizer, named)
         self._schedule = self._task.schedule(self._optimizer, setup.total_steps)
@@ -198,6 +200,10 @@ class Textbook(Stepper):
     def _summed(self, batch: Batch) -> tuple[Sums, Tensor | None]:
         # Dropout must differ between slices, and be the same again when a training is resumed.
         torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
+        # A loss that compares samples needs all outputs before the first backward.
+        first_pass(
+            self._losses, self._setup, self._model, batch, lambda _, micro: self._forward(micro.inputs)
+        )
         loss = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
             self._setup.on_phase(FORWARD)
@@ -213,6 +219,7 @@ class Textbook(Stepper):
 
         Neither the ring nor plain gradient accumulation has this property: (a + b) + c is not a + (b + c).
         """
+        first_pass(self._losses, self._setup, self._model, batch, functools.partial(self._first, batch.step))
         for index, micro in enumerate(batch.microbatches):
             loss = None
             self._setup.on_phase(FORWARD)
@@ -227,6 +234,11 @@ class Textbook(Stepper):
         norm = exact.norm()
         scale(self._parameters, bounding(norm, self._task.clip))
         return sums, norm
+
+    def _first(self, step: int, index: int, micro: Microbatch) -> Any:
+        assert self._exact is not None
+        self._exact.seed_piece(index, step, self._task.seed)
+        return self._task.forward(self._model, micro.inputs)
 
     def _gradients(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's part to the gradients; returns the sum of its losses.

@@ -6,7 +6,7 @@ Shapes: values [B, ...], one per example or token; weights and output_gradient t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
 from grappe.profiling.phases import BACKWARD
+from grappe.step.each_alone import check_each_alone
 from grappe.step.given import loss_of
 from grappe.task import Task
 
@@ -42,6 +43,7 @@ class Losses:
     def __init__(self, task: Task, on_phase: Callable[[int], None] | None = None) -> None:
         self._task, self._on_phase = task, on_phase
         self._kept: tuple[object, Tensor] | None = None
+        self._checked = False  # once, with the first microbatch of samples
 
     def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a microbatch of `batch`.
@@ -54,6 +56,9 @@ class Losses:
         """
         rows = micro.size
         values = self.values(output, micro)
+        if not self._checked:
+            check_each_alone(self._task, output, micro, values)
+            self._checked = True
         if self._on_phase is not None:
             self._on_phase(BACKWARD)
         # By position, as names take a microsecond.
@@ -67,24 +72,7 @@ class Losses:
         Raises:
             TaskError: the loss is a mean, or not one value per example or token.
         """
-        values, rows = loss_of(self._task, output, micro.targets), micro.size
-        if values.dim() == 0:
-            raise TaskError(
-                f"{type(self._task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
-                'Return one value per example: reduction="none", as in '
-                'F.cross_entropy(output, target, reduction="none")'
-            )
-        if micro.weights is None and (values.numel() % rows or values.numel() == 0):
-            raise TaskError(
-                f"{type(self._task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
-                'value per example or per token (reduction="none"), or say with counts() what each value counts'
-            )
-        if micro.weights is not None and micro.weights.shape != values.shape:
-            raise TaskError(
-                f"{type(self._task).__name__}: counts() has shape {list(micro.weights.shape)}, loss() "
-                f"{list(values.shape)}: they must be the same"
-            )
-        return values
+        return values_of(self._task, output, micro.targets, micro.size, micro.weights)
 
     def _output_gradient(
         self, values: Tensor, micro: Microbatch, batch: Batch, rows: int, scale: float
@@ -104,6 +92,13 @@ class Losses:
             self._kept = (key, gradient)
         return self._kept[1]
 
+    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[tuple[Tensor, Tensor | float]]:
+        """Returns the sum of an evaluated microbatch's losses and that of their weights; nothing without a sample."""
+        if not micro.rows:
+            return []
+        total = self.total(self.values(output, micro), micro, micro.size)
+        return [(total, float(micro.size) if micro.weights is None else micro.weights.sum())]
+
     @staticmethod
     def total(values: Tensor, micro: Microbatch, rows: int) -> Tensor:
         """Sums the microbatch's losses to a float32 scalar; without weights, a row counts as the mean of its values."""
@@ -115,3 +110,29 @@ class Losses:
         total = values.sum(dtype=torch.float32)
         per_row = values.numel() // max(1, micro.rows)
         return total / per_row if per_row > 1 else total
+
+
+def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor | None) -> Tensor:
+    """Calls `task.loss` for `rows` rows, and checks its contract.
+
+    Raises:
+        TaskError: the loss is a mean, or not one value per example or token.
+    """
+    values = loss_of(task, output, targets)
+    if values.dim() == 0:
+        raise TaskError(
+            f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
+            'Return one value per example: reduction="none", as in '
+            'F.cross_entropy(output, target, reduction="none")'
+        )
+    if weights is None and (values.numel() % rows or values.numel() == 0):
+        raise TaskError(
+            f"{type(task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
+            'value per example or per token (reduction="none"), or say with counts() what each value counts'
+        )
+    if weights is not None and weights.shape != values.shape:
+        raise TaskError(
+            f"{type(task).__name__}: counts() has shape {list(weights.shape)}, loss() "
+            f"{list(values.shape)}: they must be the same"
+        )
+    return values

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Microbatch
+from grappe.data.batch import Batch, Microbatch
 from grappe.data.collate import form
 from grappe.errors import TaskError
 from grappe.errors.user_code import sentence
 from grappe.launch.world import World
+from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
 from grappe.step.given import metrics_of
-from grappe.step.losses import Losses
+from grappe.step.whole_batch import losses_of
 from grappe.task import Task
 
 
@@ -39,26 +40,23 @@ class Scores:
 class Scorer:
     """Accumulates losses and metrics of this process's samples."""
 
-    def __init__(self, task: Task, world: World) -> None:
+    def __init__(self, task: Task, plan: Plan, world: World) -> None:
         self._world = world
-        self._losses = Losses(task)
+        self._losses = losses_of(task, plan, world)
         self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
         for metric in self._metrics.values():
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
         self._samples = 0
         self._totals: list[Tensor] = []
 
-    def add(self, output: Any, micro: Microbatch) -> None:
-        """Adds a microbatch; padding rows do not count."""
+    def add(self, output: Any, micro: Microbatch, batch: Batch) -> None:
+        """Adds a microbatch of `batch`; padding rows do not count. Collective if the loss is of the whole batch."""
+        for total, count in self._losses.scored(output, micro, batch):
+            self._totals.append(
+                torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
+            )
         if not micro.rows:
             return
-        rows = micro.size
-        values = self._losses.values(output, micro)
-        total = self._losses.total(values, micro, rows)
-        count = float(rows) if micro.weights is None else micro.weights.sum()
-        self._totals.append(
-            torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
-        )
         self._samples += micro.rows
         for name, metric in self._metrics.items():
             try:

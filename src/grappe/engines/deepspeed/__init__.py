@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.deepspeed import disk, library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel
 from grappe.engines.deepspeed.reached import explained
+from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import DivergedError
 from grappe.parallel.batchnorm import ignoring_padding
@@ -23,11 +25,11 @@ from grappe.plan import Plan
 from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.clip import clipping, gradient_norm, needs_norm
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.losses import Losses
 from grappe.step.precision import LossScale, autocast, set_tf32
 from grappe.step.reduction import loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
+from grappe.step.whole_batch import losses_of
 
 
 class DeepSpeed(Stepper):
@@ -72,7 +74,7 @@ class DeepSpeed(Stepper):
         self.train_state = held.train_state
         self._group = held.optimizer.param_groups[0]
         self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._losses = Losses(setup.task, setup.on_phase)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase)
         self._reduction = loss_reduction(setup.world)
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]
@@ -90,6 +92,7 @@ class DeepSpeed(Stepper):
         total: Tensor | None = None
         last = batch.microbatches[-1]
         with library.linear(zero3=held.stage == 3), explained():
+            first_pass(self._losses, setup, held.module, batch, self._forward, self._loss_factor())
             for micro in batch.microbatches:
                 held.engine.set_gradient_accumulation_boundary(micro is last)
                 total = self._accumulate(batch, micro, total, micro is last)
@@ -102,12 +105,18 @@ class DeepSpeed(Stepper):
             held.schedule.step()
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
 
+    def _loss_factor(self) -> float:
+        factor = float(self._setup.world.data_size)  # DeepSpeed averages over processes
+        return factor if self._held.stage else factor * self._loss_scale.value  # ZeRO scales the loss itself
+
+    def _forward(self, number: int, micro: Microbatch) -> Any:
+        with self._autocast:
+            return self._held.forward(micro.inputs)
+
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Runs forward and backward of a microbatch; returns the sum of losses so far."""
         self._setup.on_phase(FORWARD)
-        scale = float(self._setup.world.data_size)  # DeepSpeed averages over processes
-        if not self._held.stage:  # ZeRO scales the loss itself
-            scale *= self._loss_scale.value
+        scale = self._loss_factor()
         with contextlib.nullcontext() if micro.rows else ignoring_padding(self._held.module):
             output = self._held.engine(micro.inputs)
             with self._autocast:

@@ -108,6 +108,10 @@ class DeepSpeedModel:
             return WholeState(ModelState(**parts), self.optimizer)
         return PartitionedState(Partitioned(self.module, wrapped, self.stage, world.rank), **parts)
 
+    def forward(self, inputs: Any) -> Any:
+        """Computes the model's output, without DeepSpeed's engine around it."""
+        return self._carrier(inputs)
+
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """Computes the scores over all data slices."""
         return evaluate(self._carrier, self._setup, batches, samples, self._carrier)

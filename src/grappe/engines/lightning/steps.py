@@ -12,14 +12,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
+from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import TrainState
 from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
 from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.losses import Losses
 from grappe.step.reduction import loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
+from grappe.step.whole_batch import losses_of
 
 
 class Item(NamedTuple):
@@ -60,7 +61,7 @@ class Steps:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
         self._forward, self._gradient_divisor, self._switch = forward, gradient_divisor, switch
         self._loss_context, self._clip, self._after_update = loss_context, clip, after_update
-        self._losses = Losses(setup.task, setup.on_phase)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase)
         self._reduction = loss_reduction(setup.world)
         self._padding = contextlib.ExitStack()
         self._total: Tensor | None = None
@@ -72,12 +73,19 @@ class Steps:
         if item.micro is item.batch.microbatches[0]:
             seed_dropout(self.setup.task.seed, item.batch.step, self.setup.world)
             self._total = None
+            with self._loss_context:
+                first_pass(
+                    self._losses, self.setup, self.model, item.batch, self._first, self._gradient_divisor
+                )
         if self._switch is not None:
             self._switch(item.last)
         if (
             not item.micro.rows
         ):  # until its backward is over, where activation checkpointing runs the forward again
             self._padding.enter_context(ignoring_padding(self.model))
+
+    def _first(self, number: int, micro: Microbatch) -> Any:
+        return self._forward(micro.inputs)
 
     def loss(self, item: Item) -> Tensor:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from torch import Tensor
 
-from grappe.data.batch import Batch
+from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.whole import ForwardBackward, WholeModel
 from grappe.step.exact.sharded import exact_sums
@@ -17,6 +20,11 @@ class ExactGradients:
 
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._seed, self._stop_requested = setup.task.seed, setup.stop_requested
+        self._whole_batch, self._call, self._module = (
+            setup.task.whole_batch_loss,
+            setup.task.forward,
+            model.module,
+        )
         parameters = [parameter for _, parameter in model.named]
         self._exact = exact_sums(model.module, parameters, setup.plan, setup.world, setup.task.forward)
         self._forward_backward = ForwardBackward(setup, model.module, loss_scale, self._exact.forward)
@@ -24,6 +32,8 @@ class ExactGradients:
     def gradients(self, batch: Batch) -> Sums:
         """Leaves the global batch's gradient on each parameter; returns the step's sums. Collective."""
         exact = self._exact
+        if self._whole_batch:
+            self._forward_backward.first_pass(batch, functools.partial(self._first, batch.step))
         for index, micro in enumerate(batch.microbatches):
             total: Tensor | None = None
             if micro.rows or exact.every_piece:
@@ -31,6 +41,10 @@ class ExactGradients:
                     total = self._forward_backward(batch, micro)
             exact.add(total)
         return exact.reduce(self._stop_requested(), batch.samples)
+
+    def _first(self, step: int, index: int, micro: Microbatch) -> Any:
+        self._exact.seed_piece(index, step, self._seed)
+        return self._call(self._module, micro.inputs)
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient, exact to the bit. Collective if parameters are sharded."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.staged_model import StagedModel
-from grappe.parallel.batchnorm import buffers_restored
+from grappe.errors import PlanError
+from grappe.parallel.batchnorm import buffers_kept, buffers_restored
 from grappe.parallel.pipeline.even import even, largest
 from grappe.parallel.pipeline.replicas import sum_gradients
 from grappe.parallel.pipeline.schedules import Runner
@@ -19,9 +20,9 @@ from grappe.parallel.shard import uses_shard
 from grappe.profiling.phases import BACKWARD, FORWARD
 from grappe.step.clip import gradient_norm
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.losses import Losses
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import Sums, loss_reduction
+from grappe.step.whole_batch import WholeBatchLosses, losses_of
 
 
 class PipelinedGradients:
@@ -33,7 +34,12 @@ class PipelinedGradients:
         self._place = world.coordinates()["pipeline"][0]
         self._parameters = [parameter for _, parameter in model.named]
         self._reduction = loss_reduction(world)
-        self._losses = Losses(setup.task)
+        self._losses = losses_of(setup.task, plan, world)
+        if isinstance(self._losses, WholeBatchLosses) and len(model.stages) > 1:
+            raise PlanError(
+                f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order than "
+                "in the pass that gives the loss its outputs, and dropout would differ: use schedule=1f1b"
+            )
         self._autocast = autocast(plan.precision, world.device)
         # Parameters and gradients of zero=1 are whole during a step: torch's stages then reduce them at its end.
         held = uses_shard(plan) and plan.zero == 1
@@ -55,7 +61,9 @@ class PipelinedGradients:
         if self._anybody(not self._runner.knows(micros[0])):
             self._learn(micros[0], len(micros))
         seed_dropout(self._setup.task.seed, batch.step, world, self._place)
-        self._batch, self._total = batch, None
+        self._batch, self._total = batch._replace(microbatches=micros), None
+        if isinstance(self._losses, WholeBatchLosses):
+            self._first_pass(self._batch, self._losses)
         self._runner.run(micros)
         self._batch = None
         if self._replicas is not None:
@@ -64,6 +72,19 @@ class PipelinedGradients:
         total = self._total * plan.pipeline if self._total is not None else self._reduction.zero
         self._reduction.start(total, self._setup.stop_requested())
         return self._reduction.sums()
+
+    def _first_pass(self, batch: Batch, losses: WholeBatchLosses) -> None:
+        """Runs all microbatches forward through all stages, for their outputs; no state changes. Collective."""
+        device = self._setup.world.device
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            buffers_kept(self._model.module),
+        ):
+            outputs = [output for _, output in self._model.relay.forward(batch.microbatches)]
+            if outputs:
+                with self._autocast:
+                    losses.look_ahead(batch, outputs, self._loss_scale.value)
+        self._model.reshard()
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient, over all stages. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch
+from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.state import ModelState, SavedState, State, export, trained_parameters
 from grappe.errors import GrappeError
@@ -94,18 +95,19 @@ class StagedModel:
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """Computes the scores over all data slices, on every process. Collective."""
         world = self._setup.world
-        scorer = Scorer(self._setup.task, world)
+        scorer = Scorer(self._setup.task, self._setup.plan, world)
         precision = autocast(self._setup.plan.precision, world.device)
         modules = [self.module, *self.stages]
         for module in modules:
             module.eval()
         try:
             with buffers_agreed(self.module, world.data_group):
-                for micro, output in self.relay.forward(
-                    micro for batch in batches for micro in batch.microbatches
-                ):
+                waiting: deque[Batch] = deque(maxlen=None if self.stages[-1].is_last else 0)
+                for micro, output in self.relay.forward(_microbatches(batches, waiting)):
                     with precision:
-                        scorer.add(output, micro)
+                        scorer.add(output, micro, waiting[0])
+                    if micro is waiting[0].microbatches[-1]:
+                        waiting.popleft()
         finally:
             for module in modules:
                 module.train()
@@ -167,6 +169,13 @@ class StagedState:
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _microbatches(batches: Iterator[Batch], waiting: deque[Batch]) -> Iterator[Microbatch]:
+    """Yields the microbatches of all batches; appends each batch to `waiting`."""
+    for batch in batches:
+        waiting.append(batch)
+        yield from batch.microbatches
 
 
 def _check_once(setup: EngineSetup) -> None:

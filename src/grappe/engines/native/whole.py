@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.evaluation import evaluate
+from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
 from grappe.parallel.parallelize import parallelize
@@ -24,10 +25,10 @@ from grappe.profiling.phases import FORWARD
 from grappe.step.clip import gradient_norm
 from grappe.step.fast_paths import backward, seed_dropout
 from grappe.step.given import optimizer_of
-from grappe.step.losses import Losses
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import NO_ROOTS, Roots, Sums, loss_reduction
 from grappe.step.scores import Scores
+from grappe.step.whole_batch import losses_of
 
 _NOTHING: Any = contextlib.nullcontext()
 
@@ -80,7 +81,7 @@ class ForwardBackward:
         self._model, self._forward = model, forward or functools.partial(setup.task.forward, model)
         self._on_phase, self._stop_requested = setup.on_phase, setup.stop_requested
         self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._losses = Losses(setup.task, setup.on_phase)
+        self._setup, self._losses = setup, losses_of(setup.task, setup.plan, setup.world, setup.on_phase)
         self._loss_scale, self._gradient_divisor = loss_scale, gradient_divisor
 
     def __call__(
@@ -107,12 +108,22 @@ class ForwardBackward:
             backward((values, *roots), (gradient, *gradients))
         return total
 
-    def dry_run(self, micro: Microbatch, forward: Callable[[Any], Any], roots: Roots) -> None:
-        """Runs a forward and backward that changes only gradients."""
+    def first_pass(self, batch: Batch, forward: Callable[[int, Microbatch], Any] | None = None) -> None:
+        """Runs `shared.first_pass`; `forward` is called with each microbatch and its number. Collective."""
+        scale = self._gradient_divisor * self._loss_scale.value
+        with self._autocast:
+            first_pass(self._losses, self._setup, self._model, batch, forward or self._plain, scale)
+
+    def _plain(self, number: int, micro: Microbatch) -> Any:
+        return self._forward(micro.inputs)
+
+    def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
+        """Runs a forward and backward of the first microbatch that changes only gradients."""
+        micro = batch.microbatches[0]
         with buffers_restored(self._model):
             with self._autocast:
-                values = self._losses.values(forward(micro.inputs), micro)
-            torch.autograd.backward((values.sum(), *roots[0]), (None, *roots[1]))
+                loss = self._losses(forward(micro.inputs), micro, batch)
+            torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
 
 
 class WholeGradients:
@@ -121,6 +132,7 @@ class WholeGradients:
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._seed, self._world = setup.task.seed, setup.world
         self._parameters = [parameter for _, parameter in model.named]
+        self._whole_batch = setup.task.whole_batch_loss
         self._reduction = loss_reduction(setup.world)
         self._switch = reduction_switch(model.module, setup.plan)
         self._unwrapped: Replicas | None = None
@@ -135,10 +147,12 @@ class WholeGradients:
     def gradients(self, batch: Batch) -> Sums:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         if self._unwrapped is not None:
-            dry_run = functools.partial(self._forward_backward.dry_run, batch.microbatches[0])
+            dry_run = functools.partial(self._forward_backward.dry_run, batch)
             self._reduction = self._unwrapped.wrap(dry_run)
             self._unwrapped = None
         seed_dropout(self._seed, batch.step, self._world)
+        if self._whole_batch:
+            self._forward_backward.first_pass(batch)
         *others, last = batch.microbatches
         total: Tensor | None = None
         for micro in others:

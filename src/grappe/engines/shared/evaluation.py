@@ -33,7 +33,7 @@ def evaluate(
         forward: what is called with the inputs, if that is not the model itself.
     """
     plan, world = setup.plan, setup.world
-    scorer = Scorer(setup.task, world)
+    scorer = Scorer(setup.task, plan, world)
     forward = forward or functools.partial(setup.task.forward, model)
     model.eval()
     try:
@@ -41,7 +41,7 @@ def evaluate(
         with reused, buffers_agreed(model, world.data_group), autocast(plan.precision, world.device):
             for batch in batches:
                 for micro in batch.microbatches:
-                    scorer.add(forward(micro.inputs), micro)
+                    scorer.add(forward(micro.inputs), micro, batch)
     finally:
         model.train()
     scores = scorer.scores(samples)

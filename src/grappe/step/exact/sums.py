@@ -57,9 +57,13 @@ class Exact:
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
         """Context of the forward and backward of this process's piece `index`, with the piece's own dropout stream."""
-        seed_generators(mix(seed, step, self._places[index]), self._world.device)
+        self.seed_piece(index, step, seed)
         with self._statistics.of_piece(index):
             yield
+
+    def seed_piece(self, index: int, step: int, seed: int) -> None:
+        """Begins the dropout stream of this process's piece `index` of a step."""
+        seed_generators(mix(seed, step, self._places[index]), self._world.device)
 
     def forward(self, inputs: Any) -> Any:
         """Computes the model's output for the current piece, and records batch normalisation's statistics."""

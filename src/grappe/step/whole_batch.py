@@ -1,0 +1,252 @@
+"""WholeBatchLosses: the loss of a task that compares samples, over the global batch, under any plan.
+
+The outputs of all processes are gathered, without gradients. Each process computes the loss of all, and its gradient
+with respect to its own rows: the processes' gradients then sum to that of the whole loss, without communication in
+backward. Several microbatches need a first pass without gradients, which gives their outputs, and a second one with
+these gradients (GradCache: Gao, Zhang, Han and Callan, "Scaling deep contrastive learning batch size under memory
+limited setup", 2021, arXiv 2101.06983).
+
+Shapes: a global batch of B rows, b of them in this process's slice, its microbatches one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.errors import TaskError
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.private_api.torch import tree_flatten, tree_unflatten
+from grappe.profiling.phases import BACKWARD
+from grappe.step.gathered_slices import GatheredSlices
+from grappe.step.losses import Loss, Losses, values_of
+from grappe.task import Task
+
+
+class Part(NamedTuple):
+    """The part of the whole batch's loss that belongs to a microbatch."""
+
+    gradients: tuple[Tensor | None, ...]
+    """Of the microbatch's output, by leaf, rows of padding included; None: the loss does not depend on the leaf."""
+    total: Tensor
+    """The sum of the losses of the microbatch's samples, a float32 scalar."""
+    count: Tensor
+    """The sum of their weights, a float32 scalar."""
+
+
+def losses_of(
+    task: Task, plan: Plan, world: World, on_phase: Callable[[int], None] | None = None
+) -> AnyLosses:
+    """Makes what computes the task's loss under the plan."""
+    if task.whole_batch_loss:
+        return WholeBatchLosses(task, plan, world, on_phase)
+    return Losses(task, on_phase)
+
+
+class WholeBatchLosses:
+    """Calls `task.loss` with the outputs and targets of the global batch. Collective over the data slices.
+
+    Args:
+        on_phase: callback, called with BACKWARD once the loss of a training microbatch is known.
+    """
+
+    def __init__(
+        self, task: Task, plan: Plan, world: World, on_phase: Callable[[int], None] | None = None
+    ) -> None:
+        self._task, self._plan, self._on_phase = task, plan, on_phase
+        self._slices = GatheredSlices(plan, world)
+        self._ahead: dict[int, Part] = {}
+        self._waiting: list[
+            Any
+        ] = []  # outputs of an evaluation's batch whose other microbatches are not there yet
+
+    def look_ahead_needed(self, batch: Batch) -> bool:
+        """Returns whether a first pass must give all outputs; the same on every process.
+
+        Also where a slice has no sample: some engines leave out what has none, and would not take part in gathering.
+        """
+        return len(batch.microbatches) > 1 or self._slices.has_empty(batch.samples)
+
+    def look_ahead(self, batch: Batch, outputs: Sequence[Any], scale: float) -> None:
+        """Takes the outputs of a step's microbatches, from the first pass. Collective."""
+        parts = self._parts(batch, outputs, scale)
+        self._ahead = {id(micro): part for micro, part in zip(batch.microbatches, parts, strict=True)}
+
+    def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
+        """Computes the loss of a microbatch of `batch`: `values` is its output, flattened.
+
+        Collective, but after `look_ahead`.
+
+        Args:
+            scale: factor of the output gradient: the loss scale, or a later divisor of the gradients.
+
+        Raises:
+            TaskError: the loss is a mean, or the output has neither rows nor scalars.
+        """
+        part = self._ahead.pop(id(micro), None)
+        if part is None:
+            several = len(batch.microbatches) > 1
+            [part] = [self._dry(output, micro)] if several else self._parts(batch, [output], scale)
+        if self._on_phase is not None:
+            self._on_phase(BACKWARD)
+        leaves, _ = tree_flatten(output)
+        reached = [
+            (leaf.reshape(-1).float(), gradient.reshape(-1).float())
+            for leaf, gradient in zip(leaves, part.gradients, strict=True)
+            if gradient is not None and leaf.requires_grad
+        ]
+        if not reached:
+            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
+        values, gradients = zip(*reached, strict=True)
+        return Loss(torch.cat(values), torch.cat(gradients), part.total)
+
+    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[tuple[Tensor, Tensor | float]]:
+        """Returns the sum of losses and of weights of a batch's microbatches, with its last one. Collective."""
+        self._waiting.append(output)
+        if micro is not batch.microbatches[-1]:
+            return []
+        outputs, self._waiting = self._waiting, []
+        parts = self._parts(batch, outputs, None)
+        several = zip(parts, batch.microbatches, strict=True)
+        return [(part.total, part.count) for part, one in several if one.rows]
+
+    def _dry(self, output: Any, micro: Microbatch) -> Part:
+        """Computes the loss of one of several microbatches alone, to find which weights it depends on."""
+        leaves, nesting = tree_flatten(output)
+        floats = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        own = [
+            leaf.detach().requires_grad_() if is_float else leaf
+            for leaf, is_float in zip(leaves, floats, strict=True)
+        ]
+        given = tree_unflatten(own, nesting)
+        with torch.enable_grad():
+            values = values_of(self._task, given, micro.targets, micro.size, micro.weights)
+        wanted = [leaf for leaf, is_float in zip(own, floats, strict=True) if is_float]
+        found = iter(torch.autograd.grad(values.sum(), wanted, allow_unused=True))
+        gradients = tuple(next(found) if is_float else None for is_float in floats)
+        return Part(gradients, values.detach().sum().float(), values.new_tensor(micro.rows))
+
+    def _parts(self, batch: Batch, outputs: Sequence[Any], scale: float | None) -> list[Part]:
+        """Computes the loss of the whole batch; without `scale` no gradients."""
+        micros = batch.microbatches
+        self._slices.begin(batch.samples)
+        with torch.set_grad_enabled(scale is not None):
+            given, own = self._whole_output(micros, outputs, scale is not None)
+            targets = self._whole(micros, [micro.targets for micro in micros], "the target")
+            weights = [micro.weights for micro in micros]
+            whole_weights = None if weights[0] is None else self._whole(micros, weights, "counts()")
+            values = values_of(self._task, given, targets, batch.samples, whole_weights)
+            gradients: Sequence[Tensor | None] = [None] * len(own)
+            if scale is not None:
+                gradients = self._gradients(values, own, batch, whole_weights, scale)
+        values = values.detach()
+        mine = self._slices.mine(values.reshape(batch.samples, -1) if weights[0] is None else values)
+        totals = mine.split([micro.rows for micro in micros])
+        by_micro = _cut(gradients, own, micros, first=self._slices.has_first)
+        several = zip(by_micro, totals, micros, strict=True)
+        return [Part(cut, *_sums(total, micro)) for cut, total, micro in several]
+
+    def _whole_output(
+        self, micros: Sequence[Microbatch], outputs: Sequence[Any], training: bool
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Returns the global batch's output, and by leaf what of it is this process's; None: it has no gradient."""
+        several = [tree_flatten(output) for output in outputs]
+        given, own = [], []
+        for leaves in zip(*(leaves for leaves, _ in several), strict=True):
+            if isinstance(leaves[0], Tensor):
+                mine = _joined(leaves, micros, f"{type(self._task).__name__}: the model's output").detach()
+                mine.requires_grad_(training and mine.is_floating_point())
+                given.append(self._slices.gathered(mine) if mine.dim() else mine)
+            else:
+                mine = None
+                given.append(leaves[0])
+            own.append(mine if mine is not None and mine.requires_grad else None)
+        return tree_unflatten(given, several[0][1]), own
+
+    def _whole(self, micros: Sequence[Microbatch], several: Sequence[Any], what: str) -> Any:
+        """Returns the global batch's targets, or weights."""
+        flat = [tree_flatten(one) for one in several]
+        given = []
+        for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+            if not isinstance(leaves[0], Tensor):
+                raise TaskError(
+                    f"{type(self._task).__name__}: whole_batch_loss needs {what} as tensors with a row for each "
+                    f"sample, and there is {type(leaves[0]).__name__} in it"
+                )
+            mine = _joined(leaves, micros, f"{type(self._task).__name__}: {what}")
+            given.append(self._slices.gathered(mine) if mine.dim() else mine)
+        return tree_unflatten(given, flat[0][1])
+
+    def _gradients(
+        self, values: Tensor, own: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
+    ) -> list[Tensor | None]:
+        """Computes the gradient of the global batch's mean loss x `scale` with respect to this process's leaves."""
+        if weights is not None:
+            start = (weights * (scale / batch.count)).to(values.dtype)
+        else:
+            start = torch.full_like(values, scale / (float(batch.count) * (values.numel() // batch.samples)))
+        leaves = [leaf for leaf in own if leaf is not None]
+        if not values.requires_grad:
+            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's output")
+        found = iter(torch.autograd.grad(values, leaves, start, allow_unused=True))
+        return [None if leaf is None else next(found) for leaf in own]
+
+
+AnyLosses = Losses | WholeBatchLosses
+
+
+def _joined(leaves: Sequence[Tensor], micros: Sequence[Microbatch], what: str) -> Tensor:
+    """Returns the samples' rows of a slice's microbatches, one after the other; a scalar as it is."""
+    for leaf, micro in zip(leaves, micros, strict=True):
+        if leaf.dim() and len(leaf) != micro.size:
+            raise TaskError(
+                f"{what} has a tensor {list(leaf.shape)} for {micro.size} rows: a loss of the whole batch takes "
+                "tensors with a row for each sample, and scalars without a dimension: expand what all samples share "
+                "to a row for each"
+            )
+    if not leaves[0].dim():
+        return leaves[0]
+    return torch.cat([leaf[: micro.rows] for leaf, micro in zip(leaves, micros, strict=True)])
+
+
+def _cut(
+    gradients: Sequence[Tensor | None],
+    own: Sequence[Tensor | None],
+    micros: Sequence[Microbatch],
+    *,
+    first: bool,
+) -> list[tuple[Tensor | None, ...]]:
+    """Cuts gradients into the microbatches' rows; rows of padding get zeros.
+
+    A scalar's gradient, which every process has whole, goes to the microbatch of the global batch's first row.
+    """
+    found: list[list[Tensor | None]] = [[] for _ in micros]
+    owner = next((number for number, micro in enumerate(micros) if micro.rows), None) if first else None
+    for gradient, leaf in zip(gradients, own, strict=True):
+        pieces: Sequence[Tensor | None] = [None] * len(micros)
+        if gradient is not None and leaf is not None and not leaf.dim():
+            pieces = [gradient if owner == number else gradient * 0 for number in range(len(micros))]
+        elif gradient is not None:
+            rows = gradient.split([micro.rows for micro in micros])
+            several = zip(rows, micros, strict=True)
+            pieces = [
+                torch.cat([one, one.new_zeros(micro.padding, *one.shape[1:])]) for one, micro in several
+            ]
+        for into, piece in zip(found, pieces, strict=True):
+            into.append(piece)
+    return [tuple(one) for one in found]
+
+
+def _sums(values: Tensor, micro: Microbatch) -> tuple[Tensor, Tensor]:
+    """Returns the sum of a microbatch's losses, and of their weights; without weights a row counts as its mean."""
+    if micro.weights is not None:
+        weights = micro.weights[: micro.rows]
+        return (values.float() * weights).sum(), weights.sum()
+    total = values.sum(dtype=torch.float32)
+    per_row = values.numel() // max(1, micro.rows)
+    return (total / per_row if per_row > 1 else total), torch.full_like(total, micro.rows)

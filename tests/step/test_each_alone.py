@@ -1,0 +1,103 @@
+"""A loss that compares samples without saying so is refused with the first values; others are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from grappe.data.batch import Microbatch
+from grappe.errors import TaskError
+from grappe.step.each_alone import check_each_alone
+from grappe.task import Task
+
+ROWS = 6
+
+
+class Given(Task):
+    """Task with a loss from outside."""
+
+    given: Any = None
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return self.given(output, target)
+
+
+def contrastive(output: Any, target: Tensor) -> Tensor:
+    image, text = output
+    return functional.cross_entropy(image @ text.T, torch.arange(len(image)), reduction="none")
+
+
+def normalised(output: Tensor, target: Tensor) -> Tensor:
+    """Divides by a number of the whole batch, which has no gradient."""
+    return (output - target).square().mean(1) / target.detach().std()
+
+
+def hard_negatives(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean(1) - output.square().mean(1).max()
+
+
+def per_token(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(
+        output.unsqueeze(2).expand(-1, -1, 3), target.argmax(1, True).expand(-1, 3), reduction="none"
+    )
+
+
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    return (output + torch.randn_like(output) - target).square().mean(1)
+
+
+def graph(output: Tensor, target: Tensor) -> Tensor:
+    """A row for each of 18 nodes; three to a graph."""
+    return (output.view(len(target), -1).sum(1) - target.sum(1)) ** 2 / output.abs().max()
+
+
+def check(loss: Any, output: Any, target: Any, dtype: torch.dtype = torch.float32) -> None:
+    torch.manual_seed(0)
+    task, micro = Given(given=loss), Microbatch(None, target, ROWS, None)
+    check_each_alone(task, output, micro, task.loss(output, target).to(dtype))
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, 4, generator=generator)
+
+
+@pytest.mark.parametrize("loss", [contrastive, normalised, hard_negatives])
+def test_a_loss_that_mixes_samples_is_named(loss: Any) -> None:
+    output, target = pair()
+    with pytest.raises(
+        TaskError, match=r"Given.loss\(\) gives a sample another value.*whole_batch_loss = True"
+    ):
+        check(loss, (output, target) if loss is contrastive else output, target)
+
+
+@pytest.mark.parametrize("loss", [per_token, noisy])
+def test_others_pass(loss: Any) -> None:
+    check(loss, *pair())
+
+
+def test_what_has_no_row_for_each_sample_is_not_judged() -> None:
+    output, target = pair()
+    check(graph, output.repeat(3, 1), target)
+
+
+def test_rounding_is_no_mixing() -> None:
+    output, target = pair()
+
+    def rounded(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).bfloat16().square().mean(1)
+
+    check(rounded, output, target, torch.bfloat16)
+
+
+def test_the_generators_are_left_as_they_were() -> None:
+    output, target = pair()
+    task, micro = Given(given=noisy), Microbatch(None, target, ROWS, None)
+    values = task.loss(output, target)
+    before = torch.get_rng_state()
+    check_each_alone(task, output, micro, values)
+    assert torch.equal(torch.get_rng_state(), before)
