@@ -43,7 +43,7 @@ class Losses:
     def __init__(self, task: Task, on_phase: Callable[[int], None] | None = None) -> None:
         self._task, self._on_phase = task, on_phase
         self._kept: tuple[object, Tensor] | None = None
-        self._checked = False  # once, with the first microbatch of samples
+        self._checked = False  # once, with an evaluation's first microbatch
 
     def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a microbatch of `batch`.
@@ -56,9 +56,6 @@ class Losses:
         """
         rows = micro.size
         values = self.values(output, micro)
-        if not self._checked:
-            check_each_alone(self._task, output, micro, values)
-            self._checked = True
         if self._on_phase is not None:
             self._on_phase(BACKWARD)
         # By position, as names take a microsecond.
@@ -93,10 +90,18 @@ class Losses:
         return self._kept[1]
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[tuple[Tensor, Tensor | float]]:
-        """Returns the sum of an evaluated microbatch's losses and that of their weights; nothing without a sample."""
+        """Returns the sum of an evaluated microbatch's losses and that of their weights; nothing without a sample.
+
+        Raises:
+            TaskError: the first microbatch's losses depend on each other.
+        """
         if not micro.rows:
             return []
-        total = self.total(self.values(output, micro), micro, micro.size)
+        values = self.values(output, micro)
+        if not self._checked:
+            check_each_alone(self._task, output, micro, values)
+            self._checked = True
+        total = self.total(values, micro, micro.size)
         return [(total, float(micro.size) if micro.weights is None else micro.weights.sum())]
 
     @staticmethod

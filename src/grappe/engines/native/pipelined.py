@@ -37,8 +37,8 @@ class PipelinedGradients:
         self._losses = losses_of(setup.task, plan, world)
         if isinstance(self._losses, WholeBatchLosses) and len(model.stages) > 1:
             raise PlanError(
-                f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order than "
-                "in the pass that gives the loss its outputs, and dropout would differ: use schedule=1f1b"
+                f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order "
+                "than in the pass that gives the loss its outputs, and dropout would differ: take schedule=1f1b"
             )
         self._autocast = autocast(plan.precision, world.device)
         # Parameters and gradients of zero=1 are whole during a step: torch's stages then reduce them at its end.

@@ -48,8 +48,12 @@ def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, know
 def steadying(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
     """Names each thing without which one plain process no longer drifts when its samples change their places."""
     found = []
+    rows: tuple[str, dict[str, Any]] = (
+        "a loss in which rows meet, or that depends on their places",
+        {"loss": True},
+    )
     switches: list[tuple[str, dict[str, Any]]] = [
-        ("a loss in which rows meet, or that depends on their places", {"loss": True}),
+        *([] if known.whole_batch else [rows]),
         *([("augmentation that draws outside grappe.draw", {"augment": True})] if known.augments else []),
         *([("clipping", {"clip": True})] if known.clips else []),
     ]
@@ -71,11 +75,12 @@ def _candidates(
     if plan.microbatches > 1 and engines.supported(fewer):
         word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference disappears"
         yield Ablation(word=word, plan=fewer, instrumentation=changed())
-    yield Ablation(
-        word="a loss that averages: computed row by row, each row by itself, the difference disappears",
-        plan=plan,
-        instrumentation=changed(loss=True),
-    )
+    if not known.whole_batch:
+        yield Ablation(
+            word="a loss that averages: computed row by row, each row by itself, the difference disappears",
+            plan=plan,
+            instrumentation=changed(loss=True),
+        )
     even = 2 * plan.data_parallel * plan.microbatches * max(1, plan.exact)
     yield Ablation(
         word="means of slices are averaged, whatever the slices' sizes: with equal slices the difference disappears",

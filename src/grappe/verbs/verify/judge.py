@@ -207,7 +207,7 @@ class _Case:
         faults = _stream_faults(self._steps, self._again()) if DROPOUT in explained else []
         if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
             faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
-        elif STATISTICS in explained:
+        elif STATISTICS in explained and not self._base.whole_batch:
             plan, instrumentation = self._without([one for one in self._asked_for() if one != STATISTICS])
             pieces = self._pieces(instrumentation)
             gap = compare(pieces, self._runner.trial(plan, instrumentation, pieces))
@@ -224,6 +224,8 @@ class _Case:
     def _pieces(self, instrumentation: Instrumentation, precision: bool = False) -> Reference:
         """Runs the second reference: one process that takes the plan's own pieces one after the other."""
         plan = self._plan
+        if self._base.whole_batch:  # its pieces have no losses of their own
+            return self._runner.reference(plan, instrumentation, precision=precision)
         if plan.exact:
             return self._runner.reference(plan, instrumentation, pieces=plan.exact, precision=precision)
         return self._runner.reference(

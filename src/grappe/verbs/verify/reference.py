@@ -84,6 +84,8 @@ class Reference:
     buffers: tuple[str, ...]
     augments: bool
     clips: bool
+    whole_batch: bool
+    """The task's `whole_batch_loss`: rows must not be separated."""
 
 
 def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
@@ -136,6 +138,7 @@ def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: P
         buffers=tuple(name for name, _ in model.model.named_buffers()),
         augments=overrides(task, "augment"),
         clips=task.clip != NO_CLIP,
+        whole_batch=task.whole_batch_loss,
     )
 
 

@@ -16,11 +16,13 @@ from grappe import engines
 from grappe.checkpoint.initial import built
 from grappe.data.batch import Batch
 from grappe.data.loader import training_loader
+from grappe.data.pieces import rows_of_slices
 from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.step.result import StepResult
+from grappe.task import Task
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.rounding import gap
@@ -86,7 +88,7 @@ def worker(
     with (
         RandomOps(off=request.instrumentation.draws) if recording else contextlib.nullcontext() as random_ops
     ):
-        recorder = _StepRecorder(engine, world, request.reference, samples, random_ops)
+        recorder = _StepRecorder(engine, task, request.plan, world, request.reference, samples, random_ops)
         batches = _unrecorded(loader.batches(0, request.steps), random_ops)
         engine.train(batches, recorder.after)
     engine.close()
@@ -112,12 +114,15 @@ class _StepRecorder:
     def __init__(
         self,
         engine: Engine,
+        task: Task,
+        plan: Plan,
         world: World,
         reference: Path,
         samples: SampleRecorder,
         random_ops: RandomOps | None,
     ) -> None:
         self._engine, self._world, self._reference = engine, world, reference
+        self._task, self._plan = task, plan
         self._samples, self._random_ops = samples, random_ops
         self._steps: list[dict[str, Any]] = []
 
@@ -130,7 +135,7 @@ class _StepRecorder:
         self._steps.append(
             {
                 "epoch": batch.epoch,
-                "ids": self._samples.take([micro.rows for micro in batch.microbatches]),
+                "ids": self._ids(batch),
                 "count": float(batch.count),
                 "loss": loss,
                 "norm": None if result.norm is None else float(result.norm),
@@ -141,6 +146,13 @@ class _StepRecorder:
             }
         )
         return False
+
+    def _ids(self, batch: Batch) -> list[int]:
+        """Returns the ids of this slice's samples that reached the loss, which may get those of all slices."""
+        if not self._task.whole_batch_loss:
+            return self._samples.take([micro.rows for micro in batch.microbatches])
+        ids = self._samples.take([batch.samples])
+        return [ids[row] for row in rows_of_slices(self._plan, batch.samples)[self._world.data_rank] if ids]
 
     @torch.no_grad()
     def _compared(self, number: int, loss: float) -> tuple[dict[str, float], str]:
