@@ -23,6 +23,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.step.losses import Losses
+from grappe.step.whole_batch import WholeBatchLosses
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -125,6 +126,17 @@ def larger_gradient() -> Any:
     return mock.patch.object(Losses, "_output_gradient", larger)
 
 
+def larger_gradient_of_the_whole_batch() -> Any:
+    """Process 1's gradient of a loss that compares samples is a tenth too large."""
+    gradients = WholeBatchLosses._gradients
+
+    def larger(self: WholeBatchLosses, *arguments: Any) -> Any:
+        factor = 1.1 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
+        return [None if one is None else one * factor for one in gradients(self, *arguments)]
+
+    return mock.patch.object(WholeBatchLosses, "_gradients", larger)
+
+
 def shuffled_targets() -> Any:
     """Process 1's targets are one place away from their inputs."""
     microbatch = BatchLoader._microbatch
@@ -178,7 +190,8 @@ FAULTS: dict[str, Planted] = {
     name: globals()[name]
     for name in (
         "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
-        "silent_bf16", "larger_loss", "larger_gradient", "shuffled_targets",
+        "silent_bf16", "larger_loss", "larger_gradient",
+        "larger_gradient_of_the_whole_batch", "shuffled_targets",
         "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
     )
 }  # fmt: skip

@@ -12,6 +12,7 @@ from grappe.verbs.verify.judge import Finding
 from grappe.verbs.verify.report import COLUMNS, cells, page
 from grappe.verbs.verify.verify import verify
 from tests.parity import planted
+from tests.parity.contrastive import Pairs, Views
 from tests.parity.structured import TASKS, Boxes, Graphs, StagedBoxes, StagedTexts, Texts
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
@@ -74,11 +75,19 @@ def test_a_planted_fault_is_found_and_named(
         (BOTH, "exact=4,replicate=4"),
         (planted.With(samples=64, kind="shared"), "exact=4,replicate=2"),
         (DROPPING, "exact=4,shard=2"),
+        (Views(samples=64), "replicate=2,microbatches=2"),
+        (Pairs(samples=61), "exact=4,shard=2"),
         (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
     ],
 )
 def test_what_has_no_fault_is_the_same(pool: Pool, task: Task, plan: str) -> None:
     assert verified(pool, task, plan).verdict == "same"
+
+
+def test_a_fault_in_a_loss_of_the_whole_batch_is_found(pool: Pool) -> None:
+    found = verified(pool, Views(samples=64), "replicate=2", "larger_gradient_of_the_whole_batch")
+    assert found.verdict == "different"
+    assert not any("sample" in cause for cause in found.causes), found.causes
 
 
 @pytest.mark.parametrize(
