@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
 from grappe.sites import slurm
 from grappe.sites.slurm import Entry
@@ -67,7 +68,7 @@ def submit(
     several = [commands] if isinstance(commands, str) else list(commands)
     numbers = (gpus,) if isinstance(gpus, int) else tuple(gpus or ())
     job = JobOptions(gpus=numbers, **options)
-    submissions = [read_submission(("train", *shlex.split(command)), job) for command in several]
+    submissions = [read_submission(("train", *shlex.split(command)), job, app) for command in several]
     if run is not None:
         submissions = [dataclasses.replace(one, run=Path(run)) for one in submissions]
     made = submit_all(submissions)

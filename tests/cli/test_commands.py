@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grappe import tasks
-from grappe.cli import commands
+from grappe.cli import application, commands
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_help_fits_80_columns(output, command: str) -> None:
 
 
 def test_nothing_of_the_introduction_is_wrapped(output) -> None:
-    assert commands.HELP.strip() in output("--help")
+    assert application.HELP.strip() in output("--help")
 
 
 def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:

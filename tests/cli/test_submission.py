@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
 from grappe.verbs.submission import SCRIPT, JobOptions
@@ -30,7 +31,7 @@ JOB = JobOptions()
     ],
 )
 def test_commands(words: str, command: str, task: str | None, plans: tuple[str, ...]) -> None:
-    found = read_submission(words.split(), JOB)
+    found = read_submission(words.split(), JOB, app)
     assert (found.command, found.task, found.plans) == (command, task, plans)
     assert found.arguments == tuple(words.removeprefix("grappe ").split()[1:])
 
@@ -39,7 +40,7 @@ def test_commands(words: str, command: str, task: str | None, plans: tuple[str, 
 def test_scripts(python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
-    found = read_submission([*python, "mine.py", "--lr", "0.1", "-x"], JOB)
+    found = read_submission([*python, "mine.py", "--lr", "0.1", "-x"], JOB, app)
     assert (found.command, found.script, found.arguments) == (
         SCRIPT,
         Path("mine.py"),
@@ -50,9 +51,9 @@ def test_scripts(python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="python is followed by a script"):
-        read_submission(["python", "-c", "x"], JOB)
+        read_submission(["python", "-c", "x"], JOB, app)
 
 
 def test_a_search_runs_in_no_job_yet() -> None:
     with pytest.raises(UsageError, match="runs in no job yet"):
-        read_submission(["tune", "digits", "lr=0.1..1"], JobOptions())
+        read_submission(["tune", "digits", "lr=0.1..1"], JobOptions(), app)

@@ -23,6 +23,7 @@ from torch import nn
 
 from grappe import engines, sites
 from grappe.cli import commands
+from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
 from grappe.errors import GrappeError
 from grappe.fields import parse, split
@@ -249,7 +250,7 @@ def test_command_lines(command: str, words: list[str]) -> None:
 @fuzzed(40)
 def test_submissions(words: list[str], job: list[str]) -> None:
     _ended(["submit", "--show", "--site", "narval", *job, "--", "train", *words])
-    told(lambda: read_submission(("train", *words), JobOptions()))
+    told(lambda: read_submission(("train", *words), JobOptions(), app))
 
 
 def _ended(arguments: list[str]) -> None:

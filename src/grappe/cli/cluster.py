@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from grappe.cli.application import app
 from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder
 from grappe.cli.exit import show
 from grappe.cli.submission import read_submission
@@ -51,7 +52,7 @@ def submit(
     """
     from grappe.verbs import submit as verb
 
-    submission = read_submission(words, job)
+    submission = read_submission(words, job, app)
     if test_only:
         for answer in verb.judged(submission):
             show(answer)

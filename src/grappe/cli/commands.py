@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Group, Parameter
+from cyclopts import Parameter
 
 from grappe.cli import cluster, exporting, learning, measuring, tuning, verify
 from grappe.cli import exit as entry_point
+from grappe.cli.application import app
 from grappe.cli.arguments import (
     SWITCH,
     BaseFolder,
@@ -22,44 +23,17 @@ from grappe.cli.arguments import (
     RunFolder,
     RunTask,
     TaskName,
-    read_text_forms,
 )
 from grappe.cli.exit import plain_table, show
 from grappe.cli.training import train
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import say
 
-HELP = """Train a PyTorch model on whatever machines you were given.
-
-The learning task is described once; a plan says how each optimizer step is
-spread over processes. Changing the plan does not change what is learned.
-
-    grappe train digits                         on this machine's cores
-    grappe train digits --plan replicate=2      two processes, the same numbers
-    grappe train my_task.py epochs=3 lr=0.2     your own task
-    grappe runs                                 what was trained, and how well
-    grappe submit --time 3h -- train digits     the same as a Slurm job
-
---debug shows the whole traceback of an error.
-"""
-
 Trained = Annotated[
     bool,
     SWITCH,
     Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
 ]
-
-app = App(
-    name="grappe",
-    help=HELP,
-    help_format="plaintext",
-    version_flags=["--version"],
-    config=read_text_forms,
-    result_action="return_value",
-    suppress_keyboard_interrupt=False,
-)
-app["--help"].group = app["--version"].group = Group("About")
-
 
 app.command(train)
 

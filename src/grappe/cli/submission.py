@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cyclopts import CycloptsError
+from cyclopts import App, CycloptsError
 
 from grappe.cli.exit import usage_error
 from grappe.errors import UsageError
@@ -17,8 +17,11 @@ LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed",
 USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
 
 
-def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
-    """The submission of a command of grappe, or of a Python script.
+def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submission:
+    """Reads the submission of a command of grappe, or of a Python script.
+
+    Args:
+        app: the application with all its commands.
 
     Raises:
         UsageError: the words are neither, or an option is unknown or wrong.
@@ -46,7 +49,7 @@ def read_submission(words: Sequence[str], job: JobOptions) -> Submission:
             "grappe tune starts its trials' processes itself, on one machine, and runs in no job yet: "
             "submit the trainings that you want to compare, or search on a machine of your own"
         )
-    return _command(words, job)
+    return _command(words, job, app)
 
 
 def _script(words: list[str], job: JobOptions) -> Submission:
@@ -55,9 +58,7 @@ def _script(words: list[str], job: JobOptions) -> Submission:
     return Submission(command=SCRIPT, script=Path(words[0]), arguments=tuple(words), job=job)
 
 
-def _command(words: list[str], job: JobOptions) -> Submission:
-    from grappe.cli.commands import app  # which registers this module's own command
-
+def _command(words: list[str], job: JobOptions, app: App) -> Submission:
     if words[0] not in app:
         raise UsageError(f"grappe has no command {words[0]!r}: {USAGE}")
     try:

@@ -23,12 +23,14 @@ class WeightAverage:
 
     def __init__(self, decay: float | None) -> None:
         self._decay = decay
+        self.kept = decay is not None
+        """True if there is an average: the task's `ema`."""
         self._weights: dict[str, nn.Parameter] = {}
         self._averages: dict[str, Tensor] = {}
 
     def watch(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Begins with the weights as they are; for `EngineSetup.on_optimizer`."""
-        if self._decay is not None:
+        if self.kept:
             self._weights = dict(named)
             self._averages = {name: one.detach().clone() for name, one in named}
 
@@ -42,8 +44,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Updates the average after a step."""
-        if self._decay is None:
-            return
+        assert self._decay is not None, "no average is kept"
         for name, average in self._averages.items():
             weight = self._weights[name].detach()
             # Not lerp: parts of a tensor would be rounded otherwise than the whole.

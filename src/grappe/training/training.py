@@ -104,7 +104,7 @@ class Training:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
         seconds = self.chronometer.lap()
         self._settle()
-        if not result.skipped:
+        if self._average.kept and not result.skipped:
             self._average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
