@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks import cifar_files, cifar_script, commands, compute_alone, pages
+from benchmarks import cifar_files, cifar_script, commands, compute_alone, pages, structure
 from benchmarks.contenders.grappe import witness
 from benchmarks.figures import spread, table
 from benchmarks.overhead import rows
@@ -23,6 +23,11 @@ from grappe.data.formats import cifar10_python
 from tests.patience import PATIENCE_SECONDS
 
 MILLISECOND = 1e-3
+
+
+def test_no_module_imports_what_imports_it():
+    """Holds for imports in functions and for type checking, too: import-linter looks at rooms alone."""
+    assert structure.circles(structure.imports(structure.modules())) == []
 
 
 def test_a_spread_is_the_median_with_quartiles():
