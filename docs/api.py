@@ -18,7 +18,8 @@ from grappe.plan import Plan
 from grappe.verbs.catalogue import plan_markdown
 
 PAGE = Path(__file__).with_name("api.md")
-MODULES = ("grappe.optimizers", "grappe.slurm")  # beside grappe itself: each says in __all__ what is public
+# Beside grappe itself: each says in __all__ what is public.
+MODULES = ("grappe.data", "grappe.optimizers", "grappe.slurm")
 # What public functions return: these attributes are public, the classes are not for importing.
 RETURNED = {
     "grappe.training.run:Run": (
