@@ -17,7 +17,7 @@ _SCAN = 0xDA
 
 
 class Header(NamedTuple):
-    """What a picture's file says of it."""
+    """Size and form of a picture, as its file says."""
 
     kind: Literal["jpeg", "png"]
     height: int

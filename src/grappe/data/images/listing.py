@@ -32,7 +32,7 @@ class Listing:
 
     kind: Kind
     files: tuple[str, ...]
-    """What was read, below the source: archives, or class folders. "" is the source itself."""
+    """Archives below the source, or its class folders; "" is the source itself."""
     classes: tuple[str, ...]
     entries: NDArray[np.void]
     names: list[bytes]

@@ -23,7 +23,7 @@ QUARANTINE = ".quarantine.txt"
 
 
 def places(source: Path, ending: str) -> list[Path]:
-    """Where a file that belongs to a source may lie, in order of preference."""
+    """Lists where a file that belongs to a source may lie, in order of preference."""
     source = source.absolute()
     found = [source.with_name(source.name + ending)]
     own = _own()

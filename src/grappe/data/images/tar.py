@@ -92,7 +92,7 @@ def members(archive: Extent) -> Iterator[Member]:
 
 
 class _Extension(NamedTuple):
-    """What headers before a member say of it."""
+    """Name and size of the next member, from the headers before its own."""
 
     name: bytes = b""
     size: int | None = None

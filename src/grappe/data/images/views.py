@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
 
 class View(Protocol):
-    """What makes a sample of a picture's file."""
+    """Function that makes a sample of a picture's file."""
 
     def __call__(self, data: bytes, key: int, *, fast: bool = True) -> Tensor:
         """Returns uint8 [3, S, S]; the same bits for the same file and key."""
