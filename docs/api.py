@@ -37,7 +37,8 @@ RETURNED = {
     "grappe.sites.slurm:Entry": (),
 }
 MEMBERS = {
-    "Plan": ("processes", "data_parallel", "parse", "check_fits")
+    "Images": ("sample", "read", "name", "targets", "classes", "left_out"),
+    "Plan": ("processes", "data_parallel", "parse", "check_fits"),
 }  # of a class with more than users need
 TEXT_FORMS = ("Duration", "Names", "Counts", "Ranks")  # Python has plain values
 HEAD = """# The stable surface

@@ -5,7 +5,7 @@ Shapes: S, the side of a sample in pixels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,15 @@ class Images(Dataset[tuple[Tensor, int]]):
         """Returns all labels: int64 (N,)."""
         places = np.delete(np.arange(len(self._index)), self._gaps + np.arange(self.left_out))
         return self._label_of[self._index.entries["label"][places]]
+
+    def total_bytes(self) -> int:
+        """The sum of all images' files, those in quarantine too."""
+        return int(self._index.entries["size"].sum(dtype=np.uint64))
+
+    def identity(self) -> Iterator[bytes]:
+        """Yields bytes that are others for another set of images: names, sizes, labels, and what is left out."""
+        yield from (self._index.name_bytes.tobytes(), self._gaps.tobytes(), "\n".join(self.classes).encode())
+        yield from (self._index.entries["size"].tobytes(), self._index.entries["label"].tobytes())
 
     def __reduce__(self) -> tuple[object, ...]:
         # Neither open files nor a mapped index can travel to another process: it opens them anew.

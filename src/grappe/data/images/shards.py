@@ -20,6 +20,8 @@ CLASSES = "classes.txt"
 """In a folder of shards: the name of each class, a line for each label from 0."""
 MANIFEST = "shards.json"
 """In a folder of shards that `grappe data pack` wrote: the shards that there are, with their sizes."""
+BEGUN = ".pack.json"
+"""In a folder that `grappe data pack` has begun: what is packed into it, and how."""
 
 
 def shard_names(source: Path) -> tuple[str, ...]:
@@ -29,13 +31,14 @@ def shard_names(source: Path) -> tuple[str, ...]:
         DataError: one is missing: by the folder's manifest, or by a gap in their numbers.
     """
     there = shards_in(source)
-    manifest = source / MANIFEST
-    if manifest.is_file():
-        try:
-            said = [str(one["name"]) for one in json.loads(manifest.read_bytes())["shards"]]
-        except (ValueError, TypeError, KeyError):
-            raise DataError(f"{manifest} is damaged: pack the shards anew") from None
-        absent = sorted(set(said) - set(there))
+    if (source / MANIFEST).is_file():
+        sizes = _manifest(source)
+        absent = sorted(sizes.keys() - set(there))
+        for name in there:
+            if name in sizes and (source / name).stat().st_size != sizes[name]:
+                raise DataError(f"{source / name} has another size than {MANIFEST} says: copy it again")
+    elif (source / BEGUN).is_file():
+        raise DataError(f"{source} is not packed to its end: start grappe data pack again, and it goes on")
     else:
         absent = list(_gaps(there))
     if absent:
@@ -45,6 +48,15 @@ def shard_names(source: Path) -> tuple[str, ...]:
             "process would have fewer samples than others"
         )
     return tuple(there)
+
+
+def _manifest(source: Path) -> dict[str, int]:
+    """The size of each shard, by its name."""
+    try:
+        found = json.loads((source / MANIFEST).read_bytes())["shards"]
+        return {str(one["name"]): int(one["bytes"]) for one in found}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise DataError(f"{source / MANIFEST} is damaged: pack the shards anew") from None
 
 
 def shards_in(source: Path) -> list[str]:
