@@ -32,4 +32,5 @@ class Normalise(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns float32 [B, C, H, W]."""
-        return (images.float() - self.shift) * self.scale
+        # One new tensor, and no other: fresh memory costs more than the arithmetic.
+        return images.to(torch.float32, copy=True).sub_(self.shift).mul_(self.scale)
