@@ -18,7 +18,8 @@ from grappe.plan import Plan
 from grappe.verbs.catalogue import plan_markdown
 
 PAGE = Path(__file__).with_name("api.md")
-MODULES = ("grappe.optimizers", "grappe.slurm")  # beside grappe itself: each says in __all__ what is public
+# Beside grappe itself: each says in __all__ what is public.
+MODULES = ("grappe.data", "grappe.optimizers", "grappe.slurm")
 # What public functions return: these attributes are public, the classes are not for importing.
 RETURNED = {
     "grappe.training.run:Run": (
@@ -36,7 +37,8 @@ RETURNED = {
     "grappe.sites.slurm:Entry": (),
 }
 MEMBERS = {
-    "Plan": ("processes", "data_parallel", "parse", "check_fits")
+    "Images": ("sample", "read", "name", "targets", "classes", "left_out"),
+    "Plan": ("processes", "data_parallel", "parse", "check_fits"),
 }  # of a class with more than users need
 TEXT_FORMS = ("Duration", "Names", "Counts", "Ranks")  # Python has plain values
 HEAD = """# The stable surface

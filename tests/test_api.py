@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import grappe
+import grappe.data
 import grappe.optimizers
 import grappe.slurm
 
@@ -26,7 +27,7 @@ def test_what_is_listed_can_be_imported(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [grappe, grappe.optimizers, grappe.slurm], ids=lambda module: module.__name__
+    "module", [grappe, grappe.data, grappe.optimizers, grappe.slurm], ids=lambda module: module.__name__
 )
 def test_the_page_lists_what_a_module_says_is_public(module) -> None:
     listed = [name.rpartition(".")[2] for name in LISTED if name.rpartition(".")[0] == module.__name__]

@@ -1,1 +1,27 @@
 """Chooses each step's samples, the same for any number of processes, and loads them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grappe.data.images.dataset import Images
+    from grappe.data.images.normalise import Normalise
+    from grappe.data.images.views import CentreCrop, RandomResizedCrop
+
+__all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop"]
+
+# What needs torch is imported when it is first used, so that `grappe --help` is quick.
+_LAZY = {
+    "CentreCrop": "grappe.data.images.views",
+    "Images": "grappe.data.images.dataset",
+    "Normalise": "grappe.data.images.normalise",
+    "RandomResizedCrop": "grappe.data.images.views",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'grappe.data' has no attribute '{name}'")

@@ -73,6 +73,14 @@ def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
     return _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
 
 
+def draw_one(key: int, index: int) -> float:
+    """Draws number `index` of one key, as `draw` does, where no tensor is at hand."""
+    bits = (key + (index + 1) * _GAMMA) & _WORD
+    bits = ((bits ^ (bits >> 30)) * _FIRST) & _WORD
+    bits = ((bits ^ (bits >> 27)) * _SECOND) & _WORD
+    return ((bits ^ (bits >> 31)) >> 40) * 2.0**-24
+
+
 def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Pairs the `n` rows of a slice for mixup: int64 (n,), rows 2j and 2j+1 with each other.
 

@@ -293,6 +293,10 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
 
 
 def _channels_last(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point():
+    if (
+        isinstance(leaf, Tensor)
+        and leaf.dim() == 4
+        and (leaf.is_floating_point() or leaf.dtype == torch.uint8)
+    ):
         return leaf.contiguous(memory_format=torch.channels_last)
     return leaf

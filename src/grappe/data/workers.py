@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from grappe.errors import TaskError
+from grappe.errors import GrappeError
 from grappe.launch.orphan import end_with_parent
 from grappe.private_api.torch import end_data_workers
 
@@ -38,14 +38,14 @@ def next_batch(loaded: Iterator[Any]) -> Any:
     """Returns the next batch of a DataLoader's iterator.
 
     Raises:
-        TaskError: the task's own message from a data worker, without the worker's traceback.
+        GrappeError: the task's own message from a data worker, without the worker's traceback.
     """
     try:
         return next(loaded)
     except Exception as error:
         # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them later.
         end_data_workers(loaded)
-        if not isinstance(error, TaskError):
+        if not isinstance(error, GrappeError):
             raise
-        text = str(error).rstrip()
-        raise TaskError(text.rpartition("TaskError: ")[2]) from error
+        kind = type(error)
+        raise kind(str(error).rstrip().rpartition(f"{kind.__name__}: ")[2]) from error

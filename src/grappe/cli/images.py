@@ -1,0 +1,154 @@
+"""Defines grappe data and its commands: index, check, pack, make-photos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from grappe.cli.arguments import SWITCH
+from grappe.cli.exit import plain_table, show
+from grappe.errors import EXIT_OK
+from grappe.launch.terminal import say
+
+if TYPE_CHECKING:
+    from grappe.verbs.data.check import Checked
+
+Source = Annotated[
+    Path,
+    Parameter(help="A folder of class folders, a .tar archive as downloaded, or a folder of .tar shards."),
+]
+Labels = Annotated[
+    Path | None,
+    Parameter(
+        help="The file of an archive's labels, where its images are in no class: ImageNet's validation."
+    ),
+]
+Numbering = Annotated[
+    Path | None, Parameter(help="The file that says which class each number of --labels is.")
+]
+_SHOWN = 20  # bad files that are listed; all are in the quarantine
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def register(app: App) -> None:
+    """Adds the commands to `app`."""
+    group = App(
+        name="data", help="Index, check and pack folders and archives of images.", help_format="plaintext"
+    )
+    for command in (index, check, pack, make_photos):
+        group.command(command)
+    app.command(group)
+
+
+def index(
+    source: Source,
+    /,
+    *,
+    labels: Labels = None,
+    numbering: Numbering = None,
+    again: Annotated[bool, SWITCH, Parameter(help="Make it anew, whatever there is.")] = False,
+) -> int:
+    """Read the headers of a source of images once, so that a training starts at once."""
+    from grappe.launch.terminal import progress
+    from grappe.verbs.data.index import index as verb
+
+    done = verb(source, labels=labels, numbering=numbering, again=again)
+    progress("")
+    table = plain_table("", "")
+    table.add_row("source", f"{source} ({done.kind})")
+    table.add_row("images", f"{done.images:,} of {done.classes:,} classes")
+    if done.left_out:
+        table.add_row("other files", f"{done.left_out:,}, left out: no .jpg, .jpeg or .png")
+    if done.quarantined:
+        table.add_row("in quarantine", f"{done.quarantined:,}, left out")
+    table.add_row("index", f"{done.file} ({_size(done.size)})")
+    table.add_row("took", f"{done.seconds:.1f} s")
+    show(table)
+    return EXIT_OK
+
+
+def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None) -> int:
+    """Decode every image, and list those that cannot be: datasets leave them out."""
+    from grappe.verbs.data.check import check as verb
+
+    done = verb(source, labels=labels, numbering=numbering)
+    for name, reason in done.bad[:_SHOWN]:
+        say(f"{name}: {reason}")
+    if len(done.bad) > _SHOWN:
+        say(f"… and {len(done.bad) - _SHOWN:,} more")
+    show(_checked(done))
+    return EXIT_OK
+
+
+def _checked(done: Checked) -> object:
+    table = plain_table("", "")
+    table.add_row("images", f"{done.images:,}")
+    table.add_row("bad", f"{len(done.bad):,}")
+    if done.quarantine is not None:
+        table.add_row("quarantine", f"{done.quarantine}: datasets leave these out")
+    if not done.sees_all:
+        table.add_row(
+            "decoder", "Pillow, which passes over some damage: pip install simplejpeg, or 'grappe[images]'"
+        )
+    return table
+
+
+def pack(
+    source: Source,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="A new folder for the shards, or one that was begun.")],
+    short: Annotated[
+        int, Parameter(help="Pixels of the short side; smaller pictures stay as they are.")
+    ] = 256,
+    quality: Annotated[int, Parameter(help="Of the JPEG files, 1 to 100.")] = 90,
+    per_shard: Annotated[int, Parameter(help="Images in each shard.")] = 4096,
+    labels: Labels = None,
+    numbering: Numbering = None,
+) -> int:
+    """Write smaller JPEG files into tar shards, which load several times as fast.
+
+    Samples keep their numbers, so orders and runs stay what they are. Killed at any
+    moment, it goes on when the same command is started again.
+    """
+    from grappe.verbs.data.pack import Packing
+    from grappe.verbs.data.pack import pack as verb
+
+    form = Packing(short=short, quality=quality, per_shard=per_shard)
+    done = verb(source, to, form, labels=labels, numbering=numbering)
+    table = plain_table("", "")
+    there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
+    table.add_row("written", f"{done.folder}: {len(done.shards):,} shards{there}")
+    table.add_row("images", f"{done.images:,}, short side at most {short}")
+    table.add_row("size", f"{_size(done.bytes)} of {_size(done.source_bytes)}")
+    show(table)
+    return EXIT_OK
+
+
+def make_photos(
+    to: Annotated[Path, Parameter(help="A new folder.")],
+    /,
+    *,
+    images: Annotated[int, Parameter(help="Photos for training; a fifth as many for validation.")] = 1000,
+    seed: Annotated[int, Parameter(help="Another seed cuts other photos.")] = 0,
+) -> int:
+    """Cut a small labelled set of photos from pictures that come with Python packages, to try things on."""
+    from grappe.verbs.data.photos import make_photos as verb
+
+    done = verb(to, images, seed)
+    table = plain_table("", "")
+    table.add_row(
+        "written", f"{done.folder}: {', '.join(f'{n:,} {split}' for split, n in done.images.items())}"
+    )
+    table.add_row("classes", f"{done.classes}: halves of {', '.join(done.photographs)}")
+    show(table)
+    return EXIT_OK
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"

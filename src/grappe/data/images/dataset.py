@@ -1,0 +1,156 @@
+"""Defines Images: a map-style dataset of labelled pictures in a folder, an archive or shards.
+
+Shapes: S, the side of a sample in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from grappe.data.draw import mix
+from grappe.data.images.headers import NoPicture
+from grappe.data.images.places import open_index
+from grappe.data.images.quarantine import quarantined
+from grappe.data.images.reader import Reader
+from grappe.data.images.views import View
+from grappe.errors import DataError, TaskError
+from grappe.errors.foreign_text import printable
+from grappe.launch.rank import is_main_process
+from grappe.launch.terminal import complain
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Labelled pictures, JPEG or PNG, read where they are: samples are pairs (uint8 [3, S, S], label).
+
+    `source` is a folder of class folders; a tar archive of a tar for each class (ILSVRC2012_img_train.tar as it is
+    downloaded) or of class folders; a folder of tar shards in WebDataset's form; or, with `labels`, a flat archive
+    (ILSVRC2012_img_val.tar). Nothing is unpacked. Its headers are read once into an index beside it, or in the user's
+    state folder where nothing can be written there; a changed source gets another. What `grappe data check` could not
+    decode is left out.
+
+    Args:
+        source: the folder or archive.
+        view: what makes a sample of a picture: `RandomResizedCrop(size=224)`, `CentreCrop(size=224)`, or a function
+            of the file's bytes and the sample's key.
+        labels: the file that says the classes of a flat archive: a line for each image in the order of their names, or
+            lines of a name and a class.
+        numbering: the file that says which class each number of `labels` is.
+        classes: names of classes in the order of their labels, those of the training set for validation, say. Default:
+            the source's own, in the order of their names.
+
+    Raises:
+        DataError: the source is missing, damaged or of another form, or has a class that `classes` lacks.
+    """
+
+    def __init__(
+        self,
+        source: Path | str,
+        view: View,
+        *,
+        labels: Path | str | None = None,
+        numbering: Path | str | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        self.source = Path(source).absolute()
+        self.view = view
+        self._labels = None if labels is None else Path(labels).absolute()
+        self._numbering = None if numbering is None else Path(numbering).absolute()
+        self._given_classes = None if classes is None else tuple(classes)
+        self._index = open_index(self.source, self._labels, self._numbering)[0]
+        self.classes = self._given_classes or self._index.classes
+        """Names of the classes, by label."""
+        self._label_of = self._relabelled()
+        self._reader = Reader(self.source, self._index)
+        left_out = quarantined(self.source, self._index)
+        self.left_out = len(left_out)
+        """Images that are in quarantine."""
+        # Of the place of the k-th of them, k taken off: where ids behind it are one further on.
+        self._gaps = left_out - np.arange(len(left_out))
+        if len(self) == 0:
+            raise DataError(f"{self.source}: all of its {len(self._index):,} images are in quarantine")
+        if self.left_out and is_main_process():
+            complain(
+                f"grappe: {self.source}: {len(self):,} of {len(self._index):,} images, {self.left_out:,} in quarantine"
+            )
+
+    def __len__(self) -> int:
+        return len(self._index) - self.left_out
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        # In a training each sample is asked for behind a seed of its own: torch's generator has the sample's key.
+        return self.sample(index, mix(torch.initial_seed(), index))
+
+    def sample(self, index: int, key: int) -> tuple[Tensor, int]:
+        """Returns a sample as its key says, the same for the same key; threads may call it at once.
+
+        Raises:
+            DataError: its file cannot be read or decoded.
+        """
+        place = self._place(index)
+        data = self._reader.read(place)
+        try:
+            image = self.view(data, key)
+        except NoPicture as error:
+            raise DataError(
+                f"{self._reader.name(place)}: {printable(error)}. Find all such files, and leave them out: "
+                f"grappe data check {printable(self.source)}"
+            ) from None
+        return image, int(self._label_of[self._index.entries["label"][place]])
+
+    def read(self, index: int) -> bytes:
+        """Returns the content of an image's file, JPEG or PNG."""
+        return self._reader.read(self._place(index))
+
+    def name(self, index: int) -> str:
+        """The name of an image below the source, fit to print."""
+        return printable(self._index.name(self._place(index)).decode(errors="replace"))
+
+    def targets(self) -> NDArray[np.int64]:
+        """Returns all labels: int64 (N,)."""
+        places = np.delete(np.arange(len(self._index)), self._gaps + np.arange(self.left_out))
+        return self._label_of[self._index.entries["label"][places]]
+
+    def total_bytes(self) -> int:
+        """The sum of all images' files, those in quarantine too."""
+        return int(self._index.entries["size"].sum(dtype=np.uint64))
+
+    def identity(self) -> Iterator[bytes]:
+        """Yields bytes that are others for another set of images: names, sizes, labels, and what is left out."""
+        yield from (self._index.name_bytes.tobytes(), self._gaps.tobytes(), "\n".join(self.classes).encode())
+        yield from (self._index.entries["size"].tobytes(), self._index.entries["label"].tobytes())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Neither open files nor a mapped index can travel to another process: it opens them anew.
+        return _opened, (self.source, self.view, self._labels, self._numbering, self._given_classes)
+
+    def _place(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        return index + int(np.searchsorted(self._gaps, index, side="right"))
+
+    def _relabelled(self) -> NDArray[np.int64]:
+        """The label of each class of the index."""
+        if self._given_classes is None:
+            return np.arange(len(self._index.classes))
+        labels = {name: label for label, name in enumerate(self._given_classes)}
+        if len(labels) < len(self._given_classes):
+            raise TaskError("Images: a name stands twice in classes=")
+        absent = sorted(set(self._index.classes) - set(labels))
+        if absent:
+            raise DataError(
+                f"{self.source} has the class '{printable(absent[0])}', which classes= lacks ({len(absent)} in all)"
+            )
+        return np.array([labels[name] for name in self._index.classes], np.int64)
+
+
+def _opened(
+    source: Path, view: View, labels: Path | None, numbering: Path | None, classes: tuple[str, ...] | None
+) -> Images:
+    return Images(source, view, labels=labels, numbering=numbering, classes=classes)

@@ -1,0 +1,197 @@
+"""Walks the headers of a tar archive by pread, and unpacks nothing.
+
+Formats: POSIX.1-2017, "pax Interchange Format" and "ustar"; GNU tar's manual, "Basic Tar Format" (long names).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn
+
+import xxhash
+
+from grappe.errors import DataError
+from grappe.errors.foreign_text import printable
+
+BLOCK = 512
+MOST_EXTENSION = 1 << 20  # bytes of a long name or of pax records: real ones have less than a thousand
+_REGULAR = b"0\x007"  # "7" is a contiguous file, which everyone takes for a regular one
+_REFUSED = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+}
+
+
+class Member(NamedTuple):
+    """A regular file in an archive."""
+
+    name: bytes
+    offset: int
+    """Of its content, from the beginning of the outer file."""
+    size: int
+    mark: int
+    """`mark_of` its header block, which stands right before its content."""
+    head: bytes
+    """The first bytes of its content: no more than a block."""
+
+
+class Extent(NamedTuple):
+    """An archive: a whole file, or the part of one that is a member of another archive."""
+
+    handle: int
+    title: str
+    """For messages: `train.tar`, or `n01440764.tar in train.tar`."""
+    start: int
+    stop: int
+
+
+def mark_of(header: bytes | memoryview) -> int:
+    """Hashes a header block to 32 bits, to notice another file in the archive's place."""
+    return xxhash.xxh32_intdigest(header)
+
+
+def members(archive: Extent) -> Iterator[Member]:
+    """Yields the regular files of an archive, in its order; folders are left out.
+
+    Raises:
+        DataError: the archive is cut off or damaged; or a member is a link, a device, sparse, or named to lie outside.
+    """
+    position, count = archive.start, 0
+    extension = _Extension()
+    while True:
+        block = _read(archive, 2 * BLOCK, position, count)
+        header = block[:BLOCK]
+        if not any(header):
+            return
+        kind, size = header[156:157], _checked_size(header, archive, position)
+        position += BLOCK
+        if kind in (b"L", b"K", b"x", b"g"):
+            extension = _extended(extension, kind, archive, position, size)
+        else:
+            size = extension.size if extension.size is not None else size
+            name = extension.name or _name(header)
+            if kind in _REFUSED or extension.sparse:
+                what = _REFUSED.get(kind, "a sparse file")
+                _refuse(archive, f"'{printable(name.decode(errors='replace'))}' is {what}")
+            if kind != b"5":
+                if kind not in (b"0", b"\0", b"7"):
+                    _refuse(archive, f"a member of the unknown type '{printable(kind.decode('latin-1'))}'")
+                if not name.endswith(b"/"):
+                    _check_name(name, archive)
+                    if position + size > archive.stop:
+                        _cut(archive, count)
+                    yield Member(name, position, size, mark_of(header), block[BLOCK : BLOCK + size])
+                    count += 1
+            extension = _Extension()
+        position += -(-size // BLOCK) * BLOCK
+
+
+class _Extension(NamedTuple):
+    """Name and size of the next member, from the headers before its own."""
+
+    name: bytes = b""
+    size: int | None = None
+    sparse: bool = False
+
+
+def _extended(before: _Extension, kind: bytes, archive: Extent, position: int, size: int) -> _Extension:
+    if size > MOST_EXTENSION:
+        _refuse(archive, f"an extended header of {size:,} bytes")
+    content = os.pread(archive.handle, size, position)
+    if len(content) < size or position + size > archive.stop:
+        _cut(archive, None)
+    if kind == b"L":
+        return before._replace(name=content.rstrip(b"\0"))
+    if kind == b"K":  # the long target of a link, which is refused with the link
+        return before
+    found = dict(_pax_records(content, archive))
+    if kind == b"g":
+        if found.keys() & {b"path", b"size"}:
+            _refuse(archive, "one name or size for all members (a global pax header)")
+        return before
+    try:
+        size_now = int(found[b"size"]) if b"size" in found else before.size
+    except ValueError:
+        _refuse(archive, "a pax header whose size is no number")
+    if size_now is not None and size_now < 0:
+        _refuse(archive, "a pax header with a negative size")
+    sparse = before.sparse or any(key.startswith(b"GNU.sparse.") for key in found)
+    return _Extension(found.get(b"path", before.name), size_now, sparse)
+
+
+def _pax_records(content: bytes, archive: Extent) -> Iterator[tuple[bytes, bytes]]:
+    """The records `LENGTH KEY=VALUE` and a line feed; the length counts all of the record."""
+    at = 0
+    while at < len(content) and content[at]:
+        space = content.find(b" ", at, at + 20)
+        digits = content[at:space] if space > 0 else b""
+        length = int(digits) if digits.isdigit() else 0
+        record = content[space + 1 : at + length]
+        key, equals, value = record.removesuffix(b"\n").partition(b"=")
+        if not equals or not record.endswith(b"\n") or at + length > len(content):
+            _refuse(archive, "a damaged pax header")
+        yield key, value
+        at += length
+
+
+def _checked_size(header: bytes, archive: Extent, position: int) -> int:
+    """The size that a header says, once its checksum is right."""
+    total = sum(header) - sum(header[148:156]) + 8 * 32
+    said = _number(header[148:156])
+    size = _number(header[124:136])
+    if said != total or size is None:
+        inside = position - archive.start
+        if inside == 0:
+            _refuse(archive, "no tar header at its beginning: it is another kind of file, or compressed")
+        _refuse(archive, f"a damaged header at byte {inside:,}")
+    return size
+
+
+def _number(field: bytes) -> int | None:
+    """Octal digits, or, of sizes from 8 GiB, GNU's big-endian number behind a set bit; None: neither."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    digits = field.strip(b" \0")
+    try:
+        return int(digits, 8) if digits and digits[:1] not in b"+-" else None
+    except ValueError:
+        return None
+
+
+def _name(header: bytes) -> bytes:
+    name = header[:100].partition(b"\0")[0]
+    if header[257:263] == b"ustar\0":  # GNU's own magic has other things in the prefix's place
+        prefix = header[345:500].partition(b"\0")[0]
+        return prefix + b"/" + name if prefix else name
+    return name
+
+
+def _check_name(name: bytes, archive: Extent) -> None:
+    if not name or name.startswith(b"/") or b"\0" in name or b"\n" in name or b".." in name.split(b"/"):
+        shown = printable(name.decode(errors="replace"))
+        _refuse(archive, f"the name '{shown}', which is no place below a folder")
+
+
+def _read(archive: Extent, size: int, position: int, count: int) -> bytes:
+    size = min(size, archive.stop - position)
+    block = os.pread(archive.handle, size, position) if size >= BLOCK else b""
+    if len(block) < BLOCK:
+        _cut(archive, count)
+    return block
+
+
+def _cut(archive: Extent, count: int | None) -> NoReturn:
+    behind = "" if count is None else f" behind {count:,} whole members"
+    raise DataError(f"{archive.title} is cut off{behind}: fetch it again, and compare its size and checksum")
+
+
+def _refuse(archive: Extent, what: str) -> NoReturn:
+    raise DataError(
+        f"{archive.title} has {what}: grappe reads regular files in a plain tar archive only. "
+        "Pack it anew (tar --format=ustar, without links), or unpack it and name the folder"
+    )

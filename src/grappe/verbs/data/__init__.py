@@ -1,0 +1,1 @@
+"""grappe data: indexes, checks and packs sources of images."""

@@ -1,0 +1,163 @@
+"""Packs a source of images into tar shards of smaller JPEG files: resumable, and with the same bytes each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from grappe.data.images.dataset import Images
+from grappe.data.images.decode import decoded
+from grappe.data.images.headers import NoPicture, header_of
+from grappe.data.images.views import shortened
+from grappe.errors import DataError, UsageError
+from grappe.verbs.data.meter import Meter
+from grappe.verbs.data.shard_writer import (
+    Shard,
+    packing,
+    shard_name,
+    shard_there,
+    write_manifest,
+    write_shard,
+)
+from grappe.verbs.data.threads import in_threads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Form of the packed images."""
+
+    short: int = 256
+    """Pixels of the short side; smaller pictures stay as they are."""
+    quality: int = 90
+    """Of the JPEG files, 1 to 100."""
+    per_shard: int = 4096
+    """Images in each shard."""
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("short", self.short, 4096), ("quality", self.quality, 100)):
+            if not 1 <= value <= most:
+                raise UsageError(f"--{name} {value}: it must be 1 to {most}")
+        if not 1 <= self.per_shard <= 1_000_000:
+            raise UsageError(f"--per-shard {self.per_shard}: it must be 1 to 1,000,000")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Result of packing."""
+
+    folder: Path
+    shards: tuple[Shard, ...]
+    images: int
+    source_bytes: int
+    were_there: int
+    """Shards that an earlier start had written."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards together."""
+        return sum(one.bytes for one in self.shards)
+
+
+def pack(
+    source: Path,
+    to: Path,
+    form: Packing,
+    *,
+    labels: Path | None = None,
+    numbering: Path | None = None,
+) -> Packed:
+    """Packs a source into a folder of shards; samples keep their ids, so that orders and resumed runs are the same.
+
+    Killed at any moment it goes on where it was when it is started again: a shard is there whole, or not at all.
+
+    Raises:
+        DataError: an image cannot be decoded, or the disk is full.
+        UsageError: the folder has something else in it.
+    """
+    source, to = source.absolute(), to.absolute()
+    if to == source or to.is_relative_to(source):
+        raise UsageError(f"--to {to}: this is in the source, which stays as it is")
+    data = Images(source, _nothing, labels=labels, numbering=numbering)
+    description = _description(source, data, form)
+    found, there = [], 0
+    with packing(to, description):
+        meter = Meter("packing", len(data))
+        for number, first in enumerate(range(0, len(data), form.per_shard)):
+            ids = range(first, min(first + form.per_shard, len(data)))
+            shard = shard_there(to, number, len(ids))
+            there += shard is not None
+            if shard is None:
+                try:
+                    shard = write_shard(to, number, _members(data, ids, form, meter), len(ids))
+                except OSError as error:
+                    raise DataError(
+                        f"{to / shard_name(number)} cannot be written: {error.strerror or error}. {number} shards are "
+                        "whole and stay: make room, and start the same command again"
+                    ) from None
+            found.append(shard)
+            meter.at(ids.stop)
+        meter.end()
+        write_manifest(to, data.classes, found, description)
+    return Packed(
+        folder=to, shards=tuple(found), images=len(data), source_bytes=data.total_bytes(), were_there=there
+    )
+
+
+def smaller(data: bytes, form: Packing) -> bytes:
+    """An image's file with its short side at `form.short`; one that is small enough already stays as it is.
+
+    Raises:
+        NoPicture: it cannot be decoded.
+    """
+    from PIL import Image
+
+    header = header_of(data)
+    if header.kind == "jpeg" and header.channels != 4 and min(header.height, header.width) <= form.short:
+        decoded(data, header)
+        return data
+    short = min(form.short, header.height, header.width)
+    pixels = shortened(data, short).permute(1, 2, 0).contiguous().numpy()
+    stream = io.BytesIO()
+    # Pillow, and never the other: their encoders need not agree in every bit
+    Image.fromarray(pixels).save(stream, "JPEG", quality=form.quality, subsampling="4:2:0", optimize=False)
+    return stream.getvalue()
+
+
+def _members(data: Images, ids: range, form: Packing, meter: Meter) -> Iterator[tuple[str, bytes]]:
+    labels = data.targets()
+
+    def made(index: int) -> bytes:
+        try:
+            return smaller(data.read(index), form)
+        except NoPicture as error:
+            raise DataError(
+                f"{data.source}: {data.name(index)}: {error}. Find all such files, and leave them out: "
+                f"grappe data check {data.source}"
+            ) from None
+
+    for index, content in zip(ids, in_threads(made, ids), strict=True):
+        yield f"{index:08d}.cls", b"%d" % labels[index]
+        yield f"{index:08d}.jpg", content
+        meter.at(index + 1)
+
+
+def _description(source: Path, data: Images, form: Packing) -> dict[str, Any]:
+    """Says what is packed and how: a folder that was begun otherwise is left alone."""
+    names = xxhash.xxh3_64()
+    for content in data.identity():
+        names.update(content)
+    return {
+        **dataclasses.asdict(form),
+        "source": source.name,
+        "images": len(data),
+        "names": names.hexdigest(),
+    }
+
+
+def _nothing(data: bytes, key: int, *, fast: bool = True) -> Any:
+    raise AssertionError("packing reads files, and no samples")

@@ -1,0 +1,1 @@
+"""Tests of images in folders, archives and shards."""

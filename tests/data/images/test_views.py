@@ -1,0 +1,130 @@
+"""Crops are functions of the key, with either decoder, and are drawn as the published recipe draws them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from grappe import draw
+from grappe.data import CentreCrop, RandomResizedCrop
+from grappe.data.draw import draw_one, sample_keys
+from grappe.data.images.views import shortened
+from grappe.errors import TaskError
+from tests.data.images.pictures import jpeg, part, photographs, pixels, png
+
+
+def test_one_number_is_that_of_the_tensor() -> None:
+    keys = sample_keys(3, 1, np.arange(50))
+    numbers = draw(torch.from_numpy(keys), 7)
+    assert [[draw_one(int(key), place) for place in range(7)] for key in keys] == numbers.tolist()
+
+
+@pytest.mark.parametrize("size", [16, 64, 224])
+def test_crops_are_the_same_bits_with_either_decoder(size: int) -> None:
+    view, middle = RandomResizedCrop(size=size), CentreCrop(size=size)
+    for seed in range(40):
+        data = jpeg(part(seed, 30, 420, "L" if seed % 5 == 0 else "RGB"), quality=85)
+        one = view(data, seed)
+        assert one.shape == (3, size, size)
+        assert one.dtype == torch.uint8
+        assert torch.equal(one, view(data, seed, fast=False))
+        assert torch.equal(one, view(data, seed))
+        assert torch.equal(middle(data), middle(data, fast=False))
+
+
+def published(height: int, width: int, count: int) -> np.ndarray:
+    """Shares and ratios of crops by torchvision's algorithm (transforms.RandomResizedCrop.get_params), by rejection."""
+    generator, found = np.random.default_rng(0), []
+    while len(found) < count:
+        share = generator.uniform(0.08, 1)
+        ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)))
+        wide, tall = (round(np.sqrt(height * width * share * one)) for one in (ratio, 1 / ratio))
+        if 0 < wide <= width and 0 < tall <= height:
+            found.append((wide * tall / (height * width), wide / tall))
+    return np.array(found)
+
+
+def test_boxes_are_distributed_as_the_recipe_says() -> None:
+    view = RandomResizedCrop()
+    boxes = [view.box(375, 500, int(key)) for key in sample_keys(0, 0, np.arange(4000))]
+    share = np.array([box.height * box.width for box in boxes]) / (375 * 500)
+    ratio = np.array([box.width / box.height for box in boxes])
+    assert all(0 <= box.top <= 375 - box.height and 0 <= box.left <= 500 - box.width for box in boxes)
+    assert 0.075 < share.min() < share.max() <= 1
+    assert 0.73 < ratio.min() < ratio.max() < 1.36
+    expected = published(375, 500, 20000)
+    for found, theirs in ((share, expected[:, 0]), (np.log(ratio), np.log(expected[:, 1]))):
+        for level in (0.1, 0.25, 0.5, 0.75, 0.9):
+            assert abs((found < np.quantile(theirs, level)).mean() - level) < 0.03
+    left = np.array([box.left / (500 - box.width) for box in boxes if box.width < 450])
+    assert abs(left.mean() - 0.5) < 0.02
+
+
+def test_half_of_the_samples_are_mirrored() -> None:
+    data = jpeg(part(1))
+    plain = RandomResizedCrop(size=16, flip=0)
+    mixed = RandomResizedCrop(size=16)
+    keys = sample_keys(0, 0, np.arange(200)).tolist()
+    flipped = sum(torch.equal(mixed(data, key), plain(data, key).flip(2)) for key in keys)
+    assert 70 < flipped < 130
+    kept = sum(torch.equal(mixed(data, key), plain(data, key)) for key in keys)
+    assert flipped + kept == 200
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 3000), (3000, 4), (1, 1), (2, 2)])
+def test_odd_shapes_have_a_box(height: int, width: int) -> None:
+    for key in range(50):
+        box = RandomResizedCrop().box(height, width, key)
+        assert 0 < box.height <= height
+        assert 0 < box.width <= width
+        assert 0 <= box.top <= height - box.height
+        assert 0 <= box.left <= width - box.width
+
+
+def test_one_pixel_and_png_become_samples() -> None:
+    for data in (jpeg(part(0, 1, 1)), png(part(0, 1, 1)), png(part(1))):
+        assert RandomResizedCrop(size=8)(data, 1).shape == (3, 8, 8)
+        assert CentreCrop(size=8)(data).shape == (3, 8, 8)
+
+
+def test_a_resize_is_within_a_level_of_pillows() -> None:
+    for seed in range(10):
+        data = jpeg(part(seed, 100, 400))
+        whole = Image.fromarray(pixels(data))
+        height, width = shortened(data, 90).shape[1:]
+        if min(whole.size) >= 180:  # scaled while it was decoded
+            continue
+        theirs = np.asarray(whole.resize((width, height), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        assert np.abs(shortened(data, 90).numpy().astype(int) - theirs).max() <= 1
+
+
+def test_what_is_scaled_while_it_is_decoded_looks_the_same() -> None:
+    data = jpeg(photographs()[0], quality=95)
+    whole = Image.fromarray(pixels(data)).resize((149, 100), Image.Resampling.BILINEAR)
+    found = shortened(data, 100).numpy().astype(int)
+    assert found.shape == (3, 100, 149)
+    assert np.abs(found - np.asarray(whole).transpose(2, 0, 1)).mean() < 3
+
+
+def test_the_middle_is_the_middle() -> None:
+    data = png(part(3, 200, 200))
+    whole = shortened(data, 96)
+    assert torch.equal(CentreCrop(size=64, short=96)(data), whole[:, 16:80, 16:80])
+    assert CentreCrop(size=224).side == 256
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomResizedCrop(size=0),
+        lambda: RandomResizedCrop(area=(0.5, 0.2)),
+        lambda: RandomResizedCrop(ratio=(0, 1)),
+        lambda: RandomResizedCrop(flip=2),
+        lambda: CentreCrop(size=100, short=50),
+    ],
+)
+def test_views_that_cannot_be_are_refused(make) -> None:
+    with pytest.raises(TaskError):
+        make()

@@ -1,0 +1,77 @@
+"""The guide on large data: its task learns, and its commands run in its order."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grappe.cli.commands import app
+from tests.patience import PATIENCE_SECONDS
+
+PAGE = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = re.findall(r"^grappe .*", PAGE, re.MULTILINE)
+
+
+def run(command: str, folder: Path, *more: str) -> None:
+    """Runs a training in a process of its own; `grappe data` here, as starting takes longer than it does."""
+    plain = shlex.split(command.replace("--images 400", "--images 40"))
+    if plain[1] == "data":
+        assert app(plain[1:], exit_on_error=False, print_error=False) == 0
+        return
+    words = [sys.executable, "-m", *plain, *more]
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos.py").write_text(CODE[0])
+    assert [line.split()[1:3] for line in COMMANDS] == [
+        ["data", "make-photos"],
+        ["train", "photos.py"],
+        ["measure", "photos.py"],
+        ["data", "index"],
+        ["data", "check"],
+        ["data", "pack"],
+    ]
+    for line in COMMANDS:
+        if " measure " in line:
+            continue  # many trainings: tests/verbs/measure
+        more = (
+            ("epochs=1", "--plan", "threads=1,device=cpu,workers=1", "--run", "run")
+            if " train " in line
+            else ()
+        )
+        run(line, tmp_path, *more)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["count"] for one in records if one["kind"] == "evaluation"] == [8]
+    packed = CODE[0].replace('folder / "train"', 'folder / "packed"')
+    (tmp_path / "photos.py").write_text(packed)
+    run(COMMANDS[1], tmp_path, "epochs=1", "--plan", "threads=1,device=cpu", "--run", "other")
+    assert list((tmp_path / "photos").glob("*.npy"))
+
+
+def test_a_class_of_ones_own(tmp_path: Path) -> None:
+    names: dict = {}
+    exec(compile(CODE[1], "data.md", "exec"), names)
+    np.save(tmp_path / "inputs.npy", np.arange(12, dtype=np.float32).reshape(4, 3))
+    np.save(tmp_path / "targets.npy", np.arange(4))
+    data = names["Mapped"](tmp_path)
+    assert len(data) == 4
+    assert data[2][0].tolist() == [6, 7, 8]
+    assert data[2][1] == 2
+
+
+@pytest.mark.parametrize("name", ["CentreCrop", "Images", "Normalise", "RandomResizedCrop"])
+def test_every_public_name_is_in_the_guide(name: str) -> None:
+    assert name in PAGE
