@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 from grappe.errors import TaskError
+from grappe.errors.user_code import at, place_in
 from grappe.fields import check_choices
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Task:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         _refuse_hidden_methods(cls)
+        _refuse_unannotated(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -161,6 +164,41 @@ def parts() -> frozenset[str]:
     return frozenset(
         name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_")
     )
+
+
+def check_signatures(task: Task) -> None:
+    """Raises TaskError where a method of the task cannot take what grappe calls it with."""
+    for name in parts():
+        if not overrides(task, name):
+            continue
+        meant = list(inspect.signature(getattr(Task, name)).parameters)
+        try:
+            inspect.signature(getattr(task, name)).bind(*meant[1:])
+        except TypeError as error:
+            _refuse_signature(task, name, meant, error)
+        except (
+            ValueError
+        ) as error:  # it has no `self`; or torch's own code, which says nothing of its arguments
+            if inspect.isroutine(getattr(type(task), name)) and "invalid method" in str(error):
+                _refuse_signature(task, name, meant, error)
+
+
+def _refuse_signature(task: Task, name: str, meant: Sequence[str], error: Exception) -> None:
+    raise TaskError(
+        f"{type(task).__name__}.{name}() cannot be called with what it is given ({error}): write "
+        f"def {name}({', '.join(meant)}){at(task, name)}"
+    )
+
+
+def _refuse_unannotated(cls: type) -> None:
+    """Without its type a name is no field, and the field that it was to set would keep the value before."""
+    inherited = {name for base in cls.__mro__[1:] for name in inspect.get_annotations(base)}
+    for name, value in vars(cls).items():
+        if name in inherited and name not in inspect.get_annotations(cls) and not name.startswith("_"):
+            raise TaskError(
+                f"{cls.__name__}: {name} = {value!r} has no type, so it would not count: write "
+                f"{name}: {type(value).__name__} = {value!r} ({place_in(traceback.extract_stack())})"
+            )
 
 
 def _refuse_hidden_methods(cls: type) -> None:

@@ -14,14 +14,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.collate import augment, augments, collated, on_device
+from grappe.data.collate import augment, augments, collated, counts_of, on_device
 from grappe.data.draw import sample_keys
+from grappe.data.kinds import refuse_other_kinds
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.data.workers import begin_worker, next_batch, register
 from grappe.errors import TaskError
+from grappe.errors.user_code import at, line_of
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -100,6 +102,10 @@ class BatchLoader:
 
     def example(self) -> Any:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
+        return self.example_batch()[0]
+
+    def example_batch(self) -> tuple[Any, Any]:
+        """Returns the first sample or two, as a batch (inputs, targets) on the CPU."""
         ids = np.arange(min(2, self.order.length))
         if self._arrays is not None:
             inputs, targets = self._arrays.gather(ids, self._world.device)
@@ -109,7 +115,7 @@ class BatchLoader:
         cpu = torch.device("cpu")
         inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
         # A model may take what augment makes of the samples, and nothing else.
-        return self._augmented(inputs, targets, -1, ids, cpu)[0]
+        return self._augmented(inputs, targets, -1, ids, cpu)
 
     def _loaded(self, part: Slice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Each piece's sample ids, inputs and targets."""
@@ -188,7 +194,7 @@ class BatchLoader:
             inputs = tree_map(_channels_last, inputs)
         weights = None
         if self._counts:
-            weights = self._task.counts(targets)
+            weights = counts_of(self._task, targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
         return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
@@ -256,16 +262,18 @@ def check(dataset: object, split: str, task: Task) -> int:
             f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
             "samples are asked for by index. Give a map-style dataset (__len__ and __getitem__)"
         )
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TaskError(
-            f"{name}.data({split!r}) gave {type(dataset).__name__}: it needs __len__ and __getitem__"
-        )
+    refuse_other_kinds(f"{name}.data({split!r})", dataset, at(task, "data"))
     try:
         length = len(dataset)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TaskError(f"{name}.data({split!r}) has no length: {error}") from error
+    except Exception as error:
+        line = line_of(error)
+        place = f" ({line})" if line else at(type(dataset), "__len__")
+        raise TaskError(
+            f"{name}.data({split!r}) has no length: {error}{place}. __len__ must return how many samples there are"
+        ) from error
     if length == 0:
-        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split")
+        place = at(type(dataset), "__len__") or at(task, "data")
+        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split{place}")
     return length
 
 

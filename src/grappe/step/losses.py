@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
+from grappe.errors.user_code import at
 from grappe.profiling.phases import BACKWARD
 from grappe.step.given import loss_of
 from grappe.task import Task
@@ -72,17 +73,18 @@ class Losses:
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
                 'Return one value per example: reduction="none", as in '
-                'F.cross_entropy(output, target, reduction="none")'
+                'F.cross_entropy(output, target, reduction="none")' + at(self._task, "loss")
             )
         if micro.weights is None and (values.numel() % rows or values.numel() == 0):
             raise TaskError(
                 f"{type(self._task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
                 'value per example or per token (reduction="none"), or say with counts() what each value counts'
+                + at(self._task, "loss")
             )
         if micro.weights is not None and micro.weights.shape != values.shape:
             raise TaskError(
                 f"{type(self._task).__name__}: counts() has shape {list(micro.weights.shape)}, loss() "
-                f"{list(values.shape)}: they must be the same"
+                f"{list(values.shape)}: they must be the same{at(self._task, 'counts')}"
             )
         return values
 
