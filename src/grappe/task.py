@@ -101,6 +101,10 @@ class Task:
         """Metrics that evaluation reports besides the loss; each is updated with (output, target)."""
         return {}
 
+    def sampling(self, dataset: Any) -> Any:
+        """Returns a `grappe.Sampling`: which training samples an epoch has, and how often. None: each once."""
+        return None
+
     def augment(self, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
         """Augments a training batch on the device at random; `keys` [B] int64 are arguments of `grappe.draw`.
 

@@ -369,7 +369,7 @@ CASES = (
         name="no validation data",
         changes={DATA: f"        return {{'train': Points('train')}}[split]  {HERE}\n"},
         says="Mine.data() failed: KeyError: 'validation'",
-        fix="grappe.split(dataset, validation=0.1)",
+        fix="grappe.split(dataset, split, validation=0.1)",
     ),
     Case(
         name="a DataLoader",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from grappe.data.arrays import in_memory
+from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.collate import augment, augments, collated, counts_of, on_device
 from grappe.data.draw import sample_keys
@@ -20,10 +20,11 @@ from grappe.data.kinds import refuse_other_kinds
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.rows import at_rows
+from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.data.seeded import SeededDataset
 from grappe.data.workers import begin_worker, next_batch, register
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, line_of
+from grappe.errors.user_code import at, line_of, user_call
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -106,7 +107,7 @@ class BatchLoader:
 
     def example_batch(self) -> tuple[Any, Any]:
         """Returns the first sample or two, as a batch (inputs, targets) on the CPU."""
-        ids = np.arange(min(2, self.order.length))
+        ids = np.arange(min(2, len(self.dataset)))  # type: ignore[arg-type]
         if self._arrays is not None:
             inputs, targets = self._arrays.gather(ids, self._world.device)
         else:
@@ -279,8 +280,36 @@ def check(dataset: object, split: str, task: Task) -> int:
 
 def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
     """Loads shuffled batches of `task.batch_size` samples over the whole world."""
-    order = SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size)  # type: ignore[arg-type]
+    order = training_order(task, dataset)
+    if order.sampling is not None and order.sampling.repeats:
+        dataset = with_copies(dataset)
     return BatchLoader(task, dataset, order, plan, world, training=True)
+
+
+def training_order(task: Task, dataset: Dataset) -> SampleOrder:
+    """Returns the order of the training samples, as the task's seed and `sampling` say."""
+    drawn = drawn_samples(task, dataset)
+    length = len(dataset) if drawn is None else drawn.samples  # type: ignore[arg-type]
+    return SampleOrder(seed=task.seed, length=length, batch_size=task.batch_size, sampling=drawn)
+
+
+def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
+    """Returns what an epoch has as the task's `sampling` says; None: each sample once.
+
+    Raises:
+        TaskError: sampling() fails, or does not fit the dataset.
+    """
+    if not overrides(task, "sampling"):
+        return None
+    sampling = user_call(task, "sampling", dataset)
+    if sampling is None:
+        return None
+    if not isinstance(sampling, Sampling):
+        raise TaskError(
+            f"{type(task).__name__}.sampling() returned {type(sampling).__name__}: return a grappe.Sampling, or None"
+            + at(task, "sampling")
+        )
+    return DrawnSamples(sampling, len(dataset))  # type: ignore[arg-type]
 
 
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:

@@ -112,7 +112,7 @@ _REMEDIES = tuple(
         (
             r"\A'(?:train|validation|test)'\Z",
             "data() is asked for 'train' and 'validation', and for 'test' by grappe evaluate: "
-            "grappe.split(dataset, validation=0.1) cuts one that is in one piece",
+            "grappe.split(dataset, split, validation=0.1) cuts one that is in one piece",
         ),
         (
             r"uninitialized parameter",

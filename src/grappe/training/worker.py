@@ -179,6 +179,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
 def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
     with naming_user_line(task):
         dataset = fingerprint(data.train) if world.rank == 0 else ""
+        drawn = loader.drawn_samples(task, data.train) if world.rank == 0 else None
     return OpenRequest(
         name=request.task.name,
         task=task,
@@ -188,6 +189,7 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
         data=request.data,
         weights=request.weights,
         dataset=dataset,
+        sampling="" if drawn is None else drawn.fingerprint,
     )
 
 
