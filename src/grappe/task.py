@@ -196,7 +196,8 @@ def _refuse_signature(task: Task, name: str, meant: Sequence[str], error: Except
 
 def _refuse_unannotated(cls: type) -> None:
     """Without its type a name is no field, and the field that it was to set would keep the value before."""
-    inherited = {name for base in cls.__mro__[1:] for name in inspect.get_annotations(base)}
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     for name, value in vars(cls).items():
         if name in inherited and name not in inspect.get_annotations(cls) and not name.startswith("_"):
             raise TaskError(

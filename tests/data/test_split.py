@@ -39,7 +39,9 @@ def test_arrays_are_shared_and_gathered_at_once() -> None:
     part = grappe.split(whole, "train", validation=0.25)
     assert isinstance(part, Arrays) and len(part) == 15
     assert part.inputs.data_ptr() == whole.inputs.data_ptr()
-    inputs, targets = part.gather(np.array([0, 14, 15]))  # the last is a copy of sample 0
+    with pytest.raises(IndexError):
+        part[15]
+    inputs, targets = part.with_copies().gather(np.array([0, 14, 15]))  # the last is a copy of sample 0
     assert torch.equal(inputs[:, 0], targets * 2.0 + 1)
     assert targets[2] == targets[0]
     tensors = grappe.split(TensorDataset(torch.zeros(8, 1), torch.zeros(8)), "validation", validation=0.5)

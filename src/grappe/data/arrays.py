@@ -38,6 +38,7 @@ class Arrays(Dataset):
         self.inputs = tree_map(as_tensor, inputs)
         self.targets = tree_map(as_tensor, targets)
         self._rows: Tensor | None = None
+        self._has_copies = False
         self.transform = transform
         lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
@@ -60,16 +61,22 @@ class Arrays(Dataset):
         chosen._length = len(ids)
         return chosen
 
+    def with_copies(self) -> Arrays:
+        """Returns the same samples, of which i + c N is copy c of sample i of N."""
+        repeated = copy.copy(self)
+        repeated._has_copies = True
+        return repeated
+
     def gather(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
-        """Returns the samples `ids` [B] as a transformed batch on `device`; i + c N is copy c of sample i of N."""
+        """Returns the samples `ids` [B] as a transformed batch on `device`."""
         inputs, targets = self.stored(ids, device)
         return (self.transform(inputs) if self.transform else inputs), targets
 
     def stored(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
         """Returns the samples `ids` [B] as they are stored, without the transform."""
-        index = torch.from_numpy(ids)
+        index = torch.from_numpy(ids % self._length if self._has_copies else ids)
         if self._rows is not None:
-            index = self._rows[index % self._length]
+            index = self._rows[index]
         if self._plain and device == CPU:
             return self.inputs.index_select(0, index), self.targets.index_select(0, index)
         return tree_map(lambda stored: _pick(stored, index, device), (self.inputs, self.targets))
@@ -107,7 +114,7 @@ class Copies(Dataset):
 def with_copies(dataset: Any) -> Any:
     """Returns the dataset, in memory where it was, with i + c N for copy c of sample i of N."""
     arrays = in_memory(dataset)
-    return Copies(dataset) if arrays is None else arrays.rows(np.arange(len(arrays)))
+    return Copies(dataset) if arrays is None else arrays.with_copies()
 
 
 def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tensor], Tensor]:

@@ -35,6 +35,8 @@ class Sampling:
     """A class for each sample, [N], whole numbers or words: all classes are seen equally often."""
     lengths: Any = None
     """A length for each sample, [N]: a batch has samples of similar lengths, so that little is padded."""
+    shuffle: bool = True
+    """Whether an epoch is in random order; else in the dataset's, which lengths and weights keep."""
     samples: int | None = None
     """Samples an epoch, n; None: as many as the dataset has."""
     window: int = 64
@@ -53,7 +55,7 @@ class DrawnSamples:
     def __init__(self, sampling: Sampling, length: int) -> None:
         self.length = length
         self.samples = length if sampling.samples is None else sampling.samples
-        self._window = sampling.window
+        self._window, self._shuffle = sampling.window, sampling.shuffle
         if self.samples < 1 or self._window < 1:
             raise TaskError("sampling(): samples and window must be at least 1")
         weights = _weights(sampling, length)
@@ -66,7 +68,9 @@ class DrawnSamples:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that the order depends on, to notice another one on resuming."""
-        digest = xxhash.xxh3_64(f"{self.samples} {self._window if self._lengths is not None else 0}".encode())
+        digest = xxhash.xxh3_64(
+            f"{self.samples} {self._window if self._lengths is not None else 0} {self._shuffle}".encode()
+        )
         for column in (self._bounds, self._lengths):
             digest.update(b"" if column is None else np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
@@ -89,7 +93,9 @@ class DrawnSamples:
 
     def _at(self, seed: int, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         positions = np.arange(start, stop, dtype=np.int64)
-        slots = permute(positions, key=mix(seed, epoch), length=self.samples)
+        slots = positions
+        if self._shuffle:
+            slots = permute(positions, key=mix(seed, epoch), length=self.samples)
         if self._bounds is None:
             return slots
         # Systematic sampling: slot k belongs to the sample whose part of [0, n) has k + offset in it.
