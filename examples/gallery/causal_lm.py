@@ -27,7 +27,14 @@ class CausalLM(grappe.Task):
 
     def model(self):
         config = GPT2Config(
-            vocab_size=END + 1, n_positions=self.window, n_embd=32, n_layer=2, n_head=2, use_cache=False
+            vocab_size=END + 1,
+            n_positions=self.window,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            eos_token_id=END,
+            bos_token_id=END,
         )
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         return GPT2LMHeadModel(config)
@@ -43,7 +50,9 @@ class CausalLM(grappe.Task):
         return nn.functional.cross_entropy(output.logits.transpose(1, 2), target, reduction="none")
 
     def optimizer(self, named_parameters):
-        return torch.optim.AdamW(named_parameters, lr=self.lr)
+        return torch.optim.AdamW(
+            named_parameters, lr=self.lr, eps=1e-5
+        )  # a key's bias has a gradient of rounding alone
 
     def prediction(self, output):
         return output.logits.argmax(2)

@@ -38,7 +38,7 @@ class Lora(grappe.Task):
         return nn.functional.cross_entropy(output.logits.transpose(1, 2), target, reduction="none")
 
     def optimizer(self, named_parameters):
-        return torch.optim.AdamW(named_parameters, lr=self.lr, weight_decay=0.0)
+        return torch.optim.AdamW(named_parameters, lr=self.lr, weight_decay=0.0, eps=1e-5)
 
     def prediction(self, output):
         return output.logits.argmax(2)

@@ -50,7 +50,7 @@ class MaskedLM(grappe.Task):
 
     def optimizer(self, named_parameters):
         rules = {"cls.*": {"lr": 3 * self.lr}}
-        return torch.optim.AdamW(grappe.optimizers.by_name(named_parameters, rules), lr=self.lr)
+        return torch.optim.AdamW(grappe.optimizers.by_name(named_parameters, rules), lr=self.lr, eps=1e-5)
 
     def schedule(self, optimizer, total_steps):
         return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, total_steps // 10))
