@@ -26,16 +26,8 @@ class CausalLM(grappe.Task):
     window: int = 32
 
     def model(self):
-        config = GPT2Config(
-            vocab_size=END + 1,
-            n_positions=self.window,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            use_cache=False,
-            eos_token_id=END,
-            bos_token_id=END,
-        )
+        sizes = {"vocab_size": END + 1, "n_positions": self.window, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        config = GPT2Config(**sizes, use_cache=False, eos_token_id=END, bos_token_id=END)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         return GPT2LMHeadModel(config)
 
@@ -49,7 +41,7 @@ class CausalLM(grappe.Task):
     def loss(self, output, target):
         return nn.functional.cross_entropy(output.logits.transpose(1, 2), target, reduction="none")
 
-    def optimizer(self, named_parameters):
+    def optimizer(self, named_parameters):  # eps: a key's bias has a gradient of rounding alone
         return torch.optim.AdamW(
             named_parameters, lr=self.lr, eps=1e-5
         )  # a key's bias has a gradient of rounding alone

@@ -74,7 +74,7 @@ def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bo
 
 
 def counts_of(task: Task, targets: Any) -> Tensor | None:
-    """What each value of the loss counts.
+    """Returns the weight of each value of the loss.
 
     Raises:
         TaskError: it is no tensor.

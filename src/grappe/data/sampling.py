@@ -23,7 +23,7 @@ _OFFSET, _WINDOW = 0x6F66, 0x7769  # words of keys, so that they are no sample's
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
-    """What `Task.sampling` returns: which samples an epoch of training has, and in which batches.
+    """Samples of an epoch of training, how often each comes, and in which batches: what `Task.sampling` returns.
 
     An epoch of n samples has a sample of weight w in n w / (sum of weights) copies, rounded up or down, at random, anew
     in each epoch; of weights that are all the same each sample once. Copies are augmented independently.
@@ -77,7 +77,7 @@ class DrawnSamples:
 
     @property
     def repeats(self) -> bool:
-        """Whether a sample may come several times an epoch, or never."""
+        """Returns whether a sample may come several times an epoch, or never."""
         return self._bounds is not None
 
     def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
