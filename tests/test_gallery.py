@@ -39,7 +39,11 @@ def _plain(pool: Pool, name: str) -> dict[str, Any]:
 def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     alone = _plain(pool, name)
     found = pool.run("tests.gallery_cell:train", 1 if plan == "recompute" else 2, file(name), plan, STEPS)[0]
-    gap, worst = difference(alone["weights"], found["weights"])
+    # a softmax does not see the keys' bias: its gradient is rounding alone, and of that Adam makes whole steps
+    seen = [
+        {key: one for key, one in run["weights"].items() if "key.bias" not in key} for run in (alone, found)
+    ]
+    gap, worst = difference(*seen)
     assert gap <= TOLERANCE, f"{worst} is {gap:.1e} away"
     assert found["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
 
@@ -58,7 +62,7 @@ def test_resumes_to_the_bit_and_predicts(name: str, tmp_path: Path) -> None:
     assert bool(frozen) == (name != "causal_lm")
     rows = list(grappe.predict(tmp_path / "whole", "validation", task=file(name)))
     assert len(rows) == len(tasks.find(file(name))().data("validation", tmp_path))
-    assert all(isinstance(token, int) for token in rows[0]["prediction"]) or rows
+    assert all(row.dtype == torch.int64 and row.dim() == 1 for row in rows)  # a token at each place
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -177,7 +177,9 @@ def check_signatures(task: Task) -> None:
             continue
         meant = list(inspect.signature(getattr(Task, name)).parameters)
         try:
-            inspect.signature(getattr(task, name)).bind(*meant[1:])
+            signature = inspect.signature(getattr(task, name))
+            further = {"training": True} if name == "augment" and "training" in signature.parameters else {}
+            signature.bind(*meant[1:], **further)
         except TypeError as error:
             _refuse_signature(task, name, meant, error)
         except (
