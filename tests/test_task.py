@@ -9,6 +9,7 @@ import torch
 
 from grappe import Task
 from grappe.errors import TaskError, UsageError
+from grappe.task import check_signatures
 from grappe.tasks import find, make, names
 
 
