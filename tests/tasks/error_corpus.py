@@ -60,7 +60,7 @@ class Case:
     changes: dict[str, str]
     """Parts of TASK, and what stands in their place."""
     says: str
-    """What the message must have in it: what is wrong."""
+    """Words of the message: what is wrong."""
     fix: str
     """And what to do."""
 
