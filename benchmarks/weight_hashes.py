@@ -210,7 +210,7 @@ class Trainer:
         name, fields = self._parsed(task)
         run = self._new_run()
         with self._limited(), self._log(run).open("w") as log, contextlib.redirect_stdout(log):
-            grappe.train(name, full(plan), run, fields=fields, weights=weights)
+            grappe.train(name, full(plan), run, fields=fields, from_=weights)
         return run
 
     def resumed(self, task: str, before: str, after: str) -> Path:

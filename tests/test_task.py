@@ -9,6 +9,7 @@ import torch
 
 from grappe import Task
 from grappe.errors import TaskError, UsageError
+from grappe.task import check_signatures
 from grappe.tasks import find, make, names
 
 
@@ -88,3 +89,27 @@ def test_what_a_file_draws_is_the_same_wherever_it_is_loaded(tmp_path) -> None:
     assert torch.equal(torch.default_generator.get_state(), before)
     torch.manual_seed(2)
     assert find(str(file)).drawn == first
+
+
+def test_a_method_that_cannot_be_called_is_refused() -> None:
+    class Right(Task):
+        def augment(self, inputs, targets, keys, training):
+            return inputs, targets
+
+        def loss(self, *both):
+            return both[0]
+
+    class Wrong(Task):
+        def augment(self, inputs, targets, keys, probability):
+            return inputs, targets
+
+    check_signatures(Right())
+    with pytest.raises(TaskError, match=r"missing a required argument: 'probability'.*test_task.py, line"):
+        check_signatures(Wrong())
+
+
+def test_a_field_needs_its_type() -> None:
+    with pytest.raises(TaskError, match=r"write epochs: int = 3 \(.*test_task.py, line"):
+
+        class Wrong(Task):
+            epochs = 3

@@ -12,6 +12,8 @@ from grappe.task import Task
 if TYPE_CHECKING:
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.draw import draw, mixup_pairs
+    from grappe.data.sampling import Sampling
+    from grappe.data.split import split
     from grappe.tasks.lightning_module import from_lightning
     from grappe.training.options import Options
     from grappe.training.own_loop import Loop, parallelize
@@ -27,6 +29,7 @@ __all__ = [
     "Plan",
     "Record",
     "RunInfo",
+    "Sampling",
     "Task",
     "Watcher",
     "draw",
@@ -37,6 +40,7 @@ __all__ = [
     "normalise",
     "parallelize",
     "predict",
+    "split",
     "train",
     "tune",
     "verify",
@@ -48,6 +52,8 @@ _LAZY = {
     "normalise": "grappe.data.arrays",
     "draw": "grappe.data.draw",
     "mixup_pairs": "grappe.data.draw",
+    "Sampling": "grappe.data.sampling",
+    "split": "grappe.data.split",
     "from_lightning": "grappe.tasks.lightning_module",
     "Options": "grappe.training.options",
     "Loop": "grappe.training.own_loop",

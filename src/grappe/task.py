@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from grappe.errors import TaskError
+from grappe.errors.user_code import at, place_in
 from grappe.fields import check_choices
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Task:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         _refuse_hidden_methods(cls)
+        _refuse_unannotated(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,10 @@ class Task:
     def metrics(self) -> Mapping[str, torchmetrics.Metric]:
         """Metrics that evaluation reports besides the loss; each is updated with (output, target)."""
         return {}
+
+    def sampling(self, dataset: Any) -> Any:
+        """Returns a `grappe.Sampling`: which training samples an epoch has, and how often. None: each once."""
+        return None
 
     def augment(self, inputs: Any, targets: Any, keys: Tensor) -> tuple[Any, Any]:
         """Augments a training batch on the device at random; `keys` [B] int64 are arguments of `grappe.draw`.
@@ -167,6 +174,44 @@ def parts() -> frozenset[str]:
     return frozenset(
         name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_")
     )
+
+
+def check_signatures(task: Task) -> None:
+    """Raises TaskError where a method of the task cannot take what grappe calls it with."""
+    for name in parts():
+        if not overrides(task, name):
+            continue
+        meant = list(inspect.signature(getattr(Task, name)).parameters)
+        try:
+            signature = inspect.signature(getattr(task, name))
+            further = {"training": True} if name == "augment" and "training" in signature.parameters else {}
+            signature.bind(*meant[1:], **further)
+        except TypeError as error:
+            _refuse_signature(task, name, meant, error)
+        except (
+            ValueError
+        ) as error:  # it has no `self`; or torch's own code, which says nothing of its arguments
+            if inspect.isroutine(getattr(type(task), name)) and "invalid method" in str(error):
+                _refuse_signature(task, name, meant, error)
+
+
+def _refuse_signature(task: Task, name: str, meant: Sequence[str], error: Exception) -> None:
+    raise TaskError(
+        f"{type(task).__name__}.{name}() cannot be called with what it is given ({error}): write "
+        f"def {name}({', '.join(meant)}){at(task, name)}"
+    )
+
+
+def _refuse_unannotated(cls: type) -> None:
+    """Without its type a name is no field, and the field that it was to set would keep the value before."""
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
+    for name, value in vars(cls).items():
+        if name in inherited and name not in inspect.get_annotations(cls) and not name.startswith("_"):
+            raise TaskError(
+                f"{cls.__name__}: {name} = {value!r} has no type, so it would not count: write "
+                f"{name}: {type(value).__name__} = {value!r} ({place_in(traceback.extract_stack())})"
+            )
 
 
 def _refuse_hidden_methods(cls: type) -> None:

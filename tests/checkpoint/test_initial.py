@@ -82,11 +82,11 @@ def test_the_model_is_made_in_a_child(tmp_path) -> None:
     [
         (
             "raise",
-            r"the model cannot be made: ValueError: width 3 is odd \(.*test_initial.py, line \d+, in model\(\): raise",
+            r"Small.model\(\) failed: ValueError: width 3 is odd \(.*test_initial.py, line \d+, in model\(\): raise",
         ),
         ("kill", r"was killed, or ended itself: is the model larger than this machine's memory\?"),
         ("leave", r"was killed, or ended itself"),
-        ("exit", r"the model cannot be made: SystemExit: no more"),
+        ("exit", r"Small.model\(\) failed: SystemExit: no more"),
         ("nothing", r"Small.model\(\) returned NoneType: return an nn.Module"),
     ],
 )

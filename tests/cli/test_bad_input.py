@@ -152,7 +152,7 @@ def test_wrong_words(complain: Complain, arguments: list[str], message: str) -> 
             id="optimizer raises"),
         pytest.param(changed(', reduction="none")', ")"), 'reduction="none"', id="the loss is a mean"),
         pytest.param(changed("nn.Linear(3, 2)", "nn.Linear(4, 2)"),
-            "shapes cannot be multiplied (8x3 and 4x2) (Linear.forward())", id="shapes do not fit"),
+            "shapes cannot be multiplied (8x3 and 4x2) (Linear.forward(), ", id="shapes do not fit"),
     ],
 )  # fmt: skip
 def test_wrong_tasks(complain: Complain, tmp_path: Path, text: str, message: str) -> None:

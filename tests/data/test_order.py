@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data import order as module
-from grappe.data.order import SampleOrder, cut, permute
+from grappe.data.order import SampleOrder, cut
+from grappe.data.permute import permute
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -139,8 +139,19 @@ class Weighted(Data):
 
 
 class Ordered(Data):
+    prepared = 0
+
     def prepare_data(self):
-        raise AssertionError("it was called")
+        Ordered.prepared += 1
 
     def train_dataloader(self):
         return DataLoader(self.train, batch_size=BATCH)
+
+
+class Unvalidated(lightning.LightningDataModule):
+    """Training data alone."""
+
+    def train_dataloader(self):
+        data = Data()
+        data.setup("fit")
+        return data.train_dataloader()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import grappe
 from grappe.checkpoint.initial import built
+from grappe.data.loader import training_order
 from grappe.data.order import SampleOrder
 from grappe.errors import TaskError
 from grappe.parallel.materialise import fill, on_meta
@@ -128,7 +130,8 @@ def test_metrics_are_fresh_wherever_memory_comes_from() -> None:
         ("Plateau", "Data", ["lr_scheduler", "ReduceLROnPlateau"]),
         ("Attached", "Data", ["current_epoch", "not carried over"]),
         ("Net", "Weighted", ["sampler", "WeightedRandomSampler", "drop_last"]),
-        ("Net", "Ordered", ["prepare_data", "it is not called"]),
+        ("Manual", "Ordered", ["grappe.Loop"]),
+        ("Net", "Unvalidated", ["has no val_dataloader()", "validation=0.1"]),
     ],
 )
 def test_what_it_cannot_carry_is_refused_by_name(module: str, data: str, words: list[str]) -> None:
@@ -139,11 +142,40 @@ def test_what_it_cannot_carry_is_refused_by_name(module: str, data: str, words: 
 
 def test_what_is_left_out_knowingly_is_not_refused() -> None:
     task = grappe.from_lightning(modules.Hooked(), modules.Ordered(), without=[
-        "on_train_epoch_end", "configure_gradient_clipping", "prepare_data", "shuffle",
+        "on_train_epoch_end", "configure_gradient_clipping",
     ])()  # fmt: skip
     assert (task.batch_size, task.epochs) == (BATCH, 10)
     ranked = grappe.from_lightning(modules.Ranked(), Data(), without=["largest"])
     assert set(ranked().metrics()) == {"val_accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("shuffel", "no such feature"), ("on_train_epoch_ends", "did you mean on_train_epoch_end?")],
+)
+def test_a_mistyped_name_is_not_left_out(wrong: str, words: str) -> None:
+    both = ["on_train_epoch_end", "configure_gradient_clipping", wrong]
+    with pytest.raises(TaskError, match=re.escape(words)):
+        grappe.from_lightning(modules.Hooked(), modules.Data(), without=both)
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order_and_is_prepared() -> None:
+    before = modules.Ordered.prepared
+    task = grappe.from_lightning(modules.Net(), modules.Ordered())()
+    assert modules.Ordered.prepared == before + 1
+    task.prepare(Path())
+    assert modules.Ordered.prepared == before + 2
+    order = training_order(task, task.data("train", Path()))
+    assert [order.order(epoch, 0, TRAINING).tolist() for epoch in (0, 3)] == [list(range(TRAINING))] * 2
+    shuffled = grappe.from_lightning(modules.Net(), modules.Data())()
+    assert training_order(shuffled, shuffled.data("train", Path())).sampling is None
+
+
+def test_a_share_of_the_training_samples_validates() -> None:
+    task = grappe.from_lightning(modules.Net(), modules.Unvalidated(), validation=0.25)()
+    sizes = [len(task.data(split, Path())) for split in ("train", "validation")]  # type: ignore[arg-type]
+    assert sum(sizes) == TRAINING
+    assert sizes[1] == round(TRAINING / 4)
 
 
 TASK_FILE = """

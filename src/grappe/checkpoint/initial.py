@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.choice import choose
@@ -19,6 +20,7 @@ from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, RunError, TaskError
 from grappe.errors.foreign_text import printable
+from grappe.errors.user_code import at, user_call
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
@@ -59,10 +61,27 @@ def _build(task: Task, checkpoints: Path, given: Path | None, run: str) -> None:
 
 def _made(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
-    model = task.model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"{type(task).__name__}.model() returned {type(model).__name__}: return an nn.Module")
+    model = user_call(task, "model")
+    check_model(task, model)
     return model
+
+
+def check_model(task: Task, model: object) -> None:
+    """Raises TaskError where what `task.model()` returned cannot be trained."""
+    name, place = f"{type(task).__name__}.model()", at(task, "model")
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"{name} returned {type(model).__name__}: return an nn.Module{place}")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TaskError(
+            f"{name} returned a {type(model).__name__}: return the module in it; the plan spreads it, as in --plan "
+            f"replicate=2{place}"
+        )
+    lazy = [key for key, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise TaskError(
+            f"{name} has parameters without a shape ({_some(lazy)}): give lazy layers their sizes, as in "
+            f"nn.Linear(3, 4), or call the model once in model(){place}"
+        )
 
 
 def _save(model: nn.Module, checkpoints: Path, run: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from grappe.data.frames import as_tensor
 from grappe.errors import TaskError
 from grappe.private_api.torch import tree_flatten, tree_map
 
@@ -21,18 +23,22 @@ class Arrays(Dataset):
     """Samples held as whole arrays, each with the samples along its first dimension.
 
     Args:
-        inputs: array or tensor [N, ...], or any nesting of them; small types (uint8) stay small.
+        inputs: array or tensor [N, ...], or any nesting of them; small types (uint8) stay small. NumPy's memory-mapped
+            files, np.load(file, mmap_mode="r"), stay on the disk. Of a pandas frame all columns, [N, columns], as
+            float32 where one is decimal; of a series [N].
         targets: in the same form, of the same N.
         transform: maps a gathered batch of inputs to the model's inputs (normalisation, say); runs on the
             device, on [B, ...], and must treat each row by itself.
 
     Raises:
-        TaskError: the arrays' lengths differ.
+        TaskError: the arrays' lengths differ, or something is no numbers.
     """
 
     def __init__(self, inputs: Any, targets: Any, *, transform: Callable[[Any], Any] | None = None) -> None:
-        self.inputs = tree_map(torch.as_tensor, inputs)
-        self.targets = tree_map(torch.as_tensor, targets)
+        self.inputs = tree_map(as_tensor, inputs)
+        self.targets = tree_map(as_tensor, targets)
+        self._rows: Tensor | None = None
+        self._has_copies = False
         self.transform = transform
         lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
@@ -47,16 +53,33 @@ class Arrays(Dataset):
         inputs, targets = self.gather(np.array([index]))
         return tree_map(lambda leaf: leaf[0], (inputs, targets))
 
+    def rows(self, ids: np.ndarray) -> Arrays:
+        """Returns the samples `ids` [n] as Arrays that share these arrays' memory."""
+        chosen = copy.copy(self)
+        index = torch.from_numpy(ids)
+        chosen._rows = index if self._rows is None else self._rows[index]
+        chosen._length = len(ids)
+        return chosen
+
+    def with_copies(self) -> Arrays:
+        """Returns the same samples, of which i + c N is copy c of sample i of N."""
+        repeated = copy.copy(self)
+        repeated._has_copies = True
+        return repeated
+
     def gather(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
         """Returns the samples `ids` [B] as a transformed batch on `device`."""
-        index = torch.from_numpy(ids)
-        if self._plain and device == CPU:
-            inputs, targets = self.inputs.index_select(0, index), self.targets.index_select(0, index)
-        else:
-            inputs, targets = tree_map(
-                lambda stored: _pick(stored, index, device), (self.inputs, self.targets)
-            )
+        inputs, targets = self.stored(ids, device)
         return (self.transform(inputs) if self.transform else inputs), targets
+
+    def stored(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
+        """Returns the samples `ids` [B] as they are stored, without the transform."""
+        index = torch.from_numpy(ids % self._length if self._has_copies else ids)
+        if self._rows is not None:
+            index = self._rows[index]
+        if self._plain and device == CPU:
+            return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+        return tree_map(lambda stored: _pick(stored, index, device), (self.inputs, self.targets))
 
     def to_device(self, device: torch.device) -> None:
         """Moves the arrays to a GPU if they take at most a quarter of the GPU's free memory."""
@@ -73,6 +96,25 @@ def in_memory(dataset: Dataset) -> Arrays | None:
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return Arrays(*dataset.tensors)
     return None
+
+
+class Copies(Dataset):
+    """A dataset of N samples in which i + c N is copy c of sample i."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index % len(self.dataset)]
+
+
+def with_copies(dataset: Any) -> Any:
+    """Returns the dataset, in memory where it was, with i + c N for copy c of sample i of N."""
+    arrays = in_memory(dataset)
+    return Copies(dataset) if arrays is None else arrays.with_copies()
 
 
 def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tensor], Tensor]:

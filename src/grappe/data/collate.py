@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grappe.errors import GrappeError, TaskError
-from grappe.errors.user_code import sentence
+from grappe.errors.user_code import at, sentence
 from grappe.task import Task, overrides
 
 if TYPE_CHECKING:
@@ -35,19 +35,22 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
         text = str(error).partition("\n")[0]
         raise TaskError(
             f"samples of the form {form(samples[0])} cannot be put together by themselves ({type(error).__name__}: "
-            f"{text}): give {name} a {COLLATE}"
+            f"{text}): give {name} a {COLLATE}{at(task, 'data')}"
         ) from error
-    return _pair(name, batch, samples, overrides(task, "collate"))
+    return _pair(task, batch, samples, overrides(task, "collate"))
 
 
-def _pair(name: str, batch: Any, samples: Sequence[Any], own: bool) -> tuple[Any, Any]:
+def _pair(task: Task, batch: Any, samples: Sequence[Any], own: bool) -> tuple[Any, Any]:
+    name = type(task).__name__
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     if own:
-        raise TaskError(f"{name}.collate() gave {form(batch)}: it must give a pair, `return inputs, targets`")
+        raise TaskError(
+            f"{name}.collate() gave {form(batch)}: it must give a pair, `return inputs, targets`{at(task, 'collate')}"
+        )
     raise TaskError(
         f"samples of the form {form(samples[0])} do not say what is input and what is target: let data() give pairs "
-        f"(input, target), or give {name} a {COLLATE}"
+        f"(input, target), or give {name} a {COLLATE}{at(task, 'data')}"
     )
 
 
@@ -59,8 +62,30 @@ def augments(task: Task, *, training: bool) -> bool:
 def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bool = True) -> tuple[Any, Any]:
     """The task's augmentation of a batch."""
     if _takes_training(task):
-        return task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
-    return task.augment(inputs, targets, keys)
+        batch = task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
+    else:
+        batch = task.augment(inputs, targets, keys)
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise TaskError(
+        f"{type(task).__name__}.augment() gave {form(batch)}: it must give a pair, `return inputs, targets`"
+        + at(task, "augment")
+    )
+
+
+def counts_of(task: Task, targets: Any) -> Tensor | None:
+    """Returns the weight of each value of the loss.
+
+    Raises:
+        TaskError: it is no tensor.
+    """
+    weights: Any = task.counts(targets)
+    if weights is None or isinstance(weights, torch.Tensor):
+        return weights
+    raise TaskError(
+        f"{type(task).__name__}.counts() returned {type(weights).__name__}: return a tensor in the shape of the loss, "
+        "0 where a value counts nothing, or None" + at(task, "counts")
+    )
 
 
 def _takes_training(task: Task) -> bool:

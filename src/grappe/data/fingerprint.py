@@ -10,6 +10,8 @@ import xxhash
 from torch.utils.data import Dataset
 
 from grappe.data.seeded import SeededDataset
+from grappe.errors import TaskError
+from grappe.errors.user_code import sentence
 from grappe.private_api.torch import tree_flatten
 
 
@@ -18,7 +20,14 @@ def fingerprint(dataset: Dataset[Any]) -> str:
     length = len(dataset)  # type: ignore[arg-type]
     digest = xxhash.xxh3_64()
     seeded = SeededDataset(dataset, seed=0)
-    for sample in seeded.__getitems__([(0, 0), (0, length // 2), (0, length - 1)]):
+    try:
+        samples = seeded.__getitems__([(0, 0), (0, length // 2), (0, length - 1)])
+    except IndexError as error:
+        raise TaskError(
+            f"data() says that it has {length} samples, and gives none for an index below that: is __len__ right? "
+            f"{sentence(error)}"
+        ) from error
+    for sample in samples:
         for leaf in tree_flatten(sample)[0]:
             digest.update(_bytes(leaf))
     return f"{length}-{digest.hexdigest()}"

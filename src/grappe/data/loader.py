@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from grappe.data.arrays import in_memory
+from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.collate import augment, augments, collated, on_device
+from grappe.data.collate import augment, augments, collated, counts_of, on_device
 from grappe.data.draw import sample_keys
+from grappe.data.kinds import refuse_other_kinds
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.rows import at_rows
+from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.data.seeded import SeededDataset
 from grappe.data.workers import begin_worker, next_batch, register
 from grappe.errors import TaskError
+from grappe.errors.user_code import at, line_of, user_call
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -100,7 +103,11 @@ class BatchLoader:
 
     def example(self) -> Any:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
-        ids = np.arange(min(2, self.order.length))
+        return self.example_batch()[0]
+
+    def example_batch(self) -> tuple[Any, Any]:
+        """Returns the first sample or two, as a batch (inputs, targets) on the CPU."""
+        ids = np.arange(min(2, len(self.dataset)))  # type: ignore[arg-type]
         if self._arrays is not None:
             inputs, targets = self._arrays.gather(ids, self._world.device)
         else:
@@ -109,7 +116,7 @@ class BatchLoader:
         cpu = torch.device("cpu")
         inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
         # A model may take what augment makes of the samples, and nothing else.
-        return self._augmented(inputs, targets, -1, ids, cpu)[0]
+        return self._augmented(inputs, targets, -1, ids, cpu)
 
     def _loaded(self, part: Slice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Each piece's sample ids, inputs and targets."""
@@ -188,7 +195,7 @@ class BatchLoader:
             inputs = tree_map(_channels_last, inputs)
         weights = None
         if self._counts:
-            weights = self._task.counts(targets)
+            weights = counts_of(self._task, targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
         return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
@@ -256,23 +263,53 @@ def check(dataset: object, split: str, task: Task) -> int:
             f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
             "samples are asked for by index. Give a map-style dataset (__len__ and __getitem__)"
         )
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TaskError(
-            f"{name}.data({split!r}) gave {type(dataset).__name__}: it needs __len__ and __getitem__"
-        )
+    refuse_other_kinds(f"{name}.data({split!r})", dataset, at(task, "data"))
     try:
         length = len(dataset)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TaskError(f"{name}.data({split!r}) has no length: {error}") from error
+    except Exception as error:
+        line = line_of(error)
+        place = f" ({line})" if line else at(type(dataset), "__len__")
+        raise TaskError(
+            f"{name}.data({split!r}) has no length: {error}{place}. __len__ must return how many samples there are"
+        ) from error
     if length == 0:
-        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split")
+        place = at(type(dataset), "__len__") or at(task, "data")
+        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split{place}")
     return length
 
 
 def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
     """Loads shuffled batches of `task.batch_size` samples over the whole world."""
-    order = SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size)  # type: ignore[arg-type]
+    order = training_order(task, dataset)
+    if order.sampling is not None and order.sampling.repeats:
+        dataset = with_copies(dataset)
     return BatchLoader(task, dataset, order, plan, world, training=True)
+
+
+def training_order(task: Task, dataset: Dataset) -> SampleOrder:
+    """Returns the order of the training samples, as the task's seed and `sampling` say."""
+    drawn = drawn_samples(task, dataset)
+    length = len(dataset) if drawn is None else drawn.samples  # type: ignore[arg-type]
+    return SampleOrder(seed=task.seed, length=length, batch_size=task.batch_size, sampling=drawn)
+
+
+def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
+    """Returns what an epoch has as the task's `sampling` says; None: each sample once.
+
+    Raises:
+        TaskError: sampling() fails, or does not fit the dataset.
+    """
+    if not overrides(task, "sampling"):
+        return None
+    sampling = user_call(task, "sampling", dataset)
+    if sampling is None:
+        return None
+    if not isinstance(sampling, Sampling):
+        raise TaskError(
+            f"{type(task).__name__}.sampling() returned {type(sampling).__name__}: return a grappe.Sampling, or None"
+            + at(task, "sampling")
+        )
+    return DrawnSamples(sampling, len(dataset))  # type: ignore[arg-type]
 
 
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,14 @@ def prepare(task: Task, folder: Path, world: World | None = None) -> None:
         problem = world.share(next((one for one in problems if one is not None), None))
     if problem is not None:
         raise problem if world is None else TaskError(str(problem))
+
+
+@contextlib.contextmanager
+def once_at_a_time() -> Iterator[None]:
+    """Context that this user's processes of this machine enter one after the other."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    with _locked(Path(state) / "grappe"):
+        yield
 
 
 @contextlib.contextmanager

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from grappe.data.draw import mix
+from grappe.errors import TaskError
+from grappe.errors.user_code import at
 
 
 class SeededDataset(Dataset[Any]):
@@ -43,8 +45,18 @@ class SeededDataset(Dataset[Any]):
         with _generators_kept():
             for epoch, index in requests:
                 _seed_generators(mix(self.seed, epoch, index))
-                samples.append(self.dataset[int(index)])
+                sample = self.dataset[int(index)]
+                if sample is None:
+                    self._refuse_none(int(index))
+                samples.append(sample)
         return samples
+
+    def _refuse_none(self, index: int) -> NoReturn:
+        raise TaskError(
+            f"sample {index} of data() is None: is a `return` missing? A sample that is to be left out must "
+            "not be counted in __len__ either: every sample is seen once"
+            + at(type(self.dataset), "__getitem__")
+        )
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, FORWARD, UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.given import optimizer_of
+from grappe.step.given import optimizer_of, schedule_of
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
@@ -75,7 +75,7 @@ class Horovod(Stepper):
             backward_passes_per_step=setup.plan.microbatches,
         )
         setup.on_optimizer(self._optimizer, named)
-        self._schedule = self._task.schedule(self._optimizer, setup.total_steps)
+        self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)
         self.train_state = ModelState(
             model=self._model, optimizer=self._optimizer, schedule=self._schedule, world=self._world
         )

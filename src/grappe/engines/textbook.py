@@ -35,6 +35,7 @@ from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.clip import bounding, scale
 from grappe.step.exact import rules
 from grappe.step.exact.sums import Exact
+from grappe.step.given import schedule_of
 from grappe.step.precision import set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
@@ -169,7 +170,7 @@ class Textbook(Stepper):
         self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase)
         self._optimizer = self._task.optimizer(named)
         setup.on_optimizer(self._optimizer, named)
-        self._schedule = self._task.schedule(self._optimizer, setup.total_steps)
+        self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)
         # What is saved: parameters and optimizer state once, since all have the same; the buffers of each process.
         self.train_state = ModelState(
             model=self._model, optimizer=self._optimizer, schedule=self._schedule, world=self._world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import linecache
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import GrappeError, TaskError
+from grappe.errors.remedies import OVERWRITTEN, WITHOUT_GRADIENT, remedy
 
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = PACKAGE / "tasks"  # written as a user would write them
@@ -30,6 +32,8 @@ PARTS = {
     ("step/scores.py", "_merge"): "a metric",
     ("step/scores.py", "_number"): "a metric",
 }
+# Parts of a task that are at fault where backward fails, in which no line of the user's runs.
+IN_BACKWARD = ((WITHOUT_GRADIENT, "loss"), (OVERWRITTEN, "model"))
 WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
@@ -56,7 +60,29 @@ def line_of(error: BaseException) -> Line | None:
     if WORKER.match(str(error)):
         lines += [Line(file, int(number), name) for file, number, name in FRAME.findall(str(error))]
     own = [line for line in lines if not _is_library(line.file)]
-    return own[-1] if own else None
+    return own[-1] if own else _called(error)
+
+
+def _called(error: BaseException) -> Line | None:
+    """Finds the forward of the user's own that torch could not call with what it was given."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or frames[-1].f_code.co_name != "_call_impl":
+        return None
+    return definition(type(frames[-1].f_locals.get("self")), "forward")
+
+
+def definition(owner: object, name: str) -> Line | None:
+    """Finds the line that defines a function of the user's: of a task or a class; None where that is a library's."""
+    code = getattr(inspect.unwrap(getattr(owner, name, None)), "__code__", None)  # type: ignore[arg-type]
+    if code is None or _is_library(code.co_filename):
+        return None
+    return Line(code.co_filename, code.co_firstlineno, name)
+
+
+def at(owner: object, name: str) -> str:
+    """Formats the line that defines a function of the user's, to follow a message: ` (task.py, line 3 …)`, or ""."""
+    line = definition(owner, name)
+    return f" ({line})" if line else ""
 
 
 def layer_of(error: BaseException) -> str | None:
@@ -84,7 +110,8 @@ def _room(file: str) -> str:
 
 def is_users(error: BaseException) -> bool:
     """Returns whether `error` came through the user's own code, or out of what it gives: layers, samples, metrics."""
-    return line_of(error) is not None or layer_of(error) is not None or part_of(error) is not None
+    ways = (line_of, layer_of, part_of, _part_in_backward)
+    return any(way(error) is not None for way in ways)
 
 
 def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
@@ -94,8 +121,12 @@ def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
     return str((own or lines)[-1]) if lines else "nowhere"
 
 
-def sentence(error: BaseException) -> str:
-    """Formats `error` as one line, with the user's own line that led to it."""
+def sentence(error: BaseException, task: object = None, part: str = "") -> str:
+    """Formats `error` as one line: with the user's own line that led to it, and with what to do, where that is known.
+
+    Args:
+        part: the method of the task to name where no line of the user's led to it.
+    """
     text = str(error)
     name = type(error).__name__
     if isinstance(error, SyntaxError):
@@ -103,8 +134,28 @@ def sentence(error: BaseException) -> str:
     elif WORKER.match(text):
         name, _, text = text.rstrip().splitlines()[-1].partition(": ")
     text = " ".join(part.strip() for part in text.splitlines())
-    line = line_of(error) or layer_of(error) or part_of(error)
-    return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "")
+    line, advice = line_of(error) or _place(error, task, part), remedy(text)
+    return (
+        (f"{name}: {text}" if text else name)
+        + (f" ({line})" if line else "")
+        + (f". {advice}" if advice else "")
+    )
+
+
+def _place(error: BaseException, task: object, part: str) -> str | None:
+    """Describes where an exception came from that has no line of the user's: a layer of model(), or a part."""
+    layer, part = layer_of(error), part or _part_in_backward(error) or ""
+    defined = definition(task, part or "model") if layer or part else None
+    return ", ".join(str(one) for one in (layer, defined) if one) or part_of(error)
+
+
+def _part_in_backward(error: BaseException) -> str | None:
+    return next((part for pattern, part in IN_BACKWARD if pattern.search(str(error))), None)
+
+
+def is_users_file(file: str) -> bool:
+    """Returns whether a frame's file is the user's own."""
+    return not _is_library(file)
 
 
 def _is_library(file: str) -> bool:
@@ -128,7 +179,7 @@ def naming_user_line(task: object) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, GrappeError) or not is_users(error):
             raise
-        raise TaskError(f"{type(task).__name__} failed: {sentence(error)}") from error
+        raise TaskError(f"{type(task).__name__} failed: {sentence(error, task)}") from error
 
 
 def user_call(task: object, method: str, *arguments: Any) -> Any:
@@ -137,5 +188,5 @@ def user_call(task: object, method: str, *arguments: Any) -> Any:
         return getattr(task, method)(*arguments)
     except GrappeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{type(task).__name__}.{method}() failed: {sentence(error)}") from error

@@ -87,7 +87,14 @@ class Launch:
     def start(self) -> None:
         """Starts the processes."""
         with sleeping_threads():
-            payload = cloudpickle.dumps((*self._call, {**os.environ, **self._environment}))
+            try:
+                payload = cloudpickle.dumps((*self._call, {**os.environ, **self._environment}))
+            except Exception as error:
+                raise TaskError(
+                    f"the task cannot be sent to its processes ({type(error).__name__}: {error}): make what "
+                    "holds an open file, a lock or a thread inside data() or model(), or put the task in a file: "
+                    "grappe.train('task.py')"
+                ) from error
         context = _context(self._count)
         secret = secrets.token_hex(32)
         for rank in range(self._count):

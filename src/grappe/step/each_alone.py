@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grappe.data.batch import Microbatch
 from grappe.errors import TaskError
+from grappe.errors.user_code import at
 from grappe.private_api.torch import tree_flatten, tree_unflatten
 from grappe.step.given import loss_of
 from grappe.task import Task
@@ -53,6 +54,7 @@ def check_each_alone(task: Task, output: Any, micro: Microbatch, values: Tensor)
             f"{half} of {micro.rows} samples values differ by {float(gap):.2g}. Under another plan, which cuts the "
             "batch elsewhere, the task would learn something else. If the loss is to compare samples (CLIP, SimCLR), "
             "write `whole_batch_loss = True` in the task; else let each value depend on its own sample"
+            + at(task, "loss")
         )
 
 

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
+from grappe.checkpoint.initial import check_model
 from grappe.errors import TaskError
+from grappe.errors.user_code import at
 from grappe.task import Task
 
 
@@ -19,8 +23,7 @@ def model_of(task: Task) -> nn.Module:
         TaskError: it is no module.
     """
     model = task.model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"{_name(task)}.model() returned {_kind(model)}: return an nn.Module")
+    check_model(task, model)
     return model
 
 
@@ -30,12 +33,52 @@ def optimizer_of(task: Task, named: Sequence[tuple[str, Any]]) -> torch.optim.Op
     Raises:
         TaskError: it is none.
     """
+    if not named:
+        raise _wrong(
+            task,
+            "model",
+            "has no parameter to train: is every requires_grad False, or are its layers in a plain list instead of an "
+            "nn.ModuleList?",
+        )
     optimizer = task.optimizer(named)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TaskError(
-            f"{_name(task)}.optimizer() returned {_kind(optimizer)}: return a torch.optim.Optimizer"
+        raise _wrong(task, "optimizer", f"returned {_kind(optimizer)}: return a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _wrong(
+            task,
+            "optimizer",
+            "returned LBFGS, which computes the loss several times a step: take an optimizer of one gradient a step, "
+            "torch.optim.AdamW say",
+        )
+    known = {id(parameter) for _, parameter in named}
+    strangers = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in known]
+    if strangers:
+        raise _wrong(
+            task,
+            "optimizer",
+            f"has {len(strangers)} parameters that are not the trained model's, of shape {list(strangers[0].shape)} "
+            "say: give it named_parameters, or some of them",
         )
     return optimizer
+
+
+def schedule_of(task: Task, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
+    """Makes the task's schedule.
+
+    Raises:
+        TaskError: it is none that is stepped once an optimizer step.
+    """
+    schedule: Any = task.schedule(optimizer, total_steps)
+    if schedule is None or (
+        isinstance(schedule, LRScheduler) and not isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+    ):
+        return schedule
+    raise _wrong(
+        task,
+        "schedule",
+        f"returned {_kind(schedule)}: return a schedule of torch.optim.lr_scheduler that is stepped once each "
+        "optimizer step, OneCycleLR say, or None",
+    )
 
 
 def metrics_of(task: Task) -> dict[str, Any]:
@@ -46,14 +89,10 @@ def metrics_of(task: Task) -> dict[str, Any]:
     """
     found: Any = task.metrics()
     if not isinstance(found, Mapping):
-        raise TaskError(
-            f"{_name(task)}.metrics() returned {_kind(found)}: return a dictionary of metrics by name"
-        )
+        raise _wrong(task, "metrics", f"returned {_kind(found)}: return a dictionary of metrics by name")
     for name, metric in found.items():
         if not (isinstance(metric, nn.Module) and hasattr(metric, "update") and hasattr(metric, "compute")):
-            raise TaskError(
-                f"{_name(task)}.metrics() has {_kind(metric)} for {name!r}: give a metric of torchmetrics"
-            )
+            raise _wrong(task, "metrics", f"has {_kind(metric)} for {name!r}: give a metric of torchmetrics")
     return dict(found)
 
 
@@ -66,14 +105,14 @@ def loss_of(task: Task, output: Any, target: Any) -> Tensor:
     values = task.loss(output, target)
     if not isinstance(values, Tensor) or not values.is_floating_point() or values.layout != torch.strided:
         kind = str(values.dtype) if isinstance(values, Tensor) else _kind(values)
-        raise TaskError(
-            f"{_name(task)}.loss() returned {kind}: return a tensor of decimal numbers, one for each example"
+        raise _wrong(
+            task, "loss", f"returned {kind}: return a tensor of decimal numbers, one for each example"
         )
     return values
 
 
-def _name(task: Task) -> str:
-    return type(task).__name__
+def _wrong(task: Task, method: str, what: str) -> TaskError:
+    return TaskError(f"{type(task).__name__}.{method}() {what}{at(task, method)}")
 
 
 def _kind(found: object) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
+from grappe.errors.user_code import at
 from grappe.profiling.phases import BACKWARD
 from grappe.step.each_alone import check_each_alone
 from grappe.step.given import loss_of
@@ -128,16 +129,17 @@ def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor 
         raise TaskError(
             f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
             'Return one value per example: reduction="none", as in '
-            'F.cross_entropy(output, target, reduction="none")'
+            'F.cross_entropy(output, target, reduction="none")' + at(task, "loss")
         )
     if weights is None and (values.numel() % rows or values.numel() == 0):
         raise TaskError(
             f"{type(task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
             'value per example or per token (reduction="none"), or say with counts() what each value counts'
+            + at(task, "loss")
         )
     if weights is not None and weights.shape != values.shape:
         raise TaskError(
             f"{type(task).__name__}: counts() has shape {list(weights.shape)}, loss() "
-            f"{list(values.shape)}: they must be the same"
+            f"{list(values.shape)}: they must be the same{at(task, 'counts')}"
         )
     return values

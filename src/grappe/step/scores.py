@@ -13,7 +13,7 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.collate import form
 from grappe.errors import TaskError
-from grappe.errors.user_code import sentence
+from grappe.errors.user_code import at, sentence
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -42,7 +42,7 @@ class Scorer:
 
     def __init__(self, task: Task, plan: Plan, world: World) -> None:
         self._world = world
-        self._losses = losses_of(task, plan, world)
+        self._losses, self._task = losses_of(task, plan, world), task
         self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
         for metric in self._metrics.values():
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
@@ -64,7 +64,7 @@ class Scorer:
             except Exception as error:
                 raise TaskError(
                     f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
-                    f"and a target {form(micro.targets)}: {sentence(error)}"
+                    f"and a target {form(micro.targets)}: {sentence(error, self._task, 'metrics')}"
                 ) from error
 
     def scores(self, expected: int) -> Scores:
@@ -87,10 +87,15 @@ class Scorer:
         # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
         totals = [pair for one in everyone for pair in one["totals"]]
         total, count = (math.fsum(pair[part] for pair in totals) for part in (0, 1))
+        if not count:
+            raise TaskError(
+                "counts() is 0 for every value of the evaluation's loss: nothing is left to divide by"
+                + at(self._task, "counts")
+            )
         metrics = {}
         for name, metric in self._metrics.items():
             _merge(metric, [one["states"][name] for one in everyone if one["samples"]])
-            metrics[name] = _number(metric.compute())
+            metrics[name] = _number(self._task, name, metric.compute())
         return Scores(samples=samples, count=count, loss=total / count, metrics=metrics)
 
 
@@ -119,5 +124,10 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
     states_were_set(metric)
 
 
-def _number(value: Any) -> float | list[float]:
+def _number(task: Task, name: str, value: Any) -> float | list[float]:
+    if not isinstance(value, Tensor):
+        raise TaskError(
+            f"the metric '{name}' computed {form(value)}: it must be a tensor; give metrics() each number by its name"
+            + at(task, "metrics")
+        )
     return value.item() if value.numel() == 1 else value.tolist()

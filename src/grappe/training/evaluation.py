@@ -13,6 +13,7 @@ from grappe.profiling import phases
 from grappe.profiling.chronometer import Chronometer
 from grappe.step.scores import Scores
 from grappe.training.average import WeightAverage
+from grappe.training.first_step import refusing_late_parameters
 from grappe.training.options import Options
 from grappe.training.patience import Patience
 from grappe.training.sample_log import LoggedLoader
@@ -34,7 +35,9 @@ class Evaluation:
         chronometer: Chronometer,
         watchdog: Watchdog,
         average: WeightAverage,
+        task: object = None,
     ) -> None:
+        self._task = task
         self._engine, self._loader, self._average = engine, loader, average
         self.every = None if options.bare else options.evaluate_every or info.steps_per_epoch
         """Steps between evaluations; None: there is none."""
@@ -68,13 +71,13 @@ class Evaluation:
         order = self._loader.order
         batches = self._watchdog.counted(self._loader.rehearsed())
         try:
-            with self._chronometer.during(phases.EVALUATION):
+            with self._chronometer.during(phases.EVALUATION), refusing_late_parameters():
                 self._engine.evaluate(batches, min(order.batch_size, order.length))
         except Exception as error:
             if isinstance(error, GrappeError) or not is_users(error):
                 raise  # what a task's part must give is said without where it was seen first
             raise TaskError(
-                f"evaluation fails (one batch of it is tried before the first step): {sentence(error)}"
+                f"evaluation fails (one batch of it is tried before the first step): {sentence(error, self._task)}"
             ) from error
 
     def state(self, step: int) -> dict[str, Any]:

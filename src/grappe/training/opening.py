@@ -69,6 +69,8 @@ class OpenRequest:
     weights: Path | None
     dataset: str
     """The training data's fingerprint."""
+    sampling: str = ""
+    """The fingerprint of what `Task.sampling` returned; "": nothing."""
 
 
 @contextlib.contextmanager
@@ -212,6 +214,8 @@ def _refuse_another_order(run: Run, known: Mapping[str, Any], now: Mapping[str, 
     lengths = [str(of.get("dataset", "")).partition("-")[0] for of in (known, now)]
     if lengths[0] and lengths[0] != lengths[1]:
         reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
+    if known.get("sampling", "") != now["sampling"]:
+        reasons.append("another sampling()")
     if reasons:
         raise RunError(
             f"{run.folder} cannot resume at step {step} with {', '.join(reasons)}: the samples seen so far would not "
@@ -230,6 +234,7 @@ def description(request: OpenRequest, world: World) -> dict[str, Any]:
         "seed": task.seed,
         "data": str(request.data.absolute()),
         "dataset": request.dataset,
+        "sampling": request.sampling,
         "source": _source(task),
         "processes": world.size,
         "threads": world.threads,

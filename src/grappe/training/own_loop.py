@@ -1,6 +1,6 @@
 """Loop: runs a hand-written training loop under a plan.
 
-    loop = grappe.Loop("replicate=2", folder="runs/gan")
+    loop = grappe.Loop("replicate=2", run="runs/gan")
     model, optimizer = loop.parallelize(model, optimizer)        # any number of pairs
     for inputs, targets in loop.batches(dataset, batch_size=64, epochs=5):
         loss = loop.mean(loss_of_each_sample)                     # then backward and step, as before
@@ -52,7 +52,7 @@ class Loop:
 
     Args:
         plan: replicate or shard (with zero), and the device's keys; the hand-written loop does the rest itself.
-        folder: the folder of checkpoints; None: nothing is saved. A restarted loop resumes from its last checkpoint.
+        run: the folder of checkpoints; None: nothing is saved. A restarted loop resumes from its last checkpoint.
         save_every: steps between checkpoints.
         seed: the seed of the sample order, and of each step's torch random numbers.
 
@@ -61,7 +61,7 @@ class Loop:
     """
 
     def __init__(
-        self, plan: Plan | str = "", folder: Path | str | None = None, *, save_every: int = 100, seed: int = 0
+        self, plan: Plan | str = "", run: Path | str | None = None, *, save_every: int = 100, seed: int = 0
     ) -> None:
         began = time.perf_counter()
         self.plan = as_plan(plan)
@@ -77,7 +77,7 @@ class Loop:
                 f"plan {self.plan} needs {self.plan.processes} processes: start this script with "
                 f"torchrun --nproc-per-node {self.plan.processes} SCRIPT, or srun"
             )
-        self._folder = Path(folder) if folder is not None else None
+        self._folder = Path(run) if run is not None else None
         if self._folder is not None:
             (self._folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.world = join(self.plan, process, self._folder or Path())
@@ -176,7 +176,7 @@ class Loop:
     def save(self) -> None:
         """Saves all pairs now, in the background. Collective."""
         if self._saver is None:
-            raise UsageError("Loop(plan, folder=…): without a folder there is nowhere to save to")
+            raise UsageError("Loop(plan, run=…): without a folder there is nowhere to save to")
         tensors: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         values: dict[str, Any] = {"optimizer": {}}

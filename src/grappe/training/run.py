@@ -49,6 +49,9 @@ class Run:
         if not (self.folder / DESCRIPTION).is_file():
             raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
     def read_description(self) -> dict[str, Any]:
         """Reads run.json: task, fields, plan, versions, hosts, restarts.
 

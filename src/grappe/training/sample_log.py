@@ -66,10 +66,11 @@ class SampleLog(Watcher):
         """Yields the loader's batches, and logs each when it is taken."""
         return LoggedLoader(self, loader, kind) if self._enabled else loader
 
-    def add(self, kind: str, batch: Batch) -> None:
+    def add(self, kind: str, batch: Batch, order: SampleOrder | None = None) -> None:
         """Logs a batch of a step, or of the evaluation after the last step."""
         step = batch.step + 1 if kind == "step" else self._step
-        line = {"kind": kind, "step": step, "ids": batch.ids.tolist()}
+        ids = batch.ids if order is None else order.samples(batch.ids)
+        line = {"kind": kind, "step": step, "ids": ids.tolist()}
         self._buffer += json.dumps(line).encode() + b"\n"
         if len(self._buffer) >= BUFFER_BYTES:
             self._flush()
@@ -94,7 +95,7 @@ class LoggedLoader:
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yields the batches of steps `start` to `stop`."""
         for batch in self._loader.batches(start, stop):
-            self._log.add(self._kind, batch)
+            self._log.add(self._kind, batch, self._loader.order)
             yield batch
 
     def rehearsed(self) -> Iterator[Batch]:

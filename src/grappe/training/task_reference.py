@@ -9,7 +9,7 @@ from typing import Any
 
 from grappe import tasks
 from grappe.errors import TaskError
-from grappe.task import Task, fields, overrides
+from grappe.task import Task, check_signatures, fields, overrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class TaskReference:
                 raise TaskError(
                     f"the task {type(task).__name__} has no {part}(): write it, see grappe.Task.{part}"
                 )
+        check_signatures(task)
         return task
 
     @classmethod

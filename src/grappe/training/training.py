@@ -167,7 +167,8 @@ class Training:
         self._watchers.stepped(records)
 
     def _diverged(self, record: Record, batch: Batch) -> None:
-        ids = self._loader.order.ids(batch.epoch, batch.step % self._info.steps_per_epoch)
+        order = self._loader.order
+        ids = order.samples(order.ids(batch.epoch, batch.step % self._info.steps_per_epoch))
         shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
         raise DivergedError(
             f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step} (sample ids {shown}). "

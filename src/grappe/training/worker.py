@@ -29,6 +29,7 @@ from grappe.profiling.communication import waits_counted
 from grappe.task import Task
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
+from grappe.training.first_step import naming_overwritten
 from grappe.training.gradients import GradientsHook
 from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
@@ -146,6 +147,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 chronometer,
                 watchdog,
                 average,
+                task,
             )
             if info.start:
                 resume(engine, evaluation, info, opened.checkpoint, tensors, average)
@@ -163,7 +165,8 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 stop_signal=stop_signal,
                 average=average,
             )
-            with GradientsHook(watchers, lambda: training.step, chronometer):
+            hook = GradientsHook(watchers, lambda: training.step, chronometer)
+            with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
         _write_outcome(opened.run, outcome, meter, world)
@@ -176,6 +179,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
 def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
     with naming_user_line(task):
         dataset = fingerprint(data.train) if world.rank == 0 else ""
+        drawn = loader.drawn_samples(task, data.train) if world.rank == 0 else None
     return OpenRequest(
         name=request.task.name,
         task=task,
@@ -185,6 +189,7 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
         data=request.data,
         weights=request.weights,
         dataset=dataset,
+        sampling="" if drawn is None else drawn.fingerprint,
     )
 
 

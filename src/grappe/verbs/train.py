@@ -20,24 +20,24 @@ from grappe.training.watchers.logger import check as check_logger
 def train(
     task: Task | type[Task] | str,
     plan: Plan | str = "",
-    folder: Path | str | None = None,
+    run: Path | str | None = None,
     *,
     data: Path | str | None = None,
     fields: Mapping[str, str] | None = None,
-    weights: Path | str | None = None,
+    from_: Path | str | None = None,
     options: Options | None = None,
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
 ) -> Run:
-    """Trains `task` under `plan`, or resumes the run in `folder`.
+    """Trains `task` under `plan`, or resumes the run in the folder `run`.
 
     Args:
         task: a task, its class, or its name as on the command line.
         plan: a Plan or its text, "replicate=2"; "" is one process.
-        folder: the run's folder; None makes a new one under `base`.
+        run: the run's folder; None makes a new one under `base`.
         data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
         fields: texts for the task's fields, if the task is given by name.
-        weights: a run or a safetensors file to start from.
+        from_: a run or a safetensors file to start from.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
             "file.py:MyWatcher". Watchers run on process 0, which gets copies of instances.
 
@@ -47,10 +47,10 @@ def train(
     request = Request(
         task=TaskReference.of(task, fields),
         plan=as_plan(plan),
-        run=Path(folder) if folder else None,
+        run=Path(run) if run else None,
         base=Path(base),
         data=data_folder(data),
-        weights=Path(weights) if weights else None,
+        weights=Path(from_) if from_ else None,
         options=options or Options(),
         watchers=checked_watchers(watchers),
     )

@@ -22,7 +22,7 @@ from grappe.errors import TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
-from grappe.step.given import optimizer_of
+from grappe.step.given import optimizer_of, schedule_of
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
 from grappe.task import Call
@@ -92,7 +92,7 @@ class DeepSpeedModel:
             model=self._carrier, optimizer=self.optimizer, config=config, dist_init_required=False
         )
         # After it has dropped groups without parameters.
-        self.schedule = task.schedule(self.optimizer, self._setup.total_steps)
+        self.schedule = schedule_of(task, self.optimizer, self._setup.total_steps)
         self.train_state = self._train_state(wrapped, loss_scale)
 
     def _train_state(self, wrapped: Any, loss_scale: LossScale) -> TrainState:

@@ -33,7 +33,8 @@ def _check(model: nn.Module, weights: Weights) -> None:
             raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
         if weights.shape(name) != tuple(tensor.shape):
             raise TaskError(
-                f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights"
+                f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights: "
+                "does model() make the same one whenever it is called?"
             )
 
 

@@ -17,7 +17,7 @@ from grappe.engines.shared.state import ModelState, TrainState, trained_paramete
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.shard import reduction_switch, uses_shard
 from grappe.step.clip import clipping, gradient_norm
-from grappe.step.given import optimizer_of
+from grappe.step.given import optimizer_of, schedule_of
 from grappe.step.precision import LossScale
 from grappe.step.scores import Scores
 
@@ -33,7 +33,7 @@ class Spread:
         parameters = [parameter for _, parameter in named]
         optimizer = optimizer_of(task, named)
         setup.on_optimizer(optimizer, named)
-        schedule = task.schedule(optimizer, setup.total_steps)
+        schedule = schedule_of(task, optimizer, setup.total_steps)
         self.train_state: TrainState = ModelState(
             model=model, optimizer=optimizer, schedule=schedule, world=world
         )

@@ -17,6 +17,7 @@ from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping
 from grappe.step.exact import rules as exact_rules
 from grappe.step.fast_paths import OptimizerStep
+from grappe.step.given import schedule_of
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import Sums
 from grappe.step.result import StepResult
@@ -60,7 +61,7 @@ class Native(Stepper):
         self._gradients = strategy.gradients
         optimizer = self._model.make_optimizer()
         setup.on_optimizer(optimizer, self._model.named)
-        self._schedule = setup.task.schedule(optimizer, setup.total_steps)
+        self._schedule = schedule_of(setup.task, optimizer, setup.total_steps)
         self.train_state = self._model.train_state(optimizer, self._schedule, loss_scale)
         self._group = optimizer.param_groups[0]
         self._step_optimizer = OptimizerStep(optimizer)

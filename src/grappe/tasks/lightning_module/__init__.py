@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 
+from grappe.data.prepare import once_at_a_time
+from grappe.data.sampling import Sampling
+from grappe.data.split import split as share_of
 from grappe.errors import TaskError
 from grappe.private_api.lightning import set_trainer
 from grappe.private_api.torch import module_parameters
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
     from torch.optim import Optimizer
 
+LOOP = "it is False: its training_step steps its optimizers itself; a loop of your own can be spread by grappe.Loop"
 SCHEDULE = "_schedule_of_lightning"
 LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
@@ -39,6 +43,10 @@ class Source(NamedTuple):
     """The name under which validation_step logs its loss; None: validation_step returns the loss."""
     length: int
     """Number of training samples."""
+    shuffle: bool = True
+    """Whether the training loader shuffles."""
+    held_out: float | None = None
+    """The share of the training samples that validates, without a loader of its own."""
 
 
 class _Samples(Dataset):
@@ -64,8 +72,18 @@ class Carried(Task):
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
         return Steps(module, self.source.logged, self.source.loss)
 
+    def prepare(self, folder: Path) -> None:
+        if defines(self.source.data, "prepare_data"):
+            self.source.data.prepare_data()
+
     def data(self, split: str, folder: Path) -> Dataset:
-        return _Samples(_loader(self.source.data, split).dataset)
+        share = self.source.held_out
+        if share is None or split == "test":
+            return _Samples(_loader(self.source.data, split).dataset)
+        return share_of(_Samples(_loader(self.source.data, "train").dataset), split, validation=share)
+
+    def sampling(self, dataset: Any) -> Sampling | None:
+        return None if self.source.shuffle else Sampling(shuffle=False)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         batch = _loader(self.source.data, "train").collate_fn(list(samples))
@@ -113,20 +131,23 @@ def from_lightning(
     batch_size: int | None = None,
     seed: int = 0,
     clip: float | None = None,
+    validation: float | None = None,
     without: Collection[str] = (),
 ) -> type[Task]:
     """A task class of a LightningModule with automatic optimization, and of its data.
 
-    The task's initial weights are those of `module`. Evaluation reports the values that validation_step logs.
+    The task's initial weights are those of `module`. Evaluation reports the values that validation_step logs. Training
+    samples are shuffled where the training loader shuffles.
 
     Args:
         datamodule: None: the module has the dataloaders itself.
         batch_size: samples per optimizer step over all processes; None: the training loader's.
         clip: the value of Trainer(gradient_clip_val=…).
+        validation: the share of the training samples that validates, where there is no val_dataloader.
         without: names of unsupported features to leave out.
 
     Raises:
-        TaskError: a feature is not supported; the message names all of them.
+        TaskError: a feature is not supported; the message names all of them. Or `without` names none.
     """
     from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -135,25 +156,31 @@ def from_lightning(
         raise TaskError(f"from_lightning({name}): give a LightningModule, of the package lightning")
     refusals = Refusals(name, without)
     if not module.automatic_optimization:
-        refusals.add("automatic_optimization", "it is False: its training_step steps its optimizers itself")
+        refusals.add("automatic_optimization", LOOP)
     unsupported.overridden(module, LightningModule, refusals)
     if datamodule is not None:
         unsupported.overridden(datamodule, LightningDataModule, refusals)
     refusals.check()
     data = module if datamodule is None else datamodule
+    if defines(data, "prepare_data"):
+        with once_at_a_time():  # every process of a task's file comes here
+            data.prepare_data()
     train = unsupported.loader(_given(data, "train"), LOADERS["train"], True, refusals)
-    held_out = unsupported.loader(_given(data, "validation"), LOADERS["validation"], False, refusals)
+    if validation is None:
+        unsupported.loader(_given(data, "validation"), LOADERS["validation"], False, refusals)
     refusals.check()
     assert train is not None
-    assert held_out is not None
     size = batch_size or train.batch_size or 1
-    length = len(train.dataset)  # type: ignore[arg-type]
+    held = train.dataset if validation is None else share_of(train.dataset, "train", validation=validation)
+    length = len(held)  # type: ignore[arg-type]
     steps = epochs * -(-length // size)
     copied = _fresh(module, NoTrainer(epochs, steps))
     unsupported.optimizers(copied.configure_optimizers(), refusals)
-    logged, loss = _tried(copied, train, refusals, without)
+    logged, loss, left_out = _tried(copied, train, refusals, without)
     refusals.check()
-    source = Source(copy.deepcopy(module), data, logged, loss, length)
+    refusals.check_without(left_out)
+    shuffle = not isinstance(train.sampler, SequentialSampler)
+    source = Source(copy.deepcopy(module), data, logged, loss, length, shuffle, validation)
     return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
 
 
@@ -178,12 +205,12 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
 
 def _tried(
     module: Any, train: Any, refusals: Refusals, without: Collection[str]
-) -> tuple[tuple[str, ...], str | None]:
-    """Runs validation_step to find its metrics' names and its loss's name; refuses values that are no means."""
+) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    """Runs validation_step: its metrics' names, its loss's and those left out; refuses values that are no means."""
     length = len(train.dataset)
     samples = [train.dataset[index] for index in range(min(length, unsupported.ROWS))]
     plain = Steps(module).eval()
-    loss = None
+    loss, left_out = None, ()
     with torch.no_grad():
         if not defines(module, "validation_step"):
             names: list[str] = []
@@ -192,23 +219,28 @@ def _tried(
             plain._reset_metrics()
             result = module.validation_step(train.collate_fn(samples), 0)
             names = [name for name in plain._log.values if name not in without]
+            left_out = tuple(name for name in plain._log.values if name in without)
             if result is None:
                 losses = [name for name in names if "loss" in name.lower()]
                 if len(losses) != 1:
                     refusals.add("validation_step", "it neither returns its loss nor logs just one '…loss…'")
-                    return (), None
+                    return (), None, left_out
                 loss = losses[0]
                 names.remove(loss)
         unsupported.mean_over_rows(
             Steps(module, names, loss).eval(), samples, train.collate_fn, names, refusals
         )
-    return tuple(names), loss
+    return tuple(names), loss, left_out
 
 
 def _given(data: Any, split: str) -> Any:
     """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
-        raise TaskError(f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data")
+        share = ", or hold a share of the training samples out: from_lightning(…, validation=0.1)"
+        raise TaskError(
+            f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data: write it"
+            + (share if split == "validation" else "")
+        )
     if defines(data, "setup"):
         data.setup("test" if split == "test" else "fit")
     return getattr(data, LOADERS[split])()

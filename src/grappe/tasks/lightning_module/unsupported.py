@@ -11,20 +11,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from grappe.errors import TaskError
+from grappe.errors import TaskError, nearest
 from grappe.tasks.lightning_module.steps import Steps, defines
 
 CARRIED = frozenset({
     "forward", "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers",
     "configure_model", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "setup",
+    "prepare_data",
 })  # fmt: skip
 ROWS = 7  # odd, so that a sum is not taken for a mean
 CLOSE = 1e-4
 WHY = {
-    "prepare_data": "it is not called: run it yourself, once, where there is a network",
     "configure_callbacks": "Lightning's callbacks are not run; evaluation, checkpoints and patience are grappe's own",
     "drop_last": "grappe keeps the last, short batch and weighs it by its size; set drop_last=False",
-    "shuffle": "grappe shuffles; set shuffle=True",
 }
 
 
@@ -34,9 +33,11 @@ class Refusals:
     def __init__(self, name: str, without: Collection[str]) -> None:
         self._name, self._without = name, without
         self._found: list[str] = []
+        self._features: set[str] = set()
 
     def add(self, what: str, why: str = "it is not carried over") -> None:
         """Refuses `what`, unless the user leaves it out."""
+        self._features.add(what)
         if what not in self._without:
             self._found.append(f"{what} ({WHY.get(what, why)})")
 
@@ -47,6 +48,16 @@ class Refusals:
                 f"{self._name} cannot be made a task as it is: {'; '.join(self._found)}. Do without it, leave it "
                 "out knowingly with from_lightning(…, without=[its name]), or use Lightning's own Trainer"
             )
+
+    def check_without(self, logged: Collection[str]) -> None:
+        """Raises TaskError if the user leaves out something that is not there: a mistyped name, say."""
+        for name in self._without:
+            if name not in self._features and name not in logged:
+                known = sorted({*self._features, *logged})
+                raise TaskError(
+                    f"from_lightning({self._name}, without=[{name!r}]): there is no such feature to leave out: "
+                    f"{nearest(name, known)}"
+                )
 
 
 def overridden(owner: Any, base: type, refusals: Refusals) -> None:
@@ -75,8 +86,6 @@ def loader(found: Any, what: str, training: bool, refusals: Refusals) -> DataLoa
         refusals.add("batch_sampler", f"{what} has one of its own; grappe makes the batches")
     elif not _is_plain(sampler):
         refusals.add("sampler", f"{what} draws its samples with {type(sampler).__name__}")
-    elif training and isinstance(sampler, SequentialSampler):
-        refusals.add("shuffle")
     if training and found.drop_last:
         refusals.add("drop_last")
     return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grappe.errors import DataError, TaskError
-from grappe.private_api.torch import TreeSpec, tree_flatten, tree_map
+from grappe.private_api.torch import TreeSpec, tree_flatten
 from grappe.task import Task
 
 TYPES = {
@@ -83,11 +83,10 @@ def samples_of(task: Task, split: str, folder: Path) -> Samples:
         raise DataError(f"{split}: there is no sample to prove an export with")
     arrays, transform = in_memory(dataset), None
     if arrays is not None and arrays.transform is not None and not augments(task, training=False):
-        inputs, transform = arrays.inputs, arrays.transform
+        stored, transform = arrays.stored, arrays.transform
 
         def batch(ids: np.ndarray) -> Any:
-            index = torch.from_numpy(ids)
-            return tree_map(lambda stored: stored.index_select(0, index), inputs)
+            return stored(ids)[0]
     else:
         batch = split_reader(task, dataset)
     leaves, spec = tree_flatten(batch(np.arange(min(EXAMPLE, length))))

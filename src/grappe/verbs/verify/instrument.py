@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from grappe.data.arrays import Arrays, in_memory
 from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
+from grappe.data.sampling import Sampling
 from grappe.parallel.batchnorm import Kept, kept_buffers, put_back
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.task import Task, overrides
@@ -87,7 +88,7 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     }
     for name in ("data", "loss", "model", "collate"):
         methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
-    for name in ("counts", "augment"):
+    for name in ("counts", "augment", "sampling"):
         if overrides(task, name):
             methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
     made = object.__new__(type(kind.__name__, (kind,), methods))
@@ -121,28 +122,49 @@ class Subset(Dataset):
     """A few of a dataset's samples, of any form, each with its position as its id: (sample, id)."""
 
     def __init__(self, dataset: Any, index: np.ndarray, loaded: Sequence[Any]) -> None:
-        self._dataset, self._index, self._loaded = dataset, index, loaded
+        self.whole, self._index, self._loaded = dataset, index, loaded
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._loaded[index] if self._loaded else self._dataset[int(self._index[index])], index
+        return self._loaded[index] if self._loaded else self.whole[int(self._index[index])], index
 
 
 def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
     def data(self: Task, split: str, folder: Path) -> Dataset:
         dataset: Any = task.data(split, folder)
-        length = length_of(task, instrumentation, len(dataset))
-        index = np.arange(length) * len(dataset) // length
+        length, index = _trial_rows(task, instrumentation, len(dataset))
         arrays = in_memory(dataset)
         if arrays is None or instrumentation.samples:
             return Subset(dataset, index, instrumentation.samples)
-        places = torch.from_numpy(index)
-        inputs, targets = tree_map(lambda leaf: leaf[places.to(leaf.device)], (arrays.inputs, arrays.targets))
-        return Arrays(inputs, (targets, torch.arange(length)), transform=arrays.transform)
+        inputs, targets = arrays.stored(index)
+        trial = Arrays(inputs, (targets, torch.arange(length)), transform=arrays.transform)
+        trial.whole = dataset  # type: ignore[attr-defined]
+        return trial
 
     return data
+
+
+def _sampling(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
+    def sampling(self: Task, dataset: Any) -> Sampling | None:
+        asked = task.sampling(dataset.whole)
+        if asked is None:
+            return None
+        _, index = _trial_rows(task, instrumentation, len(dataset.whole))
+        columns: dict[str, Any] = {
+            name: None if (column := getattr(asked, name)) is None else np.asarray(column)[index]
+            for name in ("weights", "classes", "lengths")
+        }
+        return dataclasses.replace(asked, samples=None, **columns)
+
+    return sampling
+
+
+def _trial_rows(task: Task, instrumentation: Instrumentation, available: int) -> tuple[int, np.ndarray]:
+    """The number of a trial's samples, and which of the dataset's they are: evenly spread."""
+    length = length_of(task, instrumentation, available)
+    return length, np.arange(length) * available // length
 
 
 def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:

@@ -123,7 +123,7 @@ def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: P
         noise = rounding_trial.step(number, batch, model, (loss, norm)) if rounding_trial else (0.0, 0.0, {})
         steps.append(
             ReferenceStep(
-                ids=tuple(int(i) for pieces in batch.slices for rows in pieces for i in rows.ids),
+                ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
                 loss=loss, norm=norm, loss_noise=noise[0], norm_noise=noise[1], noise=noise[2],
             )
         )  # fmt: skip

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grappe.data.arrays import in_memory
+from grappe.data.arrays import in_memory, with_copies
 from grappe.data.collate import augment, collated, on_device
 from grappe.data.draw import mix, sample_keys
-from grappe.data.order import cut, permute
+from grappe.data.loader import drawn_samples
+from grappe.data.order import cut
+from grappe.data.permute import permute
 from grappe.data.seeded import SeededDataset
 from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.task import Task, overrides
@@ -111,8 +113,13 @@ class ReferenceBatches:
         self._task, self._device = task, device
         self._slices, self._pieces, self._recorded = slices, pieces, recorded
         self._dataset: Any = task.data("train", data)
+        self._drawn = drawn_samples(task, self._dataset)
+        if self._drawn is not None:
+            self._dataset = with_copies(self._dataset)
         self._arrays = in_memory(self._dataset)
-        self.length: int = len(self._dataset)  # type: ignore[arg-type]
+        self.stored = len(self._dataset)  # type: ignore[arg-type]
+        """Samples of the dataset; `length` is how many of them an epoch has."""
+        self.length: int = self.stored if self._drawn is None else self._drawn.samples
         self.per_epoch = -(-self.length // task.batch_size)
         self.total = self._recorded[0].total if self._recorded else task.epochs * self.per_epoch
 
@@ -123,14 +130,20 @@ class ReferenceBatches:
             epoch, ids = self._recorded[number].epoch, np.array(self._recorded[number].ids, dtype=np.int64)
         else:
             epoch, within = divmod(number, self.per_epoch)
-            places = np.arange(within * task.batch_size, min((within + 1) * task.batch_size, self.length))
-            ids = permute(places, key=mix(task.seed, epoch), length=self.length)
+            start, stop = within * task.batch_size, min((within + 1) * task.batch_size, self.length)
+            ids = self._ids(epoch, start, stop)
         slices = []
         for index in range(self._slices):
             mine = ids[slice(*cut(len(ids), self._slices, index))]
             pieces = [mine[slice(*cut(len(mine), self._pieces, piece))] for piece in range(self._pieces)]
             slices.append(tuple(self._load(epoch, i, piece) for i, piece in enumerate(pieces) if len(piece)))
         return Batch(slices=tuple(slices), count=self._count(slices, number, len(ids)))
+
+    def _ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        task = self._task
+        if self._drawn is not None:
+            return self._drawn.order(task.seed, epoch, start, stop, task.batch_size)
+        return permute(np.arange(start, stop), key=mix(task.seed, epoch), length=self.length)
 
     def _load(self, epoch: int, piece: int, ids: np.ndarray) -> Rows:
         collate = self._collate(epoch, ids)

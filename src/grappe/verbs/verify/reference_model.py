@@ -16,6 +16,7 @@ from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
+from grappe.step.given import schedule_of
 from grappe.step.precision import autocast
 from grappe.task import Task
 from grappe.verbs.verify.reference_batches import Batch, Rows
@@ -42,7 +43,7 @@ class ReferenceModel:
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = task.optimizer(named)
         begin_training(self._optimizer)
-        self._schedule = task.schedule(self._optimizer, total)
+        self._schedule = schedule_of(task, self._optimizer, total)
         self._autocast = autocast(plan.precision, device)
 
     def step(self, number: int, batch: Batch, parts: int = 1, sums: int = 1) -> tuple[float, float]:

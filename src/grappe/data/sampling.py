@@ -1,0 +1,153 @@
+"""Sampling: which samples an epoch has, and how often: by weight, balanced over classes, batched by length.
+
+Every choice is a function of seed, epoch and position alone, as the sample order is: it needs no stored state, and is
+the same under any plan. Shapes: N samples of the dataset, n samples an epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from grappe.data.draw import mix
+from grappe.data.permute import permute
+from grappe.errors import TaskError
+
+_OFFSET, _WINDOW = 0x6F66, 0x7769  # words of keys, so that they are no sample's
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sampling:
+    """Samples of an epoch of training, how often each comes, and in which batches: what `Task.sampling` returns.
+
+    An epoch of n samples has a sample of weight w in n w / (sum of weights) copies, rounded up or down, at random, anew
+    in each epoch; of weights that are all the same each sample once. Copies are augmented independently.
+    """
+
+    weights: Any = None
+    """A number for each sample, [N], not negative: how often it is seen beside the others."""
+    classes: Any = None
+    """A class for each sample, [N], whole numbers or words: all classes are seen equally often."""
+    lengths: Any = None
+    """A length for each sample, [N]: a batch has samples of similar lengths, so that little is padded."""
+    shuffle: bool = True
+    """Whether an epoch is in random order; else in the dataset's, which lengths and weights keep."""
+    samples: int | None = None
+    """Samples an epoch, n; None: as many as the dataset has."""
+    window: int = 64
+    """Batches that are sorted by length together: more waste less on padding, fewer mix better."""
+
+
+class DrawnSamples:
+    """The samples of a Sampling's epochs, of a dataset of `length` samples.
+
+    A copy of sample i is the id i + c N, c from 0: its augmentation has other random numbers than the others'.
+
+    Raises:
+        TaskError: the arrays do not fit the dataset, or a number is out of its range.
+    """
+
+    def __init__(self, sampling: Sampling, length: int) -> None:
+        self.length = length
+        self.samples = length if sampling.samples is None else sampling.samples
+        self._window, self._shuffle = sampling.window, sampling.shuffle
+        if self.samples < 1 or self._window < 1:
+            raise TaskError("sampling(): samples and window must be at least 1")
+        weights = _weights(sampling, length)
+        self._lengths = None if sampling.lengths is None else _column("lengths", sampling.lengths, length)
+        if weights is None and self.samples != length:
+            weights = np.ones(length)
+        self._bounds = None if weights is None else np.cumsum(weights) * (self.samples / weights.sum())
+        self._last = length - 1 if weights is None else int(np.flatnonzero(weights)[-1])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that the order depends on, to notice another one on resuming."""
+        digest = xxhash.xxh3_64(
+            f"{self.samples} {self._window if self._lengths is not None else 0} {self._shuffle}".encode()
+        )
+        for column in (self._bounds, self._lengths):
+            digest.update(b"" if column is None else np.ascontiguousarray(column).tobytes())
+        return digest.hexdigest()
+
+    @property
+    def repeats(self) -> bool:
+        """Returns whether a sample may come several times an epoch, or never."""
+        return self._bounds is not None
+
+    def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
+        """Returns the ids at positions `start` to `stop` of an epoch's order: int64 (stop - start,)."""
+        if self._lengths is None:
+            return self._at(seed, epoch, start, stop)
+        size = self._window * batch_size
+        windows = range(start // size, -(-stop // size))
+        parts = [self._by_length(seed, epoch, window, batch_size) for window in windows]
+        ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        first = start - windows.start * size
+        return ids[first : first + stop - start]
+
+    def _at(self, seed: int, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        positions = np.arange(start, stop, dtype=np.int64)
+        slots = positions
+        if self._shuffle:
+            slots = permute(positions, key=mix(seed, epoch), length=self.samples)
+        if self._bounds is None:
+            return slots
+        # Systematic sampling: slot k belongs to the sample whose part of [0, n) has k + offset in it.
+        offset = mix(seed, epoch, _OFFSET) * 2.0**-63
+        samples = self._owners(slots, offset)
+        starts = np.where(samples > 0, self._bounds[samples - 1], 0.0)
+        first = np.maximum(np.ceil(starts - offset), 0).astype(np.int64)
+        # a sum may be rounded to the other side of a bound: what owns the slot decides
+        first += self._owners(first, offset) < samples
+        first -= (first > 0) & (self._owners(np.maximum(first - 1, 0), offset) == samples)
+        return samples + (slots - first) * self.length
+
+    def _owners(self, slots: NDArray[np.int64], offset: float) -> NDArray[np.int64]:
+        assert self._bounds is not None
+        return np.minimum(np.searchsorted(self._bounds, slots + offset, side="right"), self._last)
+
+    def _by_length(self, seed: int, epoch: int, window: int, batch_size: int) -> NDArray[np.int64]:
+        """The ids of a window: batches of similar lengths, in random order; the short one stays the epoch's last."""
+        assert self._lengths is not None
+        start = window * self._window * batch_size
+        ids = self._at(seed, epoch, start, min(start + self._window * batch_size, self.samples))
+        by_length = np.argsort(self._lengths[ids % self.length], kind="stable")
+        full, rest = divmod(len(ids), batch_size)
+        key = mix(seed, epoch, _WINDOW, window)
+        cut = key % (full + 1) * batch_size if rest else 0
+        short = np.sort(by_length[cut : cut + rest])
+        batches = np.concatenate([by_length[:cut], by_length[cut + rest :]]).reshape(full, batch_size)
+        if full:
+            batches = batches[permute(np.arange(full), key=key, length=full)]
+        return ids[np.concatenate([np.sort(batches, axis=1).ravel(), short])]
+
+
+def _weights(sampling: Sampling, length: int) -> NDArray[np.float64] | None:
+    if sampling.weights is not None and sampling.classes is not None:
+        raise TaskError("sampling(): give weights or classes, not both")
+    if sampling.classes is not None:
+        column = _column("classes", sampling.classes, length)
+        _, places, counts = np.unique(column, return_inverse=True, return_counts=True)
+        return 1.0 / counts[places]
+    if sampling.weights is None:
+        return None
+    weights = _column("weights", sampling.weights, length).astype(np.float64)
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.sum() > 0):
+        raise TaskError("sampling(): weights must be finite and not negative, and some above 0")
+    return weights
+
+
+def _column(name: str, values: Any, length: int) -> NDArray[Any]:
+    column = np.asarray(values)
+    if column.shape != (length,):
+        raise TaskError(
+            f"sampling(): {name} has shape {list(column.shape)}, and the training data {length} samples: give one "
+            "for each sample"
+        )
+    return column
