@@ -82,10 +82,10 @@ def _look(verb: Callable[[], object]) -> tuple[str, float]:
     """How the command ends, and after how many seconds: the least of some looks where that is too many."""
     times = []
     while True:
-        began, computed, waited = time.monotonic(), _computed(), _waited()
+        began, computed, before = time.monotonic(), _computed(), waited()
         end = _ended(verb)
         # On a busy machine, without the seconds in which a process waited for a core.
-        quiet = time.monotonic() - began - (_waited() - waited)
+        quiet = time.monotonic() - began - (waited() - before)
         times.append(max(quiet, _computed() - computed))
         if times[-1] <= SECONDS or len(times) == LOOKS:
             return end, min(times)
@@ -96,7 +96,7 @@ def _computed() -> float:
     return sum(os.times()[:4])
 
 
-def _waited() -> float:
+def waited() -> float:
     """Seconds in which any process of the machine waited for a core; 0 where the kernel does not tell."""
     try:
         return int(PRESSURE.read_text().split()[4].partition("=")[2]) / 1e6
