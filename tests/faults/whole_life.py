@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,8 @@ from grappe.checkpoint.format import latest
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 from tests.faults.hostile import waited
-from tests.faults.resume_cell import curves, hashes_of, samples
+from tests.faults.resume_cell import curves, hashes_of
+from tests.faults.victims import ROLES, killed, roles
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +43,6 @@ BUSY_SECONDS = 60.0
 """The same on a machine that is never quiet."""
 MISTAKES = ("mistake of grappe's own", "Traceback", "EOFError")
 AGAIN = 0.75  # how likely one more kill is
-ROLES = {"command": 3, "fork server": 3, "one rank": 3, "all": 3, "another": 1}
-"""What is killed, and how often; of those that live then."""
 PLANS = (
     "", "replicate=2", "shard=2", "replicate=2,shard=2", "pipeline=2,microbatches=2", "tensor=2", "shard=2,offload=cpu",
     "exact=2,replicate=2", "replicate=2,workers=1", "engine=textbook,replicate=2", "engine=deepspeed,shard=2",
@@ -101,7 +99,8 @@ def end_of(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {"step": newest.step, **hashes_of(newest)}
     found["files"] = sorted(one.name for one in run.iterdir())
     if Run.is_run(run):
-        found |= {"curves": curves(run), "samples": samples(run), "finished": Run(run).is_finished()}
+        logs = {one.name: one.read_text() for one in (run / "samples").iterdir()}  # evaluations, too
+        found |= {"curves": curves(run), "samples": logs, "finished": Run(run).is_finished()}
     return found
 
 
@@ -137,11 +136,11 @@ class Life:
                 code, out, err = one.end()
             finally:
                 one.close()
-            self._search(f"{out}\n{err}", own=code if not struck else None)
+            self.search(f"{out}\n{err}", own=code if not struck else None)
             if not struck:
                 break
             more = self._random.random() < AGAIN
-        self._compare()
+        self.compare()
 
     def _struck(self, one: Command) -> bool:
         """Kills at a random instant; returns whether there was still something to kill."""
@@ -157,7 +156,7 @@ class Life:
         role = self._random.choices(names, [ROLES[name] for name in names])[0]
         victims = living[role] if role == "all" else [self._random.choice(living[role])]
         phase = _phase(self._folder / "run")
-        if not _killed(victims):
+        if not killed(victims):
             return False
         began, before = time.monotonic(), waited()
         self._wait(one, role)
@@ -181,7 +180,7 @@ class Life:
                 return
             time.sleep(0.1)
 
-    def _search(self, said: str, own: int | None) -> None:
+    def search(self, said: str, own: int | None) -> None:
         """Looks for what a user must never read; `own` is the exit code of a start that was not killed."""
         if own not in (None, 0):
             self.findings.append(f"the start that nobody killed ended with {own}: {said[-3000:]}")
@@ -194,7 +193,8 @@ class Life:
             self.findings.append(f"no signal is named after {kill}: {said[-3000:]}")
         self.findings += [f"{word!r} after {kill}: {said[-3000:]}" for word in wrong if word in said][:1]
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Finds what is other than without kills."""
         ends = end_of(self._folder)
         wrong = sorted(
             name for name in {*ends, *self._whole.end} if ends.get(name) != self._whole.end.get(name)
@@ -202,45 +202,6 @@ class Life:
         if wrong:
             some = {name: (self._whole.end.get(name), ends.get(name)) for name in wrong[:2]}
             self.findings.append(f"after {self.kills}: other {wrong}: {str(some)[:2000]}")
-
-
-def roles(one: Command) -> dict[str, list[int]]:
-    """The living processes of a command, by what they are."""
-    main = one.process.pid
-    members = {pid: _status(pid) for pid in one.members()}
-    found = collections.defaultdict(list)
-    for pid, (parent, words) in members.items():
-        parents = members.get(parent, (0, ""))[1]
-        if pid == main:
-            role = "command"
-        elif parent == main and "multiprocessing.forkserver" in words:
-            role = "fork server"
-        elif "resource_tracker" not in words and (parent == main or "multiprocessing.forkserver" in parents):
-            role = "one rank"
-        else:
-            role = "another"
-        found[role].append(pid)
-    found["all"] = list(members)
-    return dict(found)
-
-
-def _status(pid: int) -> tuple[int, str]:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(stat[1]), Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    except (OSError, IndexError):
-        return 0, ""
-
-
-def _killed(victims: list[int]) -> bool:
-    struck = False
-    for pid in victims:
-        try:
-            os.kill(pid, signal.SIGKILL)
-            struck = True
-        except ProcessLookupError:
-            continue
-    return struck
 
 
 def _phase(run: Path) -> str:
