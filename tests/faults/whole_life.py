@@ -97,7 +97,8 @@ def end_of(folder: Path) -> dict[str, object]:
     newest = latest(run / "checkpoints")
     assert newest is not None
     found: dict[str, object] = {"step": newest.step, **hashes_of(newest)}
-    found["files"] = sorted(one.name for one in run.iterdir())
+    # The lease of a process that is dead holds nobody back: one killed behind the mark of the end leaves it.
+    found["files"] = sorted(one.name for one in run.iterdir() if one.name != "lease.json")
     if Run.is_run(run):
         logs = {one.name: one.read_text() for one in (run / "samples").iterdir()}  # evaluations, too
         found |= {"curves": curves(run), "samples": logs, "finished": Run(run).is_finished()}
