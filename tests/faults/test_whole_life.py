@@ -38,7 +38,7 @@ def test_what_is_lost_is_found(tmp_path: Path) -> None:
     [
         ("grappe: process 1 of 2 was killed by SIGKILL", ""),
         ("grappe: process 1 of 2 failed with RuntimeError: closed by peer", "no signal is named"),
-        ("grappe: SIGKILL: EOFError (a mistake of grappe's own)", "mistake of grappe"),
+        ("grappe: SIGKILL: EOFError (a bug in grappe: --debug shows more)", "'a bug in grappe'"),
         ("SIGKILL\nTraceback (most recent call last)", "'Traceback' after Kill("),
     ],
 )

@@ -26,6 +26,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 
 from grappe.checkpoint.format import latest
+from grappe.cli.exit import BUG
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 from tests.faults.hostile import waited
@@ -41,7 +42,7 @@ GONE_SECONDS = 10.0
 """Until no process is left, on a quiet machine: seconds in which somebody waits for a core are not counted."""
 BUSY_SECONDS = 60.0
 """The same on a machine that is never quiet."""
-MISTAKES = ("mistake of grappe's own", "Traceback", "EOFError")
+MISTAKES = (BUG, "Traceback", "EOFError")
 AGAIN = 0.75  # how likely one more kill is
 PLANS = (
     "", "replicate=2", "shard=2", "replicate=2,shard=2", "pipeline=2,microbatches=2", "tensor=2", "shard=2,offload=cpu",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import grappe
+from grappe.cli.exit import BUG
 from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
 
 PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
@@ -113,7 +114,7 @@ def test_a_server_killed_while_processes_start_is_named(
     for pid in servers(command):
         os.kill(pid, signal.SIGKILL)
     code, _, error = command.end()
-    assert "mistake of grappe" not in error
+    assert BUG not in error
     assert "Traceback" not in error
     if code:  # else another server was started in its place
         assert code == 1, error
@@ -134,7 +135,7 @@ def test_a_process_killed_while_it_starts_is_named(start: Start, wanted: int) ->
     code, _, error = command.end()
     assert code == 1
     assert "was killed by SIGKILL" in error, error
-    assert "mistake of grappe" not in error
+    assert BUG not in error
 
 
 def test_a_child_whose_parent_has_ended_begins_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, show_any_text
 
 EXIT_SIGINT = 130
+BUG = "a bug in grappe"
+"""What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
 
 
 def run(app: App) -> NoReturn:
@@ -42,7 +44,7 @@ def run(app: App) -> NoReturn:
         mistake = (
             UsageError(package)
             if package
-            else ProcessDied(f"{type(error).__name__}: {error} (a bug in grappe: --debug shows more)")
+            else ProcessDied(f"{type(error).__name__}: {error} ({BUG}: --debug shows more)")
         )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
