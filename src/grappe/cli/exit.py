@@ -13,6 +13,7 @@ from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.imports import broken_package
+from grappe.errors.refused_process import refused_process
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, show_any_text
@@ -40,10 +41,10 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        package = broken_package(error)
+        known = refused_process(error) or broken_package(error)
         mistake = (
-            UsageError(package)
-            if package
+            UsageError(known)
+            if known
             else ProcessDied(f"{type(error).__name__}: {error} ({BUG}: --debug shows more)")
         )
         mistake.details = "".join(traceback.format_exception(error))
@@ -84,7 +85,8 @@ def _code(app: App, arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise of_file(error) from error
+        refused = refused_process(error)
+        raise (UsageError(refused) if refused else of_file(error)) from error
     return code if isinstance(code, int) else EXIT_OK
 
 
