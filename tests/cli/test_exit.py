@@ -1,4 +1,4 @@
-"""What the command says at its end."""
+"""Messages of the command at its end."""
 
 from __future__ import annotations
 

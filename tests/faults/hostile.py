@@ -31,16 +31,16 @@ import torch
 
 from grappe.errors import GrappeError
 from tests.faults.hostile_files import KINDS_OF_FILES, Kind, make_honest
+from tests.faults.pressure import waited
 
 SECONDS = 5.0
 LOOKS = 3  # at a command that took longer: another program may have had the disk, or the cores
 HANG_SECONDS = 120.0
-PRESSURE = Path("/proc/pressure/cpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How the commands ended that were given one file."""
+    """Ends of the commands that were given one file."""
 
     ends: list[str]
     """"refused", "harmless", or a finding; one for each command, and more findings."""
@@ -79,7 +79,7 @@ def attempt(kind: Kind, seed: int, honest: Path) -> Attempt:
 
 
 def _look(verb: Callable[[], object]) -> tuple[str, float]:
-    """How the command ends, and after how many seconds: the least of some looks where that is too many."""
+    """Returns how the command ends, and after how many seconds: the least of some looks where that is too many."""
     times = []
     while True:
         began, computed, before = time.monotonic(), _computed(), waited()
@@ -94,14 +94,6 @@ def _look(verb: Callable[[], object]) -> tuple[str, float]:
 def _computed() -> float:
     """Seconds that this process and those that it forked have computed."""
     return sum(os.times()[:4])
-
-
-def waited() -> float:
-    """Seconds in which any process of the machine waited for a core; 0 where the kernel does not tell."""
-    try:
-        return int(PRESSURE.read_text().split()[4].partition("=")[2]) / 1e6
-    except (OSError, IndexError):
-        return 0.0
 
 
 def _ended(verb: Callable[[], object]) -> str:

@@ -83,7 +83,7 @@ def few_processes(limit: int) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("limit", [1, 3, 9])
 def test_few_processes(run, tmp_path: Path, limit: int) -> None:
-    """Where the system starts no further process or thread, that is said, and the next start trains."""
+    """One message where the system starts no further process or thread; the next start trains."""
     code, _, err = run(*few_processes(limit), *TRAIN, "--run", "run", *TWO)
     assert code in (1, 2), err
     assert f"the system starts no further process or thread: this user may have {limit} (ulimit -u)" in err

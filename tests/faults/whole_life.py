@@ -29,7 +29,7 @@ from grappe.checkpoint.format import latest
 from grappe.cli.exit import BUG
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
-from tests.faults.hostile import waited
+from tests.faults.pressure import waited
 from tests.faults.resume_cell import curves, hashes_of
 from tests.faults.victims import ROLES, killed, roles
 from tests.patience import PATIENCE_SECONDS
@@ -93,7 +93,7 @@ def command(plan: str, folder: Path) -> Command:
 
 
 def end_of(folder: Path) -> dict[str, object]:
-    """What a training leaves: its newest checkpoint's hashes, curves, samples, and the names in its folder."""
+    """Reads what a training leaves: its newest checkpoint's hashes, curves, samples, and the names in its folder."""
     run = folder / "run"
     newest = latest(run / "checkpoints")
     assert newest is not None
