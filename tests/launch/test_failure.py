@@ -1,4 +1,4 @@
-"""Which of several processes that failed is named: the first, by cause and not by report."""
+"""Choice of the process that is named when several failed: the first by cause, not by report."""
 
 from __future__ import annotations
 
