@@ -91,6 +91,12 @@ def end_with_writer(pipe: int) -> bool:
     return asked
 
 
+def end_with_launcher() -> None:
+    """Ends this process with torchrun's agent, which has started it; else it would train on, or wait for ever."""
+    if sys.platform == "linux":  # the agent starts processes in its main thread, whose end the kernel tells
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_with_forking_parent(parent: int) -> None:
     """Ends this process, made by os.fork, with its `parent`: the process id that the parent had before the fork."""
     if sys.platform == "linux":
