@@ -32,7 +32,6 @@ from tests.commands import GRAPPE, Command
 from tests.faults.pressure import waited
 from tests.faults.resume_cell import curves, hashes_of
 from tests.faults.victims import ROLES, killed, roles
-from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{Path(__file__).with_name('life.py')}:Life"
@@ -42,6 +41,8 @@ GONE_SECONDS = 10.0
 """Until no process is left, on a quiet machine: seconds in which somebody waits for a core are not counted."""
 BUSY_SECONDS = 60.0
 """The same on a machine that is never quiet."""
+LEFT_SECONDS = 300.0
+"""What lives as long as this lives for ever."""
 MISTAKES = (BUG, "Traceback", "EOFError")
 AGAIN = 0.75  # how likely one more kill is
 PLANS = (
@@ -174,11 +175,13 @@ class Life:
         return code != 0
 
     def _wait(self, one: Command, role: str) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + LEFT_SECONDS
         while one.process.poll() is None or one.members():
             if time.monotonic() > until:
                 left = roles(one)
-                self.findings.append(f"{role} killed: {left} lived on for {PATIENCE_SECONDS:.0f} s")
+                self.findings.append(f"{role} killed: {left} lived on for {LEFT_SECONDS:.0f} s")
+                killed(one.members())  # they would keep the output open
+                one.process.wait()
                 return
             time.sleep(0.1)
 
