@@ -47,6 +47,7 @@ soak: .venv/test  ## thousands of kills, and every pair of plans to resume under
 	@$(BIN)/python -m pytest -v -s -m soak tests/slurm
 	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
 	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
+	@$(BIN)/python -W ignore -m tests.faults.whole_life 500
 
 bench: .venv/test  ## compare with the rivals, in an environment of their own (40 minutes; ONLY=pages for one)
 	@benchmarks/run

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grappe.cli import commands
+from grappe.cli.exit import BUG
 from grappe.training.run import Run
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e[red]\u200b\U000e0041\x9b31m"
@@ -30,7 +31,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
             commands.main()
         text = "".join(capfd.readouterr())
         assert text.replace("\n", "").isprintable(), ascii(text)
-        assert "a mistake of grappe's own" not in text
+        assert BUG not in text
         assert text
         return text
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from grappe.cli.exit import BUG
 from grappe.errors.imports import broken_package
 
 
@@ -50,7 +51,7 @@ def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command
     ]
     assert len(lines) == 1, done.stderr
     assert "operator torchvision::nms does not exist" in lines[0]
-    assert "bug in grappe" not in done.stderr and "Traceback" not in done.stderr
+    assert BUG not in done.stderr and "Traceback" not in done.stderr
     assert done.returncode == (1 if command == ["doctor"] else 2)
 
 

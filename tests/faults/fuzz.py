@@ -132,7 +132,8 @@ def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed
         elif how == "bytes" and not os.path.lexists(file):
             file.write_bytes(what)
     folder = run / "checkpoints" / newest
-    if sealed and folder.is_dir():
+    # Behind a link lies what is outside, which the damage itself must not change.
+    if sealed and folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink():
         files = {
             one.name: fingerprint(one) for one in folder.iterdir() if one.is_file() and not one.is_symlink()
         }

@@ -1,202 +1,99 @@
 """Feeds grappe thousands of hostile or damaged files, each in a process of its own, and counts how it ends.
 
-    python -m tests.faults.hostile 2000
+    python -m tests.faults.hostile 2000        # numbers 0 to 1999, each the seed of its file
+    python -m tests.faults.hostile 1 202       # number 202 again
 
 Counted: refused with exit code 2, harmless (the command did its work), and what must never be: another exception,
-more than 5 seconds, memory of more than twice the model's (and 200 MB for the process itself), a file elsewhere that
-is new or changed.
+more than 5 seconds, memory of more than twice the model's (beside what libraries take), a file elsewhere that
+is new or changed. A finding is printed at once, and the next file is tried; the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import collections
-import gzip
+import dataclasses
 import io
 import json
 import os
-import pickle
 import random
 import resource
-import shutil
+import select
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
-from grappe import sites
-from grappe.checkpoint.initial import take_over
-from grappe.data.formats import cifar10_binary, cifar10_python, mnist
 from grappe.errors import GrappeError
-from grappe.sites.script import render
-from grappe.verbs import predict
-from grappe.verbs.sites import listing as site_listing
-from tests.checkpoint import test_foreign as foreign
-from tests.faults import test_fuzz as fuzzer
-from tests.faults.fuzz import ESCAPES, FILES, KINDS, damage
-from tests.parity.tasks import Images
-from tests.training.test_training import train
+from tests.faults.hostile_files import KINDS_OF_FILES, Kind, make_honest
+from tests.faults.pressure import waited
 
 SECONDS = 5.0
-SIDE = 2048  # the model: SIDE x SIDE numbers, 16.8 MB
-OWN = 200e6  # bytes that the process itself may take more than when it was forked: libraries, JSON
-BYTES = [
-    b"",
-    b"{}",
-    b"[]",
-    b"\xff\xfe",
-    b"\x80\x04K.",
-    b"[" * 100_000,
-    b'{"a":' * 50_000,
-    b"9" * 6000,
-    ESCAPES.encode(),
-]
-VALUES: list[Any] = [None, True, -1, 10**400, float("nan"), 1e308, "", ESCAPES, "../../outside", "x\ny", [], {}, [[[]]],
-                     {"a": {"b": []}}, "os:system", "9" * 5000, "$(touch ran)"]  # fmt: skip
-Case = Callable[[random.Random, Path], Iterator[Callable[[], object]]]
+LOOKS = 3  # at a command that took longer: another program may have had the disk, or the cores
+HANG_SECONDS = 120.0
 
 
-class Large(Images):
-    """A task with a model of 16.8 MB."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Ends of the commands that were given one file."""
 
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(SIDE, SIDE))
-
-
-def runs(rng: random.Random, place: Path) -> Iterator[Callable[[], object]]:
-    """A run with one to three things wrong."""
-    run = place / "here/runs/run"
-    shutil.copytree(HONEST / "run", run, symlinks=True)
-    todo = []
-    for _ in range(rng.randint(1, 3)):
-        how = rng.choice(["bytes", "flip", "cut", "json", "line", "kind"])
-        what = {
-            "bytes": rng.choice([*BYTES, rng.randbytes(50)]), "flip": rng.randrange(10**5), "cut": rng.randrange(10**4),
-            "json": (rng.randrange(50), rng.choice(VALUES)), "line": rng.choice(VALUES), "kind": rng.choice(KINDS),
-        }[how]  # fmt: skip
-        todo.append((how, rng.choice(FILES), what))
-    damage(run, place / "outside", todo, sealed=rng.random() < 0.5)
-    for name in rng.sample(sorted(fuzzer.READERS), 5):
-        yield lambda name=name: fuzzer.READERS[name](run)
+    ends: list[str]
+    """"refused", "harmless", or a finding; one for each command, and more findings."""
+    seconds: float
+    """Of the longest command."""
+    memory: float
+    """Bytes at most, beside the file itself, which may be mapped."""
 
 
-def weights(rng: random.Random, place: Path) -> Iterator[Callable[[], object]]:
-    """Weights to start from: one of the known attacks, or an honest file with bytes changed, cut or added."""
-    if rng.random() < 0.3:
-        name = rng.choice(sorted(foreign.HOSTILE))
-        file = place / "here" / name
-        foreign.HOSTILE[name](file)
-        yield lambda: take_over(foreign.model(), file)
-        return
-    source = rng.choice(["new.pt", "old.pt", "a.safetensors"])
-    file = place / "here" / source
-    file.write_bytes(_damaged(rng, (HONEST / source).read_bytes()))
-    yield lambda: take_over(Large().model(), file)
-
-
-def data(rng: random.Random, place: Path) -> Iterator[Callable[[], object]]:
-    """Data files and inputs, with bytes changed, cut or added."""
-    here = place / "here"
-    for name in ("images.gz", "labels.gz", "batch", "batch.bin", "inputs.npy"):
-        content = (HONEST / name).read_bytes()
-        (here / name).write_bytes(_damaged(rng, content) if rng.random() < 0.7 else content)
-    yield lambda: mnist(here / "images.gz", here / "labels.gz")
-    yield lambda: cifar10_python([here / "batch"])
-    yield lambda: cifar10_binary([here / "batch.bin"])
-    yield lambda: list(predict.predict(HONEST / "run", here / "inputs.npy", task=Images()))
-
-
-def site_files(rng: random.Random, place: Path) -> Iterator[Callable[[], object]]:
-    """A user's own site with values changed, or bytes."""
-    folder = place / "config/grappe/sites"
-    folder.mkdir(parents=True)
-    os.environ["XDG_CONFIG_HOME"] = str(place / "config")
-    lines = dict(fuzzer.GOOD)
-    for key in rng.sample(fuzzer.SITE_KEYS, rng.randint(0, 3)):
-        value = rng.choice([one for one in VALUES if one != 10**400])
-        lines[key] = fuzzer.toml(value)
-    content = "\n".join(f"{key} = {value}" for key, value in lines.items()).encode()
-    (folder / "mine.toml").write_bytes(content if rng.random() < 0.5 else _damaged(rng, content))
-    yield lambda: fuzzer.printed(site_listing())
-    yield lambda: render(fuzzer._with(sites.find("mine")))
-
-
-def _damaged(rng: random.Random, content: bytes) -> bytes:
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(min(len(content), rng.choice([64, 2000, 10**9])) or 1)
-        match rng.randrange(4):
-            case 0:
-                content = content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
-            case 1:
-                content = content[:at]
-            case 2:
-                content = (
-                    content[:at] + rng.choice([*BYTES[:5], rng.randbytes(9), b"\xff" * 8]) + content[at:]
-                )
-            case 3:
-                content = content[:at] + b"\xff" * 4 + content[at + 4 :]
-    return content
-
-
-CASES: dict[str, tuple[Case, int, float]] = {
-    "damaged runs": (runs, 4, 1e5),
-    "weights": (weights, 8, SIDE * SIDE * 4),
-    "data": (data, 4, 1e6),
-    "sites": (site_files, 4, 0),
-}
-"""Each with its share of twenty, and the bytes of its model."""
-HONEST = Path(tempfile.mkdtemp(prefix="grappe-hostile-"))
-
-
-def make_honest() -> None:
-    """Makes the files that the cases are damaged from."""
-    train(HONEST / "run", Images(), steps=2, save_every=1, log_samples=True)
-    state = Large().model().state_dict()
-    torch.save(state, HONEST / "new.pt")
-    torch.save(state, HONEST / "old.pt", _use_new_zipfile_serialization=False)
-    save_file(state, HONEST / "a.safetensors")
-    images, labels = np.ones((50, 28, 28), np.uint8), np.ones(50, np.uint8)
-    for name, array in (("images.gz", images), ("labels.gz", labels)):
-        header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-        (HONEST / name).write_bytes(gzip.compress(header + array.tobytes()))
-    pixels = np.ones((9, 3072), np.uint8)
-    (HONEST / "batch").write_bytes(pickle.dumps({"data": pixels, "labels": [1] * 9}, 2))
-    (HONEST / "batch.bin").write_bytes(np.ones((9, 3073), np.uint8).tobytes())
-    np.save(HONEST / "inputs.npy", np.ones((4, 3, 8, 8), np.float32))
-
-
-def attempt(case: Case, seed: int, model: float) -> list[str]:
-    """Runs each command of a case; returns the worst that can be said of each end."""
+def attempt(kind: Kind, seed: int, honest: Path) -> Attempt:
+    """Runs each command of a case on files made from those in `honest`."""
     rng = random.Random(seed)
-    ends = []
+    ends, longest = [], 0.0
     with tempfile.TemporaryDirectory(prefix="grappe-case-") as folder:
         place = Path(folder)
         (place / "here").mkdir()
         (place / "outside").mkdir()
         (place / "outside/kept").write_text("kept")
         os.chdir(place / "here")
-        before = _peak()
-        for verb in case(rng, place):
-            began = time.monotonic()
-            ends.append(_ended(verb))
-            if time.monotonic() - began > SECONDS:
-                ends.append(f"slow: {time.monotonic() - began:.1f} s")
-        taken = _peak() - before
-        if taken > 2 * model + OWN:
+        before, files = _peak(), 0
+        for verb in kind.case(rng, honest, place):
+            files = files or sum(one.stat().st_size for one in Path().iterdir() if one.is_file())
+            end, seconds = _look(verb)
+            ends.append(end)
+            longest = max(longest, seconds)
+            if seconds > SECONDS:
+                ends.append(f"slow: {seconds:.1f} s")
+        taken = max(_peak() - before - files, 0)
+        if taken > 2 * kind.model + kind.own:
             ends.append(f"memory: {taken / 1e6:.0f} MB")
         outside = [(one.name, one.read_text()) for one in (place / "outside").iterdir()]
         if outside != [("kept", "kept")] or list(place.rglob("ran")):
             ends.append("wrote outside")
-        ends.append(f"took {taken / 1e6:.0f}")
         os.chdir("/")
-    return ends
+    return Attempt(ends=ends, seconds=longest, memory=taken)
+
+
+def _look(verb: Callable[[], object]) -> tuple[str, float]:
+    """Returns how the command ends, and after how many seconds: the least of some looks where that is too many."""
+    times = []
+    while True:
+        began, computed, before = time.monotonic(), _computed(), waited()
+        end = _ended(verb)
+        # On a busy machine, without the seconds in which a process waited for a core.
+        quiet = time.monotonic() - began - (waited() - before)
+        times.append(max(quiet, _computed() - computed))
+        if times[-1] <= SECONDS or len(times) == LOOKS:
+            return end, min(times)
+
+
+def _computed() -> float:
+    """Seconds that this process and those that it forked have computed."""
+    return sum(os.times()[:4])
 
 
 def _ended(verb: Callable[[], object]) -> str:
@@ -218,7 +115,11 @@ def _peak() -> int:
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
-    """The result of `work`, JSON, from a forked process whose output is dropped."""
+    """The result of `work`, JSON, from a forked process whose output is dropped.
+
+    Raises:
+        RuntimeError: it ended without one, in time or not; with its traceback.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -226,51 +127,80 @@ def in_fork(work: Callable[[], Any]) -> Any:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         sys.stdout = io.StringIO()
-        os.write(writer, json.dumps(work()).encode()[:60_000])
+        try:
+            said = {"result": work()}
+        except BaseException:
+            said = {"failed": traceback.format_exc()[-3000:]}
+        os.write(writer, json.dumps(said).encode()[:60_000])
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as stream:
+        in_time = select.select([stream], [], [], HANG_SECONDS)[0]
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
         said = stream.read()
-    os.waitpid(pid, 0)
-    return json.loads(said) if said else ["the process died"]
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = (
+        json.loads(said) if said else {"failed": f"the process ended with {status}, in time: {bool(in_time)}"}
+    )
+    if "failed" in found:
+        raise RuntimeError(found["failed"])
+    return found["result"]
 
 
-def main(count: int) -> int:
-    """Tries `count` files, and prints the table."""
+@dataclasses.dataclass
+class Row:
+    """The table's row of a kind."""
+
+    files: int = 0
+    ends: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    seconds: tuple[float, int] = (0.0, 0)  # the longest command, and its file's number
+    memory: tuple[float, int] = (0.0, 0)
+
+    def add(self, kind: Kind, number: int, honest: Path) -> list[str]:
+        """Tries a file; returns what must never be."""
+        self.files += 1
+        try:
+            found = Attempt(**in_fork(lambda: dataclasses.asdict(attempt(kind, number, honest))))
+        except RuntimeError as error:
+            found = Attempt(ends=[f"died: {error}"], seconds=0.0, memory=0.0)
+        self.seconds = max(self.seconds, (found.seconds, number))
+        self.memory = max(self.memory, (found.memory, number))
+        bad = [end for end in found.ends if end not in ("refused", "harmless")]
+        self.ends.update(end if end not in bad else "BAD" for end in found.ends)
+        return bad
+
+    def text(self, model: float) -> str:
+        """The row, one line."""
+        ends = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
+        ratio = f", {self.memory[0] / model:.2f} times the model's" if model > 1e7 else ""
+        return (
+            f"{self.files} files: {ends}; longest {self.seconds[0]:.1f} s (number {self.seconds[1]}); "
+            f"most memory {self.memory[0] / 1e6:.0f} MB{ratio} (number {self.memory[1]})"
+        )
+
+
+def main(count: int, first: int = 0) -> int:
+    """Tries `count` files from number `first` on, and prints the table."""
     torch.set_num_threads(1)
-    in_fork(make_honest)
-    total, bad = collections.Counter(), []
-    worst = (0.0, 0)
-    names = [name for name, (_, share, _) in CASES.items() for _ in range(share)]
-    tables: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    for number in range(count):
-        name = names[number % len(names)]
-        case, _, model = CASES[name]
-        began = time.monotonic()
-        ends = in_fork(lambda case=case, number=number, model=model: attempt(case, number, model))
-        worst = max(worst, (time.monotonic() - began, number))
-        tables[name]["files"] += 1
-        for end in ends:
-            if end.startswith("took "):
-                tables[name]["most MB"] = max(tables[name]["most MB"], int(end[5:]))
-            elif end in ("refused", "harmless"):
-                tables[name][end] += 1
-            else:
-                tables[name]["BAD"] += 1
-                bad.append(f"{name} {number}: {end}")
-                print(bad[-1], file=sys.stderr, flush=True)
-        if number % 100 == 99:
-            so_far = {one: dict(table) for one, table in tables.items()}
-            print(f"{number + 1} of {count}: {so_far}", file=sys.stderr, flush=True)
-    for name, table in tables.items():
-        total.update({key: value for key, value in table.items() if key != "most MB"})
-        print(f"{name:<14}", ", ".join(f"{key} {value}" for key, value in sorted(table.items())), flush=True)
-    print("together      ", ", ".join(f"{key} {value}" for key, value in sorted(total.items())))
-    print(f"longest file: {worst[0]:.1f} s (number {worst[1]})")
-    print("\n".join(bad[:40]))
-    shutil.rmtree(HONEST)
+    names = [name for name, kind in KINDS_OF_FILES.items() for _ in range(kind.share)]
+    table = {name: Row() for name in KINDS_OF_FILES}
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="grappe-hostile-") as folder:
+        honest = Path(folder)
+        in_fork(lambda: make_honest(honest))
+        for number in range(first, first + count):
+            name = names[number % len(names)]
+            for finding in table[name].add(KINDS_OF_FILES[name], number, honest):
+                bad += 1
+                print(f"FOUND {name} {number}: {finding}", flush=True)
+            if number % 100 == 99:
+                print(f"{number + 1 - first} of {count}, {bad} findings", file=sys.stderr, flush=True)
+    for name, row in table.items():
+        print(f"{name:<14}{row.text(KINDS_OF_FILES[name].model)}", flush=True)
+    print(f"{count} files, {bad} findings")
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000))
+    sys.exit(main(*map(int, sys.argv[1:])) if sys.argv[1:] else main(2000))

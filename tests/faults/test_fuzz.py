@@ -24,6 +24,7 @@ from torch import nn
 from grappe import engines, sites
 from grappe.cli import commands
 from grappe.cli.commands import app
+from grappe.cli.exit import BUG
 from grappe.cli.submission import read_submission
 from grappe.errors import GrappeError
 from grappe.fields import parse, split
@@ -164,7 +165,7 @@ def test_damaged_runs(made: Path, todo: list, sealed: bool) -> None:
         damage(here / "runs/run", here.parent / "outside", todo, sealed=sealed)
         for name, verb in READERS.items():
             said = told(functools.partial(verb, here / "runs/run"))
-            assert "mistake" not in said, name
+            assert BUG not in said, name
 
 
 # --- the command line
@@ -272,7 +273,7 @@ def _ended(arguments: list[str]) -> None:
     said = "".join(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
     assert end.value.code in ENDINGS, said
     assert "Traceback" not in said or "--debug" in arguments
-    assert "a mistake of grappe's own" not in said
+    assert BUG not in said
     assert said.replace("\n", "").replace("\t", "").isprintable(), ascii(said)
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import grappe
+from grappe.cli.exit import BUG
+from grappe.errors import ProcessDied
+from grappe.launch import rendezvous
+from grappe.launch.rank import ProcessRank
+from grappe.training.run import Run
 from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
 
 PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
@@ -113,7 +120,7 @@ def test_a_server_killed_while_processes_start_is_named(
     for pid in servers(command):
         os.kill(pid, signal.SIGKILL)
     code, _, error = command.end()
-    assert "mistake of grappe" not in error
+    assert BUG not in error
     assert "Traceback" not in error
     if code:  # else another server was started in its place
         assert code == 1, error
@@ -134,7 +141,7 @@ def test_a_process_killed_while_it_starts_is_named(start: Start, wanted: int) ->
     code, _, error = command.end()
     assert code == 1
     assert "was killed by SIGKILL" in error, error
-    assert "mistake of grappe" not in error
+    assert BUG not in error
 
 
 def test_a_child_whose_parent_has_ended_begins_nothing(tmp_path: Path) -> None:
@@ -168,3 +175,39 @@ fork.run_in_fork(lambda: open(sys.argv[1], "w").close())
     os.kill(child, signal.SIGCONT)
     until(lambda: not Path(f"/proc/{child}/cmdline").exists() or not line(child), "the child has ended")
     assert not mark.exists()
+
+
+def test_processes_of_torchrun_end_with_it(tmp_path: Path) -> None:
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    plan = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
+    starter = (torchrun, "--standalone", "--nproc-per-node", "2", "--no-python")
+    command = Command(*starter, GRAPPE, "train", SLOW, *plan, cwd=tmp_path)
+
+    def trains() -> bool:
+        assert command.process.poll() is None
+        return any(any(Run(one.parent).records("step")) for one in tmp_path.glob("runs/*/run.json"))
+
+    try:
+        until(trains, "they train")
+        command.process.kill()
+        until(lambda: not command.members(), "all have ended")
+    finally:
+        command.close()
+
+
+def test_a_process_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is still importing when torchrun is killed would ask for torchrun's store for half an hour."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    process = ProcessRank(rank=0, size=2, local_size=2, launcher="torchrun")
+    with pytest.raises(ProcessDied, match=f"torchrun, which serves .*:{port}, has ended"):
+        rendezvous.start(process, "gloo", torch.device("cpu"), Path())

@@ -13,11 +13,14 @@ from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.imports import broken_package
+from grappe.errors.refused_process import refused_process
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, show_any_text
 
 EXIT_SIGINT = 130
+BUG = "a bug in grappe"
+"""What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
 
 
 def run(app: App) -> NoReturn:
@@ -38,11 +41,11 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        package = broken_package(error)
+        known = refused_process(error) or broken_package(error)
         mistake = (
-            UsageError(package)
-            if package
-            else ProcessDied(f"{type(error).__name__}: {error} (a bug in grappe: --debug shows more)")
+            UsageError(known)
+            if known
+            else ProcessDied(f"{type(error).__name__}: {error} ({BUG}: --debug shows more)")
         )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
@@ -82,7 +85,8 @@ def _code(app: App, arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise of_file(error) from error
+        refused = refused_process(error)
+        raise (UsageError(refused) if refused else of_file(error)) from error
     return code if isinstance(code, int) else EXIT_OK
 
 

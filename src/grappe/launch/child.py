@@ -18,6 +18,7 @@ import cloudpickle
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, of_file
 from grappe.errors.imports import broken_package
+from grappe.errors.refused_process import refused_process
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
@@ -26,6 +27,7 @@ from grappe.launch.terminal import complain
 from grappe.private_api import torch_dynamo
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
+MOST_WORDS = 2000  # of an error's text: its first lines say what it was
 STARTED = "--- started "  # opens each start's part of a log
 
 
@@ -90,13 +92,14 @@ def run(
             code = known.exit_code
         else:
             traceback.print_exc()  # the last lines of the log tell the user
-            package = broken_package(error) if isinstance(error, Exception) else None
-            if package is not None:
+            known = refused_process(error) or broken_package(error) if isinstance(error, Exception) else None
+            if known is not None:
                 details = traceback.format_exc()
-                pipe.send(Report(kind="error", error="UsageError", message=package, details=details))
+                pipe.send(Report(kind="error", error="UsageError", message=known, details=details))
                 code = EXIT_USAGE
             else:
-                pipe.send(Report(kind="crashed", error=type(error).__name__))
+                words = str(error)[:MOST_WORDS]
+                pipe.send(Report(kind="crashed", error=type(error).__name__, message=words))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
 from grappe.launch import files as safe
+from grappe.launch.failure import lost_another
 from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank, rank_from_environment
 
@@ -26,7 +27,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
         error = of_file(error)
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
-    if ours or not _lost_another(error):
+    if ours or not lost_another(str(error)):
         _leave_code(code)
     if not claims_error_report(process):
         return SystemExit(code)
@@ -47,13 +48,8 @@ def _leave_code(code: int) -> None:
             safe.replace(Path(file), str(code).encode(), IN_PART)
 
 
-def _lost_another(error: Exception) -> bool:
-    """Returns whether an error follows from another process's end."""
-    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
-
-
 def _how_it_failed(error: Exception) -> str:
-    if _lost_another(error):
+    if lost_another(str(error)):
         return "lost another process, which has ended: the launcher says which, and how"
     return f"failed with {type(error).__name__}: {error}"
 

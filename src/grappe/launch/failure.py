@@ -15,19 +15,29 @@ from grappe.launch.local_process import LocalProcess, hint, server_end, signal_n
 
 LAST_LINES = 12
 UNKNOWN = 255  # exit code
+LOST = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
     """Returns the error of the process that failed first, since the others' errors may follow from it."""
-    # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
-    first = min(
-        failed, key=lambda one: (one.exit_code >= 0 or one.exit_code == -signal.SIGABRT, one.report.when)
-    )
+    first = min(failed, key=_how_late)
     if first.report.kind == "error":
         error = getattr(errors, first.report.error, GrappeError)(first.report.message)
         error.details = first.report.details
         return error
     return ProcessDied(f"{first.name} {_how_it_ended(first)}{hint(first.exit_code)}{last_lines(first.log)}")
+
+
+def lost_another(text: str) -> bool:
+    """Returns whether an error with this text follows from another process's end."""
+    return any(words in text for words in LOST)
+
+
+def _how_late(one: LocalProcess) -> tuple[bool, bool, float]:
+    # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
+    ended = one.exit_code >= 0 or one.exit_code == -signal.SIGABRT
+    # A process that fails while it connects has cut its peers off before it can say why.
+    return ended, lost_another(one.report.message), one.report.when
 
 
 def _how_it_ended(process: LocalProcess) -> str:

@@ -58,7 +58,8 @@ def end_with_parent() -> None:
     """Ends this process, which multiprocessing has started, with the process that started it, however that came."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    end_with_writer(parent.sentinel)
+    if end_with_writer(parent.sentinel):
+        return
 
     def watch() -> None:  # where the kernel has no such signal
         parent.join()
@@ -67,11 +68,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def end_with_writer(pipe: int) -> None:
+def end_with_writer(pipe: int) -> bool:
     """Has the kernel kill this process once nobody holds the other end of `pipe`, or ends it now if so already.
+
+    Returns whether the kernel will.
 
     Nothing may be written into the pipe any more: that would kill, too.
     """
+    asked = False
     with contextlib.suppress(ImportError, OSError, ValueError):
         import fcntl
 
@@ -79,10 +83,18 @@ def end_with_writer(pipe: int) -> None:
             fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
             fcntl.fcntl(pipe, F_SETSIG, signal.SIGKILL)
             fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+            asked = True
     waiting = select.poll()
     waiting.register(pipe, 0)  # of a hang-up it tells unasked
     if any(event & select.POLLHUP for _, event in waiting.poll(0)):
         os.kill(os.getpid(), signal.SIGKILL)
+    return asked
+
+
+def end_with_launcher() -> None:
+    """Ends this process with torchrun's agent, which has started it; else it would train on, or wait for ever."""
+    if sys.platform == "linux":  # the agent starts processes in its main thread, whose end the kernel tells
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_forking_parent(parent: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
 from grappe.launch import rendezvous
+from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
 
 T = TypeVar("T")
@@ -165,6 +166,8 @@ def join(
     """
     import torch
 
+    if process.launcher == "torchrun":
+        end_with_launcher()
     plan.check_fits(process.size)
     device = choose_device(plan, process)
     # How a sum is split over threads decides its bits, so an exact plan does not follow the machine.

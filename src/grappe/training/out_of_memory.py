@@ -16,13 +16,14 @@ from grappe.plan import Plan
 from grappe.step.given import optimizer_of
 from grappe.task import Task
 
+THREAD = "can't start new thread"
 WORDS = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "Cannot allocate memory",
     "bad_alloc",
-    "can't start new thread",
+    THREAD,
 )
 WORD = {"optimizer": "optimizer state"}
 DEGREES = (2, 4, 8)
@@ -54,7 +55,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     known = isinstance(error, RuntimeError | OSError) and not isinstance(error, GrappeError)
-    return known and any(words in str(error) for words in WORDS)
+    # Without a limit of the address space a thread's stack always has room: then it is threads that are limited.
+    roomy = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    words = [one for one in WORDS if not (one == THREAD and roomy)]
+    return known and any(one in str(error) for one in words)
 
 
 def _message(task: Task, plan: Plan, rank: int, held: dict[str, int], before: int) -> str:

@@ -1,0 +1,40 @@
+"""Choice of the process that is named when several failed: the first by cause, not by report."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from grappe.launch.child import Report
+from grappe.launch.failure import explanation
+
+PEER = "Connection closed by peer [127.0.0.1]:5000"
+
+
+def failed(rank: int, exit_code: int = 1, **report: Any) -> Any:
+    name = f"process {rank} of 2"
+    return SimpleNamespace(name=name, exit_code=exit_code, report=Report(**report), log=Path("none"))
+
+
+def test_the_first_to_report_is_named() -> None:
+    one = failed(0, kind="error", error="RunError", message="later", when=2.0)
+    other = failed(1, kind="error", error="RunError", message="first", when=1.0)
+    assert str(explanation([one, other])) == "first"
+
+
+def test_one_that_lost_another_is_not_the_first() -> None:
+    lost = failed(1, kind="error", error="ProcessDied", message=f"no proof: {PEER}", when=1.0)
+    refused = failed(0, kind="error", error="UsageError", message="no thread", when=2.0)
+    assert str(explanation([lost, refused])) == "no thread"
+    lost = failed(1, kind="crashed", error="RuntimeError", message=PEER, when=1.0)
+    crashed = failed(0, kind="crashed", error="ZeroDivisionError", message="division by zero", when=2.0)
+    assert str(explanation([lost, crashed])).startswith("process 0 of 2 failed with ZeroDivisionError")
+    assert str(explanation([lost])).startswith("process 1 of 2 failed with RuntimeError")
+
+
+def test_one_that_was_killed_comes_before_all() -> None:
+    lost = failed(1, kind="crashed", error="RuntimeError", message=PEER, when=1.0)
+    killed = failed(0, exit_code=-signal.SIGKILL, kind="silent", when=2.0)
+    assert str(explanation([lost, killed])).startswith("process 0 of 2 was killed by SIGKILL")
