@@ -62,6 +62,45 @@ def test_little_shared_memory(run, tmp_path: Path) -> None:
     assert is_whole(tmp_path / "run")
 
 
+WORKERS = """'''Samples that data workers hand over.'''
+
+from torch.utils.data import Dataset
+
+from grappe.tasks.digits import Digits
+
+
+class Rows(Dataset):
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def __len__(self):
+        return len(self.arrays.targets)
+
+    def __getitem__(self, index):
+        return self.arrays.inputs[index].float() / 16, self.arrays.targets[index]
+
+
+class Loaded(Digits):
+    def data(self, split, folder):
+        return Rows(super().data(split, folder))
+"""
+
+
+@pytest.mark.parametrize("size", ["8k", "64k"])  # no room for a semaphore; no room for a batch
+def test_no_shared_memory_for_data_workers(run, tmp_path: Path, size: str) -> None:
+    (tmp_path / "loaded.py").write_text(WORKERS)
+    mounted = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
+    own = ("unshare", "--mount", "--map-root-user", "bash", "-c")
+    if run(*own, mounted)[0]:
+        pytest.skip("no mounts of one's own")
+    train = (sys.executable, "-m", "grappe", "train", "loaded.py", "--steps", "2", "--run", "run")
+    plan = ("--plan", "threads=1,device=cpu,workers=1")
+    code, _, err = run(*own, mounted + ' && exec "$@"', "bash", *train, *plan)
+    assert code == 2, err
+    assert "/dev/shm is full" in err and "workers=0" in err
+    assert "Traceback" not in err and BUG not in err
+
+
 def test_little_address_space(run, tmp_path: Path) -> None:
     """Less than torch needs: one message, and no folder that looks like a run."""
     code, _, err = run("bash", "-c", 'ulimit -v 500000; exec "$@"', "bash", *TRAIN, "--run", "run", *ONE)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grappe.data.shared_memory import explained
 from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import at, sentence
 from grappe.task import Task, overrides
@@ -30,6 +31,8 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     except GrappeError:
         raise
     except Exception as error:
+        if isinstance(explained(error), GrappeError):  # default_collate allocates a worker's batch there
+            raise explained(error) from error
         if overrides(task, "collate"):
             raise TaskError(f"{name}.collate() failed: {sentence(error)}") from error
         text = str(error).partition("\n")[0]

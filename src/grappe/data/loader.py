@@ -22,6 +22,7 @@ from grappe.data.pieces import ExactPieces
 from grappe.data.rows import at_rows
 from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.data.seeded import SeededDataset
+from grappe.data.shared_memory import explained
 from grappe.data.workers import begin_worker, next_batch, register
 from grappe.errors import TaskError
 from grappe.errors.user_code import at, line_of, user_call
@@ -146,6 +147,8 @@ class BatchLoader:
         gc.freeze()
         try:
             loaded = iter(loader)
+        except OSError as error:
+            raise explained(error) from error
         finally:
             gc.unfreeze()
         register(loaded)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from grappe.data.shared_memory import explained
 from grappe.errors import GrappeError
 from grappe.launch.orphan import end_with_parent
 from grappe.private_api.torch import end_data_workers
@@ -46,6 +47,6 @@ def next_batch(loaded: Iterator[Any]) -> Any:
         # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them later.
         end_data_workers(loaded)
         if not isinstance(error, GrappeError):
-            raise
+            raise explained(error) from error.__cause__
         kind = type(error)
         raise kind(str(error).rstrip().rpartition(f"{kind.__name__}: ")[2]) from error

@@ -34,6 +34,8 @@ class Difference:
     """The tolerance of that tensor, at the step where it differs most."""
     excess: float
     """The largest difference of all, as a multiple of its tolerance: above 1 is too much."""
+    drifting: tuple[str, ...]
+    """The tensors of which more than BOUND would be tolerated: their agreement says nothing."""
     steps: tuple[dict[str, float], ...]
     """By step: loss, reference loss, and the differences of loss, norm and weights with their tolerances."""
 
@@ -69,9 +71,13 @@ def compare(
         what = tuple(word for name, word in names.items() if rows[first][f"{name} excess"] > 1)
     if first is None and len(steps) != len(reference.steps):
         first, what = min(len(steps), len(reference.steps)), ("number of steps",)
+    drifting = (
+        tuple(name for name, one in noise[-1].noise.items() if _tolerated(one) > BOUND) if noise else ()
+    )
     worst = max(range(len(rows)), key=lambda number: rows[number]["weights excess"])
     gaps, allowed = _gaps(steps[worst], noise[worst], without)
-    tensor = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
+    shown = [name for name in gaps if name not in drifting or gaps[name] > allowed[name]] or list(gaps)
+    tensor = max(shown, key=lambda name: gaps[name] / allowed[name], default="")
     norms = [row["norm"] for row in rows if not math.isnan(row["norm"])]
     return Difference(
         first=first,
@@ -82,6 +88,7 @@ def compare(
         tensor=tensor,
         tolerance=allowed.get(tensor, FLOOR),
         excess=max(row["excess"] for row in rows),
+        drifting=drifting,
         steps=tuple(rows),
     )
 

@@ -17,6 +17,7 @@ from grappe.verbs.verify.samples import recorded_batches, wrong_samples
 from grappe.verbs.verify.trial import TrialStep
 
 Verdict = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
+SHOWN = 3
 STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
 
 
@@ -63,6 +64,17 @@ def judge(runner: Runner, plan: Plan) -> Finding:
         )
 
 
+def _not_judged(tensors: Sequence[str]) -> list[str]:
+    """Returns a note on tensors that one process with its samples in another order moves by too much to be compared."""
+    if not tensors:
+        return []
+    more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+    return [
+        f"not judged: {', '.join(tensors[:SHOWN])}{more}, which one process that takes each batch's samples in another "
+        f"order moves by more than {BOUND / FACTOR:.1%}: gradients that are only rounding, which Adam scales up"
+    ]
+
+
 class _Case:
     """The judgement of one plan."""
 
@@ -99,6 +111,8 @@ class _Case:
         )
 
     def _found(self, verdict: Verdict, causes: Sequence[str] = (), notes: Sequence[str] = ()) -> Finding:
+        if verdict in ("same", "same but for these"):
+            notes = [*notes, *_not_judged(self._difference.drifting)]
         return Finding(
             plan=str(self._plan),
             processes=self._plan.processes,
