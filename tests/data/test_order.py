@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data import order as module
+from grappe.data import permute as permuting
 from grappe.data.order import SampleOrder, cut
 from grappe.data.permute import permute
 
@@ -214,9 +215,9 @@ def test_seeking_far_evaluates_no_more_than_a_small_block(length: int) -> None:
 
 
 def test_walking_is_rare_for_every_length() -> None:
-    rounds = module._feistel
+    rounds = permuting._feistel
     for length in (10**12, 2**39 + 1, 1437, 50_000):
-        with mock.patch.object(module, "_feistel", side_effect=rounds) as spy:
+        with mock.patch.object(permuting, "_feistel", side_effect=rounds) as spy:
             permute(np.arange(1000), key=4, length=length)
         assert sum(len(call.args[0]) for call in spy.call_args_list) < 1100
 

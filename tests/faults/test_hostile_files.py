@@ -30,7 +30,7 @@ def failing(rng, honest: Path, place: Path):
         raise ValueError("the mistake")
 
     def takes_memory() -> None:
-        bytearray(3 << 20)[::4096] = b"1" * 768
+        bytearray(64 << 20)[::4096] = b"1" * (16 << 10)  # more than the heap has to spare
 
     def writes() -> None:
         (place / "outside/planted").write_text("x")

@@ -86,7 +86,7 @@ def test_what_never_gets_a_turn_ends_with_its_command(start: Start, tmp_path: Pa
     plan = PLAN if processes == 2 else ("--plan", "threads=1,device=cpu,workers=1")
     command = start("--run", "run", *plan)
     pids_in_training(tmp_path / "run", processes)
-    assert len(command.members()) > 2 * processes  # data workers, too
+    until(lambda: len(command.members()) > 2 * processes, "its data workers have begun")
     freeze_and_kill(command)
     until(lambda: not command.members(), "all have ended")
 

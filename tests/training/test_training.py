@@ -46,7 +46,7 @@ def train(folder: Path, task: Images | None = None, plan: str = "threads=1", **o
         plan=Plan.parse(plan),
         run=folder,
         base=folder.parent,
-        data=folder,
+        data=folder.parent,
         weights=None,
         options=Options(**options),
     )
