@@ -11,15 +11,24 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 FOLDERS = (
+    "checkpoint/test_pieces.py",
+    "checkpoint/test_saver.py",
+    "cli/test_bad_input.py",
+    "data/images/test_training.py",
     "faults",
     "parallel/test_shard.py",
     "parity",
     "profiling/test_chronometer.py",
     "slurm",
+    "tasks/test_coatnet.py",
+    "test_gallery.py",
     "training/test_average.py",
+    "training/test_saving.py",
+    "training/watchers/test_loggers.py",
     "verbs/export",
     "verbs/lr_find",
     "verbs/measure",
+    "verbs/packages/test_imports.py",
     "verbs/tune/test_tune.py",
     "verbs/verify",
 )
