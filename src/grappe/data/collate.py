@@ -31,8 +31,9 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     except GrappeError:
         raise
     except Exception as error:
-        if isinstance(explained(error), GrappeError):  # default_collate allocates a worker's batch there
-            raise explained(error) from error
+        said = explained(error)
+        if said is not error:  # default_collate allocates a worker's batch there
+            raise said from error
         if overrides(task, "collate"):
             raise TaskError(f"{name}.collate() failed: {sentence(error)}") from error
         text = str(error).partition("\n")[0]

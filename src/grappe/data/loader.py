@@ -281,9 +281,11 @@ def check(dataset: object, split: str, task: Task) -> int:
     return length
 
 
-def training_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
-    """Loads shuffled batches of `task.batch_size` samples over the whole world."""
-    order = training_order(task, dataset)
+def training_loader(
+    task: Task, dataset: Dataset, plan: Plan, world: World, order: SampleOrder | None = None
+) -> BatchLoader:
+    """Loads shuffled batches of `task.batch_size` samples over the whole world, in `training_order`."""
+    order = order or training_order(task, dataset)
     if order.sampling is not None and order.sampling.repeats:
         dataset = with_copies(dataset)
     return BatchLoader(task, dataset, order, plan, world, training=True)

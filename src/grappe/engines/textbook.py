@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -220,7 +219,14 @@ class Textbook(Stepper):
 
         Neither the ring nor plain gradient accumulation has this property: (a + b) + c is not a + (b + c).
         """
-        first_pass(self._losses, self._setup, self._model, batch, functools.partial(self._first, batch.step))
+        seed = self._task.seed
+        first_pass(
+            self._losses,
+            self._setup,
+            self._model,
+            batch,
+            lambda index, micro: exact.forward_ahead(index, batch.step, seed, micro.inputs),
+        )
         for index, micro in enumerate(batch.microbatches):
             loss = None
             self._setup.on_phase(FORWARD)
@@ -235,11 +241,6 @@ class Textbook(Stepper):
         norm = exact.norm()
         scale(self._parameters, bounding(norm, self._task.clip))
         return sums, norm
-
-    def _first(self, step: int, index: int, micro: Microbatch) -> Any:
-        assert self._exact is not None
-        self._exact.seed_piece(index, step, self._task.seed)
-        return self._task.forward(self._model, micro.inputs)
 
     def _gradients(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's part to the gradients; returns the sum of its losses.

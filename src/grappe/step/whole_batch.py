@@ -21,7 +21,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_flatten, tree_unflatten
+from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.gathered_slices import GatheredSlices
 from grappe.step.losses import Loss, Losses, values_of
@@ -35,8 +35,8 @@ class Part(NamedTuple):
     """Of the microbatch's output, by leaf, rows of padding included; None: the loss does not depend on the leaf."""
     total: Tensor
     """The sum of the losses of the microbatch's samples, a float32 scalar."""
-    count: Tensor
-    """The sum of their weights, a float32 scalar."""
+    count: Tensor | float
+    """The sum of their weights; without weights their number."""
 
 
 def losses_of(
@@ -60,10 +60,10 @@ class WholeBatchLosses:
     ) -> None:
         self._task, self._plan, self._on_phase = task, plan, on_phase
         self._slices = GatheredSlices(plan, world)
-        self._ahead: dict[int, Part] = {}
-        self._waiting: list[
-            Any
-        ] = []  # outputs of an evaluation's batch whose other microbatches are not there yet
+        self._ahead: dict[int, tuple[Microbatch, Part]] = {}
+        """By the microbatch's identity; it is kept, so that no later one can have the identity of one left out."""
+        self._waiting: list[Any] = []
+        """Outputs of an evaluation's batch whose other microbatches are not there yet."""
 
     def look_ahead_needed(self, batch: Batch) -> bool:
         """Returns whether a first pass must give all outputs; the same on every process.
@@ -75,7 +75,9 @@ class WholeBatchLosses:
     def look_ahead(self, batch: Batch, outputs: Sequence[Any], scale: float) -> None:
         """Takes the outputs of a step's microbatches, from the first pass. Collective."""
         parts = self._parts(batch, outputs, scale)
-        self._ahead = {id(micro): part for micro, part in zip(batch.microbatches, parts, strict=True)}
+        self._ahead = {
+            id(micro): (micro, part) for micro, part in zip(batch.microbatches, parts, strict=True)
+        }
 
     def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a microbatch of `batch`: `values` is its output, flattened.
@@ -88,7 +90,7 @@ class WholeBatchLosses:
         Raises:
             TaskError: the loss is a mean, or the output has neither rows nor scalars.
         """
-        part = self._ahead.pop(id(micro), None)
+        _, part = self._ahead.pop(id(micro), (micro, None))
         if part is None:
             several = len(batch.microbatches) > 1
             [part] = [self._dry(output, micro)] if several else self._parts(batch, [output], scale)
@@ -129,17 +131,18 @@ class WholeBatchLosses:
         wanted = [leaf for leaf, is_float in zip(own, floats, strict=True) if is_float]
         found = iter(torch.autograd.grad(values.sum(), wanted, allow_unused=True))
         gradients = tuple(next(found) if is_float else None for is_float in floats)
-        return Part(gradients, values.detach().sum().float(), values.new_tensor(micro.rows))
+        return Part(gradients, values.detach().sum().float(), float(micro.rows))
 
     def _parts(self, batch: Batch, outputs: Sequence[Any], scale: float | None) -> list[Part]:
         """Computes the loss of the whole batch; without `scale` no gradients."""
         micros = batch.microbatches
         self._slices.begin(batch.samples)
         with torch.set_grad_enabled(scale is not None):
-            given, own = self._whole_output(micros, outputs, scale is not None)
-            targets = self._whole(micros, [micro.targets for micro in micros], "the target")
+            given, own = self._whole(micros, outputs, "the model's output", training=scale is not None)
+            self._check_targets(micros)
+            targets, _ = self._whole(micros, [micro.targets for micro in micros], "the target")
             weights = [micro.weights for micro in micros]
-            whole_weights = None if weights[0] is None else self._whole(micros, weights, "counts()")
+            whole_weights = None if weights[0] is None else self._whole(micros, weights, "counts()")[0]
             values = values_of(self._task, given, targets, batch.samples, whole_weights)
             gradients: Sequence[Tensor | None] = [None] * len(own)
             if scale is not None:
@@ -151,36 +154,35 @@ class WholeBatchLosses:
         several = zip(by_micro, totals, micros, strict=True)
         return [Part(cut, *_sums(total, micro)) for cut, total, micro in several]
 
-    def _whole_output(
-        self, micros: Sequence[Microbatch], outputs: Sequence[Any], training: bool
+    def _whole(
+        self, micros: Sequence[Microbatch], several: Sequence[Any], what: str, *, training: bool = False
     ) -> tuple[Any, list[Tensor | None]]:
-        """Returns the global batch's output, and by leaf what of it is this process's; None: it has no gradient."""
-        several = [tree_flatten(output) for output in outputs]
-        given, own = [], []
-        for leaves in zip(*(leaves for leaves, _ in several), strict=True):
-            if isinstance(leaves[0], Tensor):
-                mine = _joined(leaves, micros, f"{type(self._task).__name__}: the model's output").detach()
-                mine.requires_grad_(training and mine.is_floating_point())
-                given.append(self._slices.gathered(mine) if mine.dim() else mine)
-            else:
-                mine = None
-                given.append(leaves[0])
-            own.append(mine if mine is not None and mine.requires_grad else None)
-        return tree_unflatten(given, several[0][1]), own
+        """Returns the global batch's tensors, and by leaf what of them is this process's; None: it has no gradient.
 
-    def _whole(self, micros: Sequence[Microbatch], several: Sequence[Any], what: str) -> Any:
-        """Returns the global batch's targets, or weights."""
+        Args:
+            several: by microbatch, tensors that nest alike.
+        """
         flat = [tree_flatten(one) for one in several]
-        given = []
+        given: list[Any] = []
+        own: list[Tensor | None] = []
         for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-            if not isinstance(leaves[0], Tensor):
+            mine = leaves[0]
+            if isinstance(mine, Tensor):
+                mine = _joined(leaves, micros, f"{type(self._task).__name__}: {what}").detach()
+                mine.requires_grad_(training and mine.is_floating_point())
+            rows = isinstance(mine, Tensor) and mine.dim() > 0
+            given.append(self._slices.gathered(mine) if rows else mine)
+            own.append(mine if isinstance(mine, Tensor) and mine.requires_grad else None)
+        return tree_unflatten(given, flat[0][1]), own
+
+    def _check_targets(self, micros: Sequence[Microbatch]) -> None:
+        """Checks that targets are tensors, which can be gathered."""
+        for leaf in tree_leaves([micro.targets for micro in micros]):
+            if not isinstance(leaf, Tensor):
                 raise TaskError(
-                    f"{type(self._task).__name__}: whole_batch_loss needs {what} as tensors with a row for each "
-                    f"sample, and there is {type(leaves[0]).__name__} in it"
+                    f"{type(self._task).__name__}: whole_batch_loss needs the target as tensors with a row for each "
+                    f"sample, and there is {type(leaf).__name__} in it"
                 )
-            mine = _joined(leaves, micros, f"{type(self._task).__name__}: {what}")
-            given.append(self._slices.gathered(mine) if mine.dim() else mine)
-        return tree_unflatten(given, flat[0][1])
 
     def _gradients(
         self, values: Tensor, own: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
@@ -242,11 +244,8 @@ def _cut(
     return [tuple(one) for one in found]
 
 
-def _sums(values: Tensor, micro: Microbatch) -> tuple[Tensor, Tensor]:
-    """Returns the sum of a microbatch's losses, and of their weights; without weights a row counts as its mean."""
-    if micro.weights is not None:
-        weights = micro.weights[: micro.rows]
-        return (values.float() * weights).sum(), weights.sum()
-    total = values.sum(dtype=torch.float32)
-    per_row = values.numel() // max(1, micro.rows)
-    return (total / per_row if per_row > 1 else total), torch.full_like(total, micro.rows)
+def _sums(values: Tensor, micro: Microbatch) -> tuple[Tensor, Tensor | float]:
+    """Returns the sum of the losses of a microbatch's samples, and of their weights."""
+    weights = None if micro.weights is None else micro.weights[: micro.rows]
+    total = Losses.total(values, micro._replace(weights=weights, padding=0), micro.rows)
+    return total, float(micro.rows) if weights is None else weights.sum()

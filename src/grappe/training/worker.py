@@ -14,6 +14,7 @@ from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
+from grappe.data.order import SampleOrder
 from grappe.data.prepare import dataset_of, prepare
 from grappe.engines.base import EngineSetup, Named
 from grappe.errors.user_code import naming_user_line
@@ -58,6 +59,8 @@ class Data(NamedTuple):
 
     train: Any
     validation: Any
+    order: SampleOrder
+    """Of the training samples."""
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
@@ -73,10 +76,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     task = request.task.resolve()
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
-    data = Data(
-        train=dataset_of(task, "train", request.data),
-        validation=dataset_of(task, "validation", request.data),
-    )
+    data = _data(task, request.data)
 
     with open_run(_open_request(request, task, data, world), world) as opened:
         if process.launcher == "grappe":
@@ -85,7 +85,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         memory = explained(task, plan, process.rank)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         with naming_user_line(task), memory, chronometer, waits_counted(chronometer):
-            batches = loader.training_loader(task, data.train, plan, world)
+            batches = loader.training_loader(task, data.train, plan, world, data.order)
             validation = loader.evaluation_loader(task, data.validation, plan, world)
             info = _run_info(request, task, batches, opened, world)
             if terminal is not None:
@@ -176,10 +176,17 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
 
 
+def _data(task: Task, folder: Path) -> Data:
+    train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
+    with naming_user_line(task):
+        order = loader.training_order(task, train)
+    return Data(train=train, validation=validation, order=order)
+
+
 def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
+    drawn = data.order.sampling if world.rank == 0 else None
     with naming_user_line(task):
         dataset = fingerprint(data.train) if world.rank == 0 else ""
-        drawn = loader.drawn_samples(task, data.train) if world.rank == 0 else None
     return OpenRequest(
         name=request.task.name,
         task=task,

@@ -15,6 +15,7 @@ from grappe.data.images.listing import (
     in_order,
     is_image,
     joined,
+    labelled,
     opened,
     rows_of,
     text_of,
@@ -48,15 +49,13 @@ def archive_listing(source: Path, labels: Path | None, numbering: Path | None, s
         folder = one.name.removeprefix(b"./").rpartition(b"/")[0].rpartition(b"/")[2]
         if not folder:
             raise DataError(
-                f"{source} has images without a class ('{printable(one.name.decode(errors='replace'))}'): say "
+                f"{source} has images without a class ('{printable(text_of(one.name))}'): say "
                 "with labels= (--labels) which file has their classes"
             )
         by_class.setdefault(folder, []).append(one)
     classes = sorted(by_class)
     parts = [in_order([one.name for one in by_class[name]], rows_of(by_class[name]), 0) for name in classes]
-    for label, part in enumerate(parts):
-        part.entries["label"] = label
-    return joined("archive", ("",), list(map(text_of, classes)), parts, left_out)
+    return labelled("archive", ("",), list(map(text_of, classes)), parts, left_out)
 
 
 def _archives(archive: Extent, inner: Sequence[Member], said: Said) -> Listing:
@@ -75,10 +74,8 @@ def _archives(archive: Extent, inner: Sequence[Member], said: Said) -> Listing:
         for part in threads.map(walked, inner):
             parts.append(part)
             said(f"{len(parts):,} of {len(inner):,} classes")
-    for label, part in enumerate(parts):
-        part.entries["label"] = label
     classes = [text_of(one.name.rpartition(b"/")[2].removesuffix(b".tar")) for one in inner]
-    return joined("archive", ("",), classes, parts)
+    return labelled("archive", ("",), classes, parts)
 
 
 def _counted(found: Iterator[Member], said: Said) -> Iterator[Member]:

@@ -17,7 +17,7 @@ from grappe.data.images.listing import (
     Said,
     in_order,
     is_image,
-    joined,
+    labelled,
 )
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
@@ -40,9 +40,7 @@ def folder_listing(source: Path, said: Said) -> Listing:
             parts.append(part)
             inside += folders
             said(f"{len(parts):,} of {len(classes):,} class folders")
-    for label, part in enumerate(parts):
-        part.entries["label"] = label
-    return joined("folder", inside, classes, parts)
+    return labelled("folder", inside, classes, parts)
 
 
 def _class_folder(source: Path, name: str) -> tuple[Found, list[str]]:

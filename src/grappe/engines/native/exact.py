@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.whole import ForwardBackward, WholeModel
 from grappe.step.exact.sharded import exact_sums
@@ -20,11 +17,7 @@ class ExactGradients:
 
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._seed, self._stop_requested = setup.task.seed, setup.stop_requested
-        self._whole_batch, self._call, self._module = (
-            setup.task.whole_batch_loss,
-            setup.task.forward,
-            model.module,
-        )
+        self._whole_batch = setup.task.whole_batch_loss
         parameters = [parameter for _, parameter in model.named]
         self._exact = exact_sums(model.module, parameters, setup.plan, setup.world, setup.task.forward)
         self._forward_backward = ForwardBackward(setup, model.module, loss_scale, self._exact.forward)
@@ -33,7 +26,9 @@ class ExactGradients:
         """Leaves the global batch's gradient on each parameter; returns the step's sums. Collective."""
         exact = self._exact
         if self._whole_batch:
-            self._forward_backward.first_pass(batch, functools.partial(self._first, batch.step))
+            self._forward_backward.first_pass(
+                batch, lambda index, micro: exact.forward_ahead(index, batch.step, self._seed, micro.inputs)
+            )
         for index, micro in enumerate(batch.microbatches):
             total: Tensor | None = None
             if micro.rows or exact.every_piece:
@@ -41,10 +36,6 @@ class ExactGradients:
                     total = self._forward_backward(batch, micro)
             exact.add(total)
         return exact.reduce(self._stop_requested(), batch.samples)
-
-    def _first(self, step: int, index: int, micro: Microbatch) -> Any:
-        self._exact.seed_piece(index, step, self._seed)
-        return self._call(self._module, micro.inputs)
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient, exact to the bit. Collective if parameters are sharded."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.staged_model import StagedModel
+from grappe.engines.shared.first_pass import nothing_changed
 from grappe.errors import PlanError
-from grappe.parallel.batchnorm import buffers_kept, buffers_restored
+from grappe.parallel.batchnorm import buffers_restored
 from grappe.parallel.pipeline.even import even, largest
 from grappe.parallel.pipeline.replicas import sum_gradients
 from grappe.parallel.pipeline.schedules import Runner
@@ -75,11 +76,7 @@ class PipelinedGradients:
 
     def _first_pass(self, batch: Batch, losses: WholeBatchLosses) -> None:
         """Runs all microbatches forward through all stages, for their outputs; no state changes. Collective."""
-        device = self._setup.world.device
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            buffers_kept(self._model.module),
-        ):
+        with nothing_changed(self._model.module, self._setup.world.device):
             outputs = [output for _, output in self._model.relay.forward(batch.microbatches)]
             if outputs:
                 with self._autocast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,13 @@ from grappe.engines.base import EngineSetup
 from grappe.parallel.batchnorm import buffers_kept, ignoring_padding
 from grappe.parallel.shard import reshard
 from grappe.step.whole_batch import AnyLosses, WholeBatchLosses
+
+
+@contextlib.contextmanager
+def nothing_changed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which forwards change no buffer of the model and no random generator."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), buffers_kept(model):
+        yield
 
 
 @torch.no_grad()
@@ -36,9 +43,8 @@ def first_pass(
     """
     if not isinstance(losses, WholeBatchLosses) or not losses.look_ahead_needed(batch):
         return
-    device = setup.world.device
     outputs = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), buffers_kept(model):
+    with nothing_changed(model, setup.world.device):
         for number, micro in enumerate(batch.microbatches):
             with contextlib.nullcontext() if micro.rows else ignoring_padding(model):
                 outputs.append(forward(number, micro))

@@ -57,13 +57,17 @@ class Exact:
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
         """Context of the forward and backward of this process's piece `index`, with the piece's own dropout stream."""
-        self.seed_piece(index, step, seed)
+        self._seed_piece(index, step, seed)
         with self._statistics.of_piece(index):
             yield
 
-    def seed_piece(self, index: int, step: int, seed: int) -> None:
-        """Begins the dropout stream of this process's piece `index` of a step."""
+    def _seed_piece(self, index: int, step: int, seed: int) -> None:
         seed_generators(mix(seed, step, self._places[index]), self._world.device)
+
+    def forward_ahead(self, index: int, step: int, seed: int, inputs: Any) -> Any:
+        """Computes the output that piece `index` will have in its context, without recording anything."""
+        self._seed_piece(index, step, seed)
+        return self._call(self._model, inputs)
 
     def forward(self, inputs: Any) -> Any:
         """Computes the model's output for the current piece, and records batch normalisation's statistics."""
