@@ -13,13 +13,13 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from grappe import Arrays, Task, draw, mixup_pairs, normalise
+from grappe import Arrays, Task, normalise
+from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
-PADDING = 4  # pixels
 
 
 class Small(nn.Sequential):
@@ -103,10 +103,9 @@ class Cifar10(Task):
         return Arrays(images[rows], labels[rows], transform=normalise((0.5,) * 3, (0.5,) * 3))
 
     def augment(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        numbers = draw(keys, 4)
-        if self.flip_and_crop:
-            inputs = _flipped_and_cropped(inputs, numbers)
-        return _mixed(inputs, targets, numbers[:, 3] * self.mixup) if self.mixup else (inputs, targets)
+        if self.flip_and_crop:  # padded with 0, which is grey: the images are normalised by now
+            inputs = pad_and_crop(flip(inputs, keys), keys)
+        return mixup(inputs, targets, keys, 10, most=self.mixup) if self.mixup else (inputs, targets)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="none")
@@ -130,26 +129,3 @@ class Cifar10(Task):
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)
-
-
-def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
-    """Flips (or not) and shifts each image of [B, C, H, W] by up to PADDING; `numbers` [B, 3 or more] in [0, 1)."""
-    # Padded with 0, which is grey: the images are normalised by now.
-    images = torch.where(numbers[:, 0, None, None, None] < 0.5, images.flip(3), images)
-    height, width = images.shape[2:]
-    windows = F.pad(images, (PADDING,) * 4).unfold(2, height, 1).unfold(3, width, 1)  # a view: every crop
-    top, left = (numbers[:, 1:3] * (2 * PADDING + 1)).long().T
-    return windows[torch.arange(len(images), device=images.device), :, top, left]
-
-
-def _mixed(images: Tensor, labels: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes a `share` [B] of its partner into each image; returns the class probabilities [B, 10] too."""
-    other = mixup_pairs(len(images), images.device)
-    first = torch.minimum(torch.arange(len(images), device=images.device), other)
-    share = share[first]  # the two images of a pair are mixed alike
-    mixed = []
-    for values in (images, F.one_hot(labels, 10).to(images.dtype)):
-        weight = share.view(-1, *[1] * (values.dim() - 1))
-        # Not torch.lerp: what it rounds may depend on where a slice begins.
-        mixed.append(values * (1 - weight) + values[other] * weight)
-    return mixed[0], mixed[1]
