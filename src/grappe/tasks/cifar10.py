@@ -17,6 +17,7 @@ from grappe import Arrays, Task, normalise
 from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
+from grappe.tasks.networks.resnet import convolution, resnet
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
@@ -35,39 +36,9 @@ class Small(nn.Sequential):
         )
 
 
-class Residual(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut, which is a 1 x 1 convolution if the shape changes."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            *_convolution(before, after, 3, stride), nn.ReLU(), *_convolution(after, after, 3, 1)
-        )
-        alike = stride == 1 and before == after
-        self.shortcut = nn.Identity() if alike else nn.Sequential(*_convolution(before, after, 1, stride))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.path(x) + self.shortcut(x))
-
-
-class ResNet18(nn.Sequential):
+def resnet18() -> nn.Sequential:
     """He et al. (2015), "Deep residual learning", for 32 x 32 images: 3 x 3 stem, no pooling."""
-
-    def __init__(self) -> None:
-        widths = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
-        blocks = [
-            block
-            for before, after, stride in widths
-            for block in (Residual(before, after, stride), Residual(after, after, 1))
-        ]
-        stem = nn.Sequential(*_convolution(3, 64, 3, 1), nn.ReLU())
-        super().__init__(
-            stem, *blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-        )
-
-
-def _convolution(before: int, after: int, side: int, stride: int) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(before, after, side, stride, side // 2, bias=False), nn.BatchNorm2d(after)
+    return resnet(18, 10, nn.Sequential(*convolution(3, 64, 3, 1), nn.ReLU()))
 
 
 class Cifar10(Task):
@@ -91,7 +62,7 @@ class Cifar10(Task):
             raise TaskError(f"mixup={self.mixup},holdout={self.holdout}: both are shares, from 0 to 1")
 
     def model(self) -> nn.Module:
-        return Small() if self.network == "small" else ResNet18()
+        return Small() if self.network == "small" else resnet18()
 
     def data(self, split: str, folder: Path) -> Arrays:
         test = split == "test" or (split == "validation" and self.holdout == 0)
