@@ -76,6 +76,8 @@ ELSEWHERE = {
     "verbs/doctor/checks/torch_build.py": "/proc/driver",
     "verbs/drill/faults.py": "damages a run of its own on purpose",
     "verbs/export/cpp.py": "the source's own files; np.save to a file that grappe.launch.files has made",
+    "verbs/fetch/fetch.py": "the folder of datasets, which the user names",
+    "verbs/fetch/unpack.py": "tarfile, on an open file; folders in the folder of datasets",
     "verbs/jobs.py": "lists runs",
     "verbs/measure/largest.py": "/proc/meminfo",
     "verbs/measure/table.py": "a file that the user names with --out",

@@ -6,14 +6,14 @@ Shapes: B images of a slice.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from grappe import Arrays, Task, normalise
+from grappe import Arrays, Download, Task, normalise
 from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
@@ -21,6 +21,15 @@ from grappe.tasks.networks.resnet import convolution, resnet
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
+ARCHIVE = Download(
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    size=170_052_171,
+    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    members={
+        f"cifar-10-batches-bin/{name}.bin": 30_730_000
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+    },
+)
 
 
 class Small(nn.Sequential):
@@ -44,6 +53,7 @@ def resnet18() -> nn.Sequential:
 class Cifar10(Task):
     """CIFAR-10 with a small network, or a ResNet-18 (try momentum=0.9 weight_decay=5e-4 flip_and_crop)."""
 
+    downloads: ClassVar[tuple[Download, ...]] = (ARCHIVE,)
     epochs: int = 10
     batch_size: int = 512
     lr: float = 0.1
@@ -67,7 +77,7 @@ class Cifar10(Task):
     def data(self, split: str, folder: Path) -> Arrays:
         test = split == "test" or (split == "validation" and self.holdout == 0)
         names = ["test_batch"] if test else [f"data_batch_{number}" for number in range(1, 6)]
-        paths = locate(names, folder, PLACES, SOURCE, endings=(".bin", ""))
+        paths = locate(names, folder, PLACES, SOURCE, endings=(".bin", ""), task="cifar10")
         images, labels = (cifar10_binary if paths[0].suffix == ".bin" else cifar10_python)(paths)
         cut = len(labels) - round(len(labels) * self.holdout)
         rows = slice(None) if test else {"train": slice(cut), "validation": slice(cut, None)}[split]
