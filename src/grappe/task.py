@@ -27,7 +27,7 @@ SPLITS = ("train", "validation", "test")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Download:
-    """A file that a task's data come from: what `grappe fetch` downloads, and how the file is known to be the right one.
+    """A file that a task's data come from: what `grappe fetch` downloads, and how it is known to be right.
 
     It is put below the data folder. Of an archive (.tar, .tar.gz) the `members` are put there in its place.
     """

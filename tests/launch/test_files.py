@@ -77,6 +77,7 @@ ELSEWHERE = {
     "verbs/drill/faults.py": "damages a run of its own on purpose",
     "verbs/export/cpp.py": "the source's own files; np.save to a file that grappe.launch.files has made",
     "verbs/fetch/fetch.py": "the folder of datasets, which the user names",
+    "verbs/fetch/transfer.py": "an https address",
     "verbs/fetch/unpack.py": "tarfile, on an open file; folders in the folder of datasets",
     "verbs/jobs.py": "lists runs",
     "verbs/measure/largest.py": "/proc/meminfo",

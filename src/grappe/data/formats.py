@@ -78,8 +78,8 @@ def missing(files: Sequence[str], folder: Path, source: str, command: str = "") 
             "name their folder with --data"
         )
     return DataError(
-        f"{there}They come from {source}. Unpack them there, or name their folder with --data. Compute nodes often have "
-        "no internet: fetch them on a login node"
+        f"{there}They come from {source}. Unpack them there, or name their folder with --data. Compute nodes often "
+        "have no internet: fetch them on a login node"
     )
 
 

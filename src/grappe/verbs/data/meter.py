@@ -34,8 +34,8 @@ class Meter:
         share = done / self._total
         bar = "#" * round(share * _BAR)
         self._show(
-            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, {rate:,.0f}/s, {_spoken(left)} left"
-            + (f", {note}" if note else "")
+            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, "
+            f"{rate:,.0f}/s, {_spoken(left)} left" + (f", {note}" if note else "")
         )
 
     def end(self) -> None:

@@ -99,7 +99,8 @@ def _is_there(download: Download, folder: Path) -> bool:
     if _size(file) == download.size and _sha256(file) == download.sha256:
         return True
     raise DataError(
-        f"{file} is there, and is not the file of {download.size:,} bytes that the task names, by its size or checksum: move it away"
+        f"{file} is there, and is not the file of {download.size:,} bytes that the task names, by its size or "
+        "checksum: move it away"
     )
 
 
@@ -108,14 +109,17 @@ def _check_sum(download: Download, partial: Path) -> None:
     if found != download.sha256:
         safe.remove(partial)
         raise DataError(
-            f"{download.url} gave another file than the task names: its sha256 is {found}, not {download.sha256}. It was "
-            "removed. Try once more; if it comes again, the address serves something else now"
+            f"{download.url} gave another file than the task names: its sha256 is {found}, not {download.sha256}. It "
+            "was removed. Try once more; if it comes again, the address serves something else now"
         )
 
 
 def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
     with safe.reader(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while chunk := stream.read(_MEGABYTE):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _size(file: Path) -> int | None:

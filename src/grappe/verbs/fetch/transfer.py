@@ -49,8 +49,9 @@ def received(
                 _append(download, stream, there, tell, schemes)
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             raise DataError(
-                f"{download.url} cannot be downloaded: {_reason(error)}. {partial.stat().st_size:,} of {download.size:,} bytes "
-                "are there: the same command goes on from there. A compute node often has no internet: use a login node"
+                f"{download.url} cannot be downloaded: {_reason(error)}. {partial.stat().st_size:,} of "
+                f"{download.size:,} bytes are there: the same command goes on from there. A compute node "
+                "often has no internet: use a login node"
             ) from None
         with safe.reader(partial) as whole:
             yield whole
@@ -62,7 +63,7 @@ def _append(
     headers = {"User-Agent": "grappe", "Accept-Encoding": "identity"}
     if there:
         headers["Range"] = f"bytes={there}-"
-    request = urllib.request.Request(download.url, headers=headers)  # noqa: S310 (the scheme is checked)
+    request = urllib.request.Request(download.url, headers=headers)
     with _opener(schemes).open(request, timeout=_SECONDS) as answer:
         if there and answer.status != _PARTIAL:  # this server starts from the beginning
             stream.truncate(there := 0)
@@ -73,7 +74,8 @@ def _append(
             if there > download.size:
                 stream.truncate(0)
                 raise DataError(
-                    f"{download.url} gives more than the {download.size:,} bytes that the task names: it is another file"
+                    f"{download.url} gives more than the {download.size:,} bytes that the task names: it is another "
+                    "file"
                 )
             stream.write(chunk)
             tell(there)
@@ -100,9 +102,9 @@ def _opener(schemes: tuple[str, ...]) -> urllib.request.OpenerDirector:
 class _SameHost(urllib.request.HTTPRedirectHandler):
     """Follows a redirection to the same scheme and host, and no other: the task's file says where data come from."""
 
-    def redirect_request(  # noqa: ANN201 (what urllib makes)
+    def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ):
+    ) -> urllib.request.Request | None:
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         if (old.scheme, old.netloc) != (new.scheme, new.netloc):
             raise DataError(
