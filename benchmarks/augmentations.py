@@ -82,7 +82,7 @@ def report(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def distributions() -> None:
-    """What each draws: probability that two samples of one distribution differ as much (Kolmogorov, Smirnov)."""
+    """Compares draws: the probability that two samples of one distribution differ as much (Kolmogorov, Smirnov)."""
     torch.manual_seed(0)
     keys = torch.from_numpy(sample_keys(1, 0, np.arange(COUNT)))
     image = torch.zeros(1, 3, SIDE, SIDE, dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from grappe import Task
+from grappe import Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataError, TaskError
 from grappe.tasks.networks.resnet import convolution, initialise, resnet
@@ -64,6 +64,8 @@ class ImageNet(Task):
     """Brightness, contrast and saturation change by up to this share."""
     erasing: float = 0.0
     """Share of images with an erased rectangle."""
+    copies: int = 1
+    """Copies of an image in its batch, augmented independently: repeated augmentation."""
     train_images: str = ""
     """Folder, archive or shards in the data folder. Default: train, or ILSVRC2012_img_train.tar."""
     validation_images: str = ""
@@ -103,6 +105,9 @@ class ImageNet(Task):
         if len(images.classes) != self.classes:
             raise TaskError(f"{train} has {len(images.classes)} classes: say classes={len(images.classes)}")
         return images
+
+    def sampling(self, dataset: Any) -> Sampling | None:
+        return Sampling(copies=self.copies) if self.copies != 1 else None
 
     def augment(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         if self.policy == "rand":

@@ -1,4 +1,4 @@
-"""What augmentations draw, against the distributions that their papers and torchvision's documentation state.
+"""Draws of augmentations against the distributions that their papers and torchvision's documentation state.
 
 The references are written here from the formulas: torchvision's wheel needs a torch of another build.
 `benchmarks/augmentations.py` compares with torchvision itself. Keys are fixed, so nothing here fails by chance.

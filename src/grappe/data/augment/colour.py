@@ -58,7 +58,7 @@ def colour_jitter(
 
 
 def _without(images: Tensor, kind: Tensor) -> Tensor:
-    """What is left of images without brightness, contrast or saturation: [B, C, H, W] of whole numbers in float32."""
+    """Returns images without brightness, contrast or saturation: whole numbers in float32, [B, C, H, W]."""
     grey = grey_of(images)
     levels = torch.where(over_pixels(kind == _CONTRAST), over_pixels(mean_of(grey)), grey)
     return (levels * over_pixels(kind != _BRIGHTNESS)).float()

@@ -87,7 +87,7 @@ def random_resized_crop(
 
 
 def _weights(start: Tensor, count: Tensor, length: int, size: int) -> Tensor:
-    """What each of `length` pixels adds to each of `size`: float32 [B, 1, size, length], multiples of 2^-15.
+    """Returns what each of `length` pixels adds to each of `size`: float32 [B, 1, size, length], multiples of 2^-15.
 
     A triangle around the place of the new pixel, as wide as a new pixel where that is wider than one.
     """
