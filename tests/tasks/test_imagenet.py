@@ -12,7 +12,7 @@ from grappe.data.draw import sample_keys
 from grappe.errors import DataError, TaskError
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.imagenet import ImageNet
-from grappe.tasks.networks.resnet import Residual
+from grappe.tasks.images.resnet import Residual
 from tests.data.images.pictures import CLASSES, archive, files, folder
 
 KINDS = len(CLASSES)
@@ -135,3 +135,20 @@ def test_bytes_stay_bytes_and_losses_take_what_was_mixed(fields):
 def test_copies():
     assert ImageNet().sampling(None) is None
     assert ImageNet(copies=3).sampling(None).copies == 3
+
+
+def test_accuracy_of_mixed_images_is_that_of_the_larger_part():
+    task = ImageNet(classes=6)
+    accuracy, top5 = task.metrics()["accuracy"], task.metrics()["top5"]
+    outputs = torch.eye(6)[[0, 1, 2, 3]]
+    for targets in (
+        torch.tensor([0, 1, 2, 4]),
+        torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.0, 0.0], [0.0, 0.0]]),
+    ):
+        shares = torch.nn.functional.pad(targets, (0, 4)) if targets.dim() > 1 else targets
+        if targets.dim() > 1:
+            shares[2, 2] = shares[3, 4] = 1.0
+        accuracy.update(outputs, shares)
+        top5.update(outputs, shares)
+    assert accuracy.compute() == 0.75 and top5.compute() >= 0.75
+    assert "top5" not in ImageNet(classes=4).metrics()

@@ -17,7 +17,8 @@ from grappe import Arrays, Download, Task, normalise
 from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
-from grappe.tasks.networks.resnet import convolution, resnet
+from grappe.tasks.images.accuracy import Accuracy
+from grappe.tasks.images.resnet import convolution, resnet
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
@@ -106,7 +107,7 @@ class Cifar10(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
-        return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
+        return {"accuracy": Accuracy(10)}
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from grappe import Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataError, TaskError
-from grappe.tasks.networks.resnet import convolution, initialise, resnet
+from grappe.tasks.images.accuracy import Accuracy
+from grappe.tasks.images.resnet import convolution, initialise, resnet
 
 TRAIN = ("train", "ILSVRC2012_img_train.tar", "train.tar")
 VALIDATION = ("validation", "val", "validation.tar", "val.tar")
@@ -161,10 +162,7 @@ class ImageNet(Task):
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         ranks = {"accuracy": 1} | ({"top5": 5} if self.classes > 5 else {})
-        return {
-            name: torchmetrics.classification.MulticlassAccuracy(self.classes, top_k=k, average="micro")
-            for name, k in ranks.items()
-        }
+        return {name: Accuracy(self.classes, top_k) for name, top_k in ranks.items()}
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)

@@ -1,1 +1,0 @@
-"""Networks that several tasks train."""
