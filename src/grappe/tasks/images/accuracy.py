@@ -7,7 +7,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class Accuracy(MulticlassAccuracy):
-    """Share of samples whose class is among the `top_k` largest outputs; of a mixed image, the class of the larger part.
+    """Share of samples whose class is among the `top_k` largest outputs; of a mixed image, the larger part's class.
 
     So that `--training-metrics` has a curve under mixup and cutmix, whose targets are probabilities.
     """
