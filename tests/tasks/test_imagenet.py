@@ -127,9 +127,10 @@ def test_bytes_stay_bytes_and_losses_take_what_was_mixed(fields):
     assert inputs.dtype == torch.uint8 and torch.equal(same, targets)
     assert torch.equal(inputs, images) == (not fields)
     for mixing in ({"mixup": 0.2}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}):
-        task = ImageNet(classes=6, network="resnet18", **fields, **mixing)
+        task = ImageNet(classes=6, **fields, **mixing)
         mixed, shares = task.augment(images, targets, keys)
-        assert shares.shape == (6, 6) and task.loss(task.model()(mixed), shares).shape == (6,)
+        assert mixed.shape == images.shape and shares.shape == (6, 6)
+        assert task.loss(torch.randn(6, 6), shares).shape == (6,)
 
 
 def test_copies():

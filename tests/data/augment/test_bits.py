@@ -86,6 +86,15 @@ def test_nothing_is_changed_in_place_and_threads_change_no_bit(name):
     assert not torch.equal(results[0][0].float(), columns[0].float())
 
 
+@pytest.mark.parametrize("name", OF_BYTES)
+def test_a_gpu_is_never_waited_for(name):
+    """A meta tensor has no values: what asked for one, to choose a branch or a shape, would fail here."""
+    columns = batch(6)
+    expected = parts(OF_BYTES[name](*columns))
+    found = parts(OF_BYTES[name](*(column.to("meta") for column in columns)))
+    assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in expected]
+
+
 def test_grey_images_may_be_given():
     images, targets, keys = batch(6)
     for name, function in OF_BYTES.items():

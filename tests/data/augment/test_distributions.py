@@ -196,7 +196,7 @@ def test_policies_choose_uniformly():
 def test_amounts_are_torchvisions():
     """The tables of its documentation: `_augmentation_space` of RandAugment and TrivialAugmentWide."""
     space = _Space(0.3, (150 / 331 * 64, 150 / 331 * 48), 30.0, 0.9, 4.0, 31)
-    table = _amounts(space)
+    table = _amounts(space, torch.device("cpu"))
     at = {operation: table[operation, 9].item() for operation in Operation}
     assert at[Operation.SHEAR_X] == at[Operation.SHEAR_Y] == pytest.approx(0.09)
     assert at[Operation.TRANSLATE_X] == pytest.approx(0.3 * 150 / 331 * 64)

@@ -5,6 +5,7 @@ Shapes: B images of C channels, H x W pixels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -43,8 +44,14 @@ def erase(
         check_range("erase", "ratio", ratio),
         tall=True,
     )
-    values = torch.as_tensor(fill, dtype=images.dtype, device=images.device).view(-1, 1, 1)
+    values = _column((fill,) if isinstance(fill, int | float) else tuple(fill), images.dtype, images.device)
     if len(values) not in (1, images.shape[1]):
         raise TaskError(f"erase: fill={fill}: give a number, or one for each of {images.shape[1]} channels")
     erased = draws.covered(found, shape) & over_pixels((uniform[:, 0] < p) & found.fits)
     return torch.where(erased, values, images)
+
+
+@functools.lru_cache
+def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns values [C, 1, 1], kept on the device: to send them there waits for the GPU."""
+    return torch.tensor(values, dtype=dtype, device=device).view(-1, 1, 1)

@@ -10,7 +10,6 @@ import functools
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from grappe.data.augment import boxes as draws
@@ -112,7 +111,7 @@ def _beta(uniform: Tensor, alpha: float, name: str) -> Tensor:
         raise TaskError(f"{name}: alpha={alpha}: it must be above 0, and at most 100")
     if alpha == 1:
         return uniform
-    table = torch.from_numpy(_quantiles(alpha)).to(uniform.device)
+    table = _quantiles(alpha, uniform.device)
     place = uniform * _STEPS
     below = place.long()
     weight = place - below
@@ -120,8 +119,8 @@ def _beta(uniform: Tensor, alpha: float, name: str) -> Tensor:
 
 
 @functools.lru_cache
-def _quantiles(alpha: float) -> NDArray[np.float32]:
-    """Returns the quantiles of Beta(alpha, alpha) at 0, 1/4096, … 1: float32 [4097].
+def _quantiles(alpha: float, device: torch.device) -> Tensor:
+    """Returns the quantiles of Beta(alpha, alpha) at 0, 1/4096, … 1: float32 [4097], kept on the device.
 
     Its density x^(a-1) (1-x)^(a-1) has no bound at 0 for a < 1: with s = x^a it is (1 - s^(1/a))^(a-1) / a, which is
     summed up to x = 1/2; the rest is its mirror image.
@@ -131,4 +130,4 @@ def _quantiles(alpha: float) -> NDArray[np.float32]:
     total = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
     levels = np.linspace(0, 0.5, _STEPS // 2 + 1)
     lower = np.interp(levels, total / total[-1] / 2, s) ** (1 / alpha)
-    return np.concatenate([lower, 1 - lower[-2::-1]]).astype(np.float32)
+    return torch.from_numpy(np.concatenate([lower, 1 - lower[-2::-1]]).astype(np.float32)).to(device)

@@ -91,7 +91,7 @@ def auto_augment(
     height, width = images.shape[2:]
     space = _Space(0.3, (150 / 331 * width, 150 / 331 * height), 30.0, 0.9, 4.0, 10)
     uniform = numbers(keys, "auto_augment", 5)
-    table = torch.tensor(POLICIES[policy], device=images.device)  # [25, 2, 3], float32
+    table = _policy(policy, images.device)
     chosen = table[(uniform[:, 0] * len(table)).long()]
     for number in range(2):
         kind, probability, strength = chosen[:, number].unbind(1)
@@ -104,13 +104,22 @@ def auto_augment(
 
 def _amount(space: _Space, kind: Tensor, strength: Tensor, uniform: Tensor) -> Tensor:
     """Returns the amounts of operations `kind` [B] of a `strength` [B]; half of those with a sign are negative."""
-    amounts = _amounts(space).to(kind.device)[kind, strength]
+    amounts = _amounts(space, kind.device)[kind, strength]
     signed = (kind >= Operation.SHEAR_X) & (kind <= Operation.SHARPNESS)
     return torch.where(signed & (uniform < 0.5), -amounts, amounts)
 
 
+# Both are kept on the device: to send a table there waits for the GPU.
+
+
 @functools.lru_cache
-def _amounts(space: _Space) -> Tensor:
+def _policy(name: str, device: torch.device) -> Tensor:
+    """Returns a policy's operations, probabilities and strengths: float32 [25, 2, 3]."""
+    return torch.tensor(POLICIES[name], device=device)
+
+
+@functools.lru_cache
+def _amounts(space: _Space, device: torch.device) -> Tensor:
     """Returns the amounts of all operations at all strengths: float32 [15, bins]."""
 
     def up_to(most: float) -> Tensor:
@@ -125,4 +134,4 @@ def _amounts(space: _Space) -> Tensor:
         table[operation] = up_to(space.factor)
     table[Operation.POSTERIZE] = (8 - torch.arange(space.bins) / ((space.bins - 1) / space.bits)).round()
     table[Operation.SOLARIZE] = torch.linspace(255.0, 0.0, space.bins)
-    return table
+    return table.to(device)
