@@ -110,8 +110,8 @@ def task(place: Path, url: str, content: bytes = CONTENT, more: str = "") -> str
     checksum = hashlib.sha256(content).hexdigest()
     file = place / "mine.py"
     file.write_text(
-        "from typing import ClassVar\nimport grappe\n\nclass Mine(grappe.Task):\n"
-        "    downloads: ClassVar = (grappe.Download(\n"
+        "import grappe\n\nclass Mine(grappe.Task):\n"
+        "    downloads = (grappe.Download(\n"
         f"        url={url!r}, size={len(content)}, sha256={checksum!r}, {more}\n    ),)\n"
     )
     return str(file)

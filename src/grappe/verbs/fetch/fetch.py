@@ -49,7 +49,7 @@ def fetch(
     if not cls.downloads:
         raise UsageError(
             f"{task} names no files to download: its data are there, or come as its task says. Yours may name them: "
-            "downloads: ClassVar = (grappe.Download(url=…, size=…, sha256=…),)"
+            "downloads = (grappe.Download(url=…, size=…, sha256=…),)"
         )
     for download in cls.downloads:
         _check(download, schemes)
