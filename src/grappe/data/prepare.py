@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.data.loader import check
+from grappe.data.kinds import check
 from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import user_call
 from grappe.task import Task, overrides

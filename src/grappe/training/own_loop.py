@@ -28,6 +28,7 @@ from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch
+from grappe.data.kinds import check
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -141,7 +142,7 @@ class Loop:
         Collective.
         """
         task = Task(batch_size=batch_size, epochs=epochs, seed=self._seed)
-        loader.check(dataset, "train", task)
+        check(dataset, "train", task)
         source = loader.training_loader(task, dataset, self.plan, self.world)
         total = epochs * source.order.steps_per_epoch
         self.chronometer.begin()

@@ -87,6 +87,11 @@ class Images(Dataset[tuple[Tensor, int]]):
         # In a training each sample is asked for behind a seed of its own: torch's generator has the sample's key.
         return self.sample(index, mix(torch.initial_seed(), index))
 
+    @property
+    def keyed(self) -> bool:
+        """Whether samples depend on their keys alone, as the view says; then threads may load them."""
+        return getattr(self.view, "keyed", False) is True
+
     def sample(self, index: int, key: int) -> tuple[Tensor, int]:
         """Returns a sample as its key says, the same for the same key; threads may call it at once.
 
