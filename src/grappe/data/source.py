@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -96,6 +97,8 @@ class WorkerProcesses:
     def __init__(self, samples: Samples, workers: int) -> None:
         self._requests = _Requests()
         self._loaded: Any = None
+        # How many are too many is measured; workers that wait for a disk may be more than cores.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader: DataLoader[Any] = DataLoader(
             samples.dataset,
             batch_sampler=self._requests,

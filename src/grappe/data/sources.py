@@ -12,6 +12,8 @@ from grappe.data.tuning import Spent, Tuner
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 
+MOST_PER_CORE = 2  # workers: those that wait for a disk need no core
+
 
 class Sources:
     """How a loader loads its samples, and with what: threads and worker processes outlive a pass over the data.
@@ -89,7 +91,7 @@ class Sources:
         self._tuner = Tuner(
             first=self.loading,
             kinds=self._kinds,
-            most=asked or self._cores,
+            most=asked or MOST_PER_CORE * self._cores,
             spent=spent,
             device=self._device,
             chosen=tuned,

@@ -131,10 +131,15 @@ def settle() -> None:
 def _pool(workers: int) -> ThreadPoolExecutor:
     """Starts threads whose tensor operations run on themselves alone, as those of a data worker do."""
     mine, started = torch.get_num_threads(), threading.Barrier(workers + 1)
-    pool = ThreadPoolExecutor(workers, "grappe-data", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(workers, "grappe-data", initializer=_begin_thread)
     for _ in range(workers):
         pool.submit(started.wait)
     started.wait()
     # OpenMP's number of threads is each thread's own; MKL's and the one for new threads are the process's.
     torch.set_num_threads(mine)
     return pool
+
+
+def _begin_thread() -> None:
+    torch.get_num_threads()  # a thread takes the process's number when it first asks, also after it was given another
+    torch.set_num_threads(1)

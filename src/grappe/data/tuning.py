@@ -28,6 +28,7 @@ class Tuner:
         spent: what steps have cost, of the training's chronometer.
         device: "cpu" or "cuda".
         chosen: told the quickest, once it is known.
+        seconds: that a way is measured for at least.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Tuner:
         spent: Spent,
         device: str,
         chosen: Callable[[Loading], None],
+        seconds: float = SECONDS,
     ) -> None:
         self._search = search(first, kinds, most)
         self._now = next(self._search)
         self._spent, self._chosen, self._on_cpu = spent, chosen, device == "cpu"
-        self._steps = 0
+        self._seconds, self._steps = seconds, 0
         self._began = 0.0
         self._before: tuple[int, Sequence[float]] = (0, ())
         self.done = False
@@ -56,7 +58,7 @@ class Tuner:
             if self._steps == WARM:
                 self._began, self._before = time.perf_counter(), self._spent()
             return None
-        if time.perf_counter() - self._began < SECONDS:
+        if time.perf_counter() - self._began < self._seconds:
             return None
         before, self._steps = self._now, 0
         try:

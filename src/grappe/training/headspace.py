@@ -14,7 +14,6 @@ from grappe.data.images.dataset import Images
 from grappe.data.loader import BatchLoader
 from grappe.data.loading import workers_needed
 from grappe.launch.world import World, own_cores
-from grappe.plan import Plan
 from grappe.profiling.phases import IN_A_STEP, PHASES, START
 from grappe.profiling.summary import StepTimes
 
@@ -57,9 +56,7 @@ class Headspace:
         }
 
 
-def headspace(
-    timing: StepTimes, loaders: Sequence[BatchLoader], plan: Plan, world: World, *, tuned: bool
-) -> Headspace:
+def headspace(timing: StepTimes, loaders: Sequence[BatchLoader], world: World, *, tuned: bool) -> Headspace:
     """Computes it from a process's times and what its `loaders` waited. Collective.
 
     Args:
@@ -75,26 +72,25 @@ def headspace(
     found = world.gather((waited, max(whole, 1e-9)))
     waited, whole = max(found, key=lambda one: one[0] / one[1])
     share = min(1.0, waited / whole)
-    advice = _advice(share, loaders[0], plan, world, tuned=tuned) if share >= WORTH_SAYING else ""
+    advice = _advice(share, loaders[0], world, tuned=tuned) if share >= WORTH_SAYING else ""
     return Headspace(waited=waited, share=share, advice=advice)
 
 
-def _advice(share: float, loader: BatchLoader, plan: Plan, world: World, *, tuned: bool) -> str:
+def _advice(share: float, loader: BatchLoader, world: World, *, tuned: bool) -> str:
     if loader.loading is None:
         return "the samples are in memory, so make `transform` cheaper"
-    cores = own_cores(world.process)
-    needed = workers_needed(share, loader.loading.workers)
-    parts = []
-    if not tuned and loader.loading.workers < needed:
-        parts.append(f"use workers={min(needed, cores)}" if loader.loading.workers < cores else "")
-    if needed > cores:
-        parts.append(f"ask for {needed + (world.device.type == 'cpu')} cores for each process")
+    cores, workers = own_cores(world.process), loader.loading.workers
+    needed = workers_needed(share, workers)
+    if not tuned and workers < min(needed, cores):
+        parts = [f"use workers={min(needed, cores)}"]
+    else:
+        parts = [f"ask for {cores + max(1, needed - workers)} cores for each process"]
     images = _images(loader.dataset)
     if images is None:
-        parts.append("store the samples decoded and smaller")
+        parts.append("store the samples decoded and smaller, or on a disk of the node (grappe data stage)")
     elif images.total_bytes() > LARGE * len(images):
         parts.append("pack to short side 256 (grappe data pack)")
-    return ", or ".join(part for part in parts if part) or "a faster disk, or `grappe data stage`"
+    return ", or ".join(parts)
 
 
 def _images(dataset: Any) -> Images | None:

@@ -176,7 +176,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 stop_signal=stop_signal,
                 average=average,
                 headspace=lambda timing: headspace(
-                    timing, (batches, validation), plan, world, tuned=batches.sources.tuned
+                    timing, (batches, validation), world, tuned=batches.sources.tuned
                 ),
             )
             hook = GradientsHook(watchers, lambda: training.step, chronometer)

@@ -113,6 +113,10 @@ class Images(Dataset[tuple[Tensor, int]]):
         """Returns the content of an image's file, JPEG or PNG."""
         return self._reader.read(self._place(index))
 
+    def forget(self, index: int) -> None:
+        """Has the system drop an image's bytes from memory, so that the next read is the disk's: for measuring."""
+        self._reader.forget(self._place(index))
+
     def name(self, index: int) -> str:
         """The name of an image below the source, fit to print."""
         return printable(self._index.name(self._place(index)).decode(errors="replace"))

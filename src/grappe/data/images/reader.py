@@ -39,6 +39,15 @@ class Reader:
             raise self._changed(place)
         return content[BLOCK:]
 
+    def forget(self, place: int) -> None:
+        """Has the system drop an image's bytes from memory: the next read is the disk's. Changes nothing else."""
+        offset, size, _, file, _ = self._index.entries[place].item()
+        if self._index.kind == "folder":
+            handle, offset = _Handle(self._source / os.fsdecode(self._index.name(place))), 0
+        else:
+            handle = self._handle(file)
+        os.posix_fadvise(handle.number, offset, size, os.POSIX_FADV_DONTNEED)
+
     def name(self, place: int) -> str:
         """The image's name, for messages."""
         return printable(f"{self._source}/{os.fsdecode(self._index.name(place))}")
