@@ -46,6 +46,9 @@ class Costly(Dataset):
     def __len__(self) -> int:
         return self._samples
 
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.sample(index, 0)
+
     def sample(self, index: int, key: int) -> tuple[torch.Tensor, int]:
         """Returns an image after a while."""
         if costs[0] and self._kind == "sleeps":

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from grappe.cli.commands import app
@@ -61,17 +60,6 @@ def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.Monk
     assert list((tmp_path / "photos").glob("*.npy"))
 
 
-def test_a_class_of_ones_own(tmp_path: Path) -> None:
-    names: dict = {}
-    exec(compile(CODE[1], "data.md", "exec"), names)
-    np.save(tmp_path / "inputs.npy", np.arange(12, dtype=np.float32).reshape(4, 3))
-    np.save(tmp_path / "targets.npy", np.arange(4))
-    data = names["Mapped"](tmp_path)
-    assert len(data) == 4
-    assert data[2][0].tolist() == [6, 7, 8]
-    assert data[2][1] == 2
-
-
-@pytest.mark.parametrize("name", ["CentreCrop", "Images", "Normalise", "RandomResizedCrop"])
+@pytest.mark.parametrize("name", ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"])
 def test_every_public_name_is_in_the_guide(name: str) -> None:
     assert name in PAGE

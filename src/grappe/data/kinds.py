@@ -21,7 +21,8 @@ def check(dataset: object, split: str, task: Task) -> int:
     if isinstance(dataset, IterableDataset):
         raise TaskError(
             f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
-            "samples are asked for by index. Give a map-style dataset (__len__ and __getitem__)"
+            "samples are asked for by index, and each process would read the whole stream. Give a map-style dataset "
+            "(__len__ and __getitem__); write a stream out once, in prepare(): docs/data.md says how"
         )
     _refuse_other_kinds(f"{name}.data({split!r})", dataset, at(task, "data"))
     try:

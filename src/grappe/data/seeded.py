@@ -81,7 +81,7 @@ def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:
     """Returns the function of (index, key) that loads a sample of a keyed dataset; None: it is none.
 
     A dataset is keyed if it says so, `keyed = True`, and has a method `sample(index, key)` that depends on its
-    arguments alone. The method's key is another for each sample, too, where it is called with the same.
+    arguments alone.
     """
     if isinstance(dataset, Copies):
         inner, length = keyed_sample(dataset.dataset), len(dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import OrderedDict
@@ -46,7 +47,8 @@ class Reader:
             handle, offset = _Handle(self._source / os.fsdecode(self._index.name(place))), 0
         else:
             handle = self._handle(file)
-        os.posix_fadvise(handle.number, offset, size, os.POSIX_FADV_DONTNEED)
+        first = offset - offset % mmap.PAGESIZE  # parts of pages would stay
+        os.posix_fadvise(handle.number, first, offset + size - first + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
 
     def name(self, place: int) -> str:
         """The image's name, for messages."""

@@ -106,7 +106,7 @@ def bench(
         ) from None
     progress("")
     found = tuple(rows)
-    return Benched(rows=found, images=len(chosen), cores=cores(), advice=tuple(_advice(found, data, size)))
+    return Benched(rows=found, images=len(chosen), cores=cores(), advice=tuple(advice(found, data, size)))
 
 
 def _rows(
@@ -171,16 +171,16 @@ def _copies(
 
 def _read(images: Images, ids: Sequence[int]) -> tuple[float, float]:
     """Files a second of one reader, from the disk and from memory."""
-    some, cold = ids[:_COLD], 0.0
-    for index in some:
+    some = [ids[place] for place in np.random.default_rng(0).permutation(len(ids))[:_COLD]]
+    for index in ids:
         images.forget(index)
+    took = []
+    for _ in range(2):
         began = time.perf_counter()
-        images.read(index)
-        cold += time.perf_counter() - began
-    began = time.perf_counter()
-    for index in some:
-        images.read(index)
-    return len(some) / cold, len(some) / (time.perf_counter() - began)
+        for index in some:
+            images.read(index)
+        took.append(time.perf_counter() - began)
+    return len(some) / took[0], len(some) / took[1]
 
 
 def _gathered(arrays: Arrays, seconds: float) -> float:
@@ -216,7 +216,8 @@ def _rate(batches: Iterator[object], seconds: float) -> float:
     return count * _BATCH / passed
 
 
-def _advice(rows: Sequence[Row], data: Images, size: int) -> Iterator[str]:
+def advice(rows: Sequence[Row], data: Images, size: int) -> Iterator[str]:
+    """Says what to do, from the rates."""
     here, packed, memory = rows[0], rows[-2], rows[-1]
     ways = {"workers=0": here.alone, "loading=threads": here.threads, "loading=processes": here.processes}
     best = max(ways, key=lambda name: ways[name] or 0.0)
