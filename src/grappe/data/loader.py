@@ -185,7 +185,7 @@ class BatchLoader:
 
     @property
     def loading(self) -> Loading | None:
-        """How this process loads its samples now; None: they are in memory."""
+        """Returns the way in which this process loads its samples now; None: they are in memory."""
         return None if self._arrays is not None else self.sources.loading
 
     def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:

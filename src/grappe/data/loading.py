@@ -34,7 +34,7 @@ class Loading:
 
 
 class Cost(NamedTuple):
-    """What a step costs under a way to load."""
+    """Cost of a step under a way to load."""
 
     seconds: float
     waits: float
@@ -100,7 +100,8 @@ def recorded(found: object, kinds: Sequence[Kind], cores: int, device: str) -> L
     """Reads what `record` wrote; None if there is none, or it was measured on another number of cores."""
     if not isinstance(found, Mapping) or (found.get("cores"), found.get("device")) != (cores, device):
         return None
-    kind, workers = found.get("kind"), found.get("workers")
-    if kind not in kinds or type(workers) is not int or not 0 <= workers <= MOST:
+    kind = next((one for one in kinds if one == found.get("kind")), None)
+    workers = found.get("workers")
+    if kind is None or type(workers) is not int or not 0 <= workers <= MOST:
         return None
     return Loading(kind=kind, workers=workers)

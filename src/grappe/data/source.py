@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What a source makes its batches of."""
+    """Dataset and form of the batches that a source makes."""
 
     dataset: SeededDataset
     task: Task

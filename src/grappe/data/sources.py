@@ -16,7 +16,7 @@ MOST_PER_CORE = 2  # workers: those that wait for a disk need no core
 
 
 class Sources:
-    """How a loader loads its samples, and with what: threads and worker processes outlive a pass over the data.
+    """Threads and worker processes of a loader, which outlive a pass over the data.
 
     A pass that is not taken to its end has its source closed; two passes at once have a source each.
     """

@@ -30,7 +30,7 @@ class Staged:
     """A copy of data that is whole."""
 
     place: Path
-    """Where it lies."""
+    """Place of the copy."""
     files: int
     bytes: int
     copied: int
@@ -135,7 +135,7 @@ def _walk(source: Path) -> Iterator[Path]:
 
 
 def _is_there(to: Path, one: _File) -> bool:
-    """Whether a file was copied: it has its name and its time only once its content was read to be right."""
+    """Returns whether a file was copied: it has its name and its time only once its content was read to be right."""
     try:
         facts = (to / one.name).stat()
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import signal
 import weakref
@@ -35,6 +36,18 @@ def register(loaded: Iterator[Any]) -> None:
 def _end_unfinished() -> None:
     for loaded in list(_UNFINISHED):
         end_data_workers(loaded)
+
+
+@contextlib.contextmanager
+def explaining_ended_workers() -> Iterator[None]:
+    """Context in which the end of a worker is one message, wherever torch's signal handler raises it."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = _said(error)
+        if said is error:
+            raise
+        raise said from error
 
 
 def _said(error: BaseException) -> BaseException:

@@ -23,18 +23,18 @@ LARGE = 50_000  # bytes of a picture's file: one of short side 256 has about 20 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Headspace:
-    """What a training's steps and evaluations waited for samples, in the process that waited most."""
+    """Time that steps and evaluations of a training waited for samples, in the process that waited most."""
 
     waited: float
     """Seconds."""
     share: float
     """Of the training's time, without its start."""
     advice: str = ""
-    """What to change; "": it is little."""
+    """Advice on what to change; "": the share is small."""
 
     @property
     def faster(self) -> float:
-        """How much faster the training would be with infinitely fast data: 0.3, as 1.3 times the rate."""
+        """Computes by how much infinitely fast data would make the training faster: 0.3, at 1.3 times the rate."""
         return self.share / (1 - self.share) if self.share < 1 else math.inf
 
     def __str__(self) -> str:

@@ -44,7 +44,19 @@ from grappe.step.fast_paths import seed_dropout
 from grappe.task import Task
 
 SUPPORTED_KEYS = frozenset(
-    {"engine", "device", "backend", "replicate", "shard", "zero", "threads", "workers", "per_device"}
+    {
+        "engine",
+        "device",
+        "backend",
+        "replicate",
+        "shard",
+        "zero",
+        "threads",
+        "workers",
+        "loading",
+        "prefetch",
+        "per_device",
+    }
 )
 Batches = Iterator[Any]
 EXIT_SECONDS = 0.05  # ten times Python's switch interval

@@ -17,7 +17,8 @@ from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
 from grappe.data.order import SampleOrder
-from grappe.data.prepare import dataset_of, prepare
+from grappe.data.prepare import dataset_of, prepare, refuse_differing_lengths
+from grappe.data.workers import explaining_ended_workers
 from grappe.engines.base import EngineSetup, Named
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
@@ -79,7 +80,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     task = request.task.resolve()
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
-    data = _data(task, request.data)
+    data = _data(task, request.data, world)
 
     with open_run(_open_request(request, task, data, world), world) as opened:
         if process.launcher == "grappe":
@@ -206,14 +207,16 @@ def _loaders(
         batches.sources.tune(chronometer.spent, run.read_description().get("loading"), chosen)
         validation.sources.like = batches.sources
     try:
-        yield batches, validation
+        with explaining_ended_workers():
+            yield batches, validation
     finally:
         batches.sources.close()
         validation.sources.close()
 
 
-def _data(task: Task, folder: Path) -> Data:
+def _data(task: Task, folder: Path, world: World) -> Data:
     train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
+    refuse_differing_lengths(world, {"training": len(train), "validation": len(validation)})
     with naming_user_line(task):
         order = loader.training_order(task, train)
     return Data(train=train, validation=validation, order=order)

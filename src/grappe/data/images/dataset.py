@@ -89,7 +89,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     @property
     def keyed(self) -> bool:
-        """Whether samples depend on their keys alone, as the view says; then threads may load them."""
+        """Returns whether samples depend on their keys alone, as the view says; then threads may load them."""
         return getattr(self.view, "keyed", False) is True
 
     def sample(self, index: int, key: int) -> tuple[Tensor, int]:

@@ -79,7 +79,7 @@ class Outcome:
     timing: StepTimes
     """Summary of this process's time."""
     headspace: Headspace
-    """What waiting for data has cost."""
+    """Cost of waiting for data."""
     peaks: Sequence[Mapping[str, int]] = ()
     """By rank: peak bytes ("host", "device"), and bytes of parameters, gradients and optimizer state."""
     remarks: Sequence[str] = ()

@@ -41,7 +41,7 @@ class Usage:
     workers: int | None
     """The process's data workers; None: the samples are in memory."""
     loading: str
-    """How samples were loaded at the end, as in a plan; "": they are in memory."""
+    """Way in which samples were loaded at the end, as in a plan; "": they are in memory."""
     gpus: int
     """1 if the process is the first on its GPU, else 0."""
     peak: Mapping[str, int]
