@@ -185,7 +185,7 @@ def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) 
 def quickest(
     first: Loading, kinds: tuple, most: int, costs: dict[str, tuple[float, float]]
 ) -> tuple[str, list[str]]:
-    """Runs the search where each way has a cost (seconds, share of waiting): its result, and the ways that were tried."""
+    """Runs the search where each way costs (seconds, share of waiting); its result, and the ways tried."""
     tried = []
     going = search(first, kinds, most)
     now = next(going)

@@ -18,6 +18,7 @@ from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
+from grappe.data.rand_like import SampleIds, inside
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Samples, Source
@@ -100,6 +101,10 @@ class BatchLoader:
 
         Threads and worker processes are kept for the next call, once all batches were taken.
         """
+        with inside(None):  # whatever is in the model when the batches end
+            yield from self._made(start, stop)
+
+    def _made(self, start: int, stop: int) -> Iterator[Batch]:
         if self._arrays is not None:
             for part in self.slices(start, stop):
                 yield self._batch(part, self._gathered)
@@ -119,7 +124,8 @@ class BatchLoader:
     def rehearsed(self) -> Iterator[Batch]:
         """The first batch, loaded by this process: no workers are started for one. Collective likewise."""
         part = next(self.slices(0, 1))
-        yield self._batch(part, self._loaded_here(part) if self._arrays is None else self._gathered)
+        with inside(None):
+            yield self._batch(part, self._loaded_here(part) if self._arrays is None else self._gathered)
 
     def _begun(self, start: int, stop: int) -> Source:
         """Begins to load the pieces of steps `start` to `stop`."""
@@ -191,9 +197,9 @@ class BatchLoader:
     def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
+        # Evaluations draw the same, so that losses can be compared.
+        epoch = part.epoch if self._training else -1
         if self._augments:
-            # Evaluations draw the same, so that losses can be compared.
-            epoch = part.epoch if self._training else -1
             inputs, targets = self._augmented(inputs, targets, epoch, padded(ids), self._world.device)
         if self._plan.channels_last:
             inputs = tree_map(_channels_last, inputs)
@@ -202,7 +208,8 @@ class BatchLoader:
             weights = counts_of(self._task, targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
-        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
+        drawn_for = SampleIds(self.order.seed, epoch, padded(ids))
+        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1, drawn_for)
 
     def _augmented(
         self, inputs: Any, targets: Any, epoch: int, ids: np.ndarray, device: torch.device

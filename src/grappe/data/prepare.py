@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grappe.data.arrays import one_by_one
 from grappe.data.kinds import check
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import user_call
@@ -29,7 +30,7 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
     """
     dataset = user_call(task, "data", split, folder)
     check(dataset, split, task)
-    return dataset
+    return one_by_one(dataset) if overrides(task, "collate") else dataset
 
 
 def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
