@@ -35,9 +35,9 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
 
 def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
     """Raises DataError on all processes where one has other numbers of samples, by split. Collective."""
-    for rank, (host, theirs) in enumerate(world.gather((platform.node(), dict(lengths)))):
-        if rank == 0:
-            first, first_host = theirs, host
+    gathered = world.gather((platform.node(), dict(lengths)))
+    first_host, first = gathered[0]
+    for rank, (host, theirs) in enumerate(gathered):
         for split, count in theirs.items():
             if count != first[split]:
                 raise DataError(
