@@ -1,4 +1,4 @@
-"""Meter: says how far a long walk over images is, at what rate, and how long it will take."""
+"""Meter: says how far a long walk over images or bytes is, at what rate, and how long it will take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BAR = 24  # characters
 
 
 class Meter:
-    """A line on standard error, written anew as they are done; in a log, a line every ten seconds."""
+    """A line on standard error, written anew as images are done; in a log, a line every ten seconds."""
 
     def __init__(
         self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
@@ -34,9 +34,8 @@ class Meter:
         share = done / self._total
         bar = "#" * round(share * _BAR)
         self._show(
-            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, {rate:,.0f}/s, "
-            + f"{_spoken(left)} left"
-            + (f", {note}" if note else "")
+            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, "
+            f"{rate:,.0f}/s, {_spoken(left)} left" + (f", {note}" if note else "")
         )
 
     def end(self) -> None:
