@@ -15,7 +15,8 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.sites import slurm
 from grappe.sites.script import Script, cost, render
 from grappe.training.run import DESCRIPTION
-from grappe.verbs.job_script import job_script, requests
+from grappe.verbs.job_resources import requests
+from grappe.verbs.job_script import job_script
 from grappe.verbs.jobs import record_job
 from grappe.verbs.submission import Submission
 
