@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ from grappe.profiling.communication import waits_counted
 from grappe.task import Task
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
+from grappe.training.facts import lines, note_optimizer, start_facts
 from grappe.training.first_step import naming_overwritten
 from grappe.training.gradients import GradientsHook
 from grappe.training.opening import Opened, OpenRequest, open_run
@@ -95,9 +97,9 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             tensors = opened.checkpoint.read_tensors()
             average = WeightAverage(task.ema)
 
-            def on_optimizer(optimizer: Optimizer, named: Named) -> None:
-                chronometer.on_optimizer(optimizer, named)
-                average.watch(optimizer, named)
+            facts = start_facts(
+                world, info, plan, workers=batches.loading, tensors=tensors, example=batches.example()
+            )
 
             setup = EngineSetup(
                 task=task,
@@ -107,11 +109,14 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 total_steps=info.total_steps,
                 stop_requested=stop_signal.flag,
                 on_phase=chronometer.switch,
-                on_optimizer=on_optimizer,
+                on_optimizer=_each(
+                    chronometer.on_optimizer, average.watch, functools.partial(note_optimizer, facts)
+                ),
                 sample_inputs=batches.example(),
                 samples=info.samples,
             )
             engine = engine_class(setup)
+            _report(facts, opened.run, terminal, world)
 
             meter = Meter(
                 world, chronometer, per_device=plan.per_device, began=began, workers=batches.loading
@@ -254,6 +259,24 @@ def _announce(
         terminal,
         end="",
     )
+
+
+def _each(*callbacks: Callable[[Optimizer, Named], None]) -> Callable[[Optimizer, Named], None]:
+    """Returns a callback that calls each of `callbacks`."""
+
+    def call(optimizer: Optimizer, named: Named) -> None:
+        for callback in callbacks:
+            callback(optimizer, named)
+
+    return call
+
+
+def _report(facts: Mapping[str, Any], run: Run, terminal: UserStream | None, world: World) -> None:
+    """Writes the facts of this start to run.json, and shows them."""
+    if world.rank == 0:
+        run.describe(start=facts)
+    if terminal is not None:
+        say("".join(f"{line}\n" for line in lines(facts)), terminal, end="")
 
 
 def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,6 +42,8 @@ class Console(Watcher):
         self._info: RunInfo | None = None
         self._rate = 0.0
         self._seconds = 0.0
+        self._epochs = list[float]()  # seconds of the steps of epochs that began and ended here
+        self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def started(self, info: RunInfo) -> None:
         self._info = info
@@ -66,8 +69,18 @@ class Console(Watcher):
         self._record = record
         self._seconds += record.seconds
         self._steps += 1
+        self._count(record)
         if self._seconds > REFRESH_SECONDS:
             self._refresh()
+
+    def _count(self, record: Record) -> None:
+        assert self._info is not None
+        self._epoch_seconds += record.seconds
+        self._epoch_steps += 1
+        if record.step % self._info.steps_per_epoch == 0:
+            if self._epoch_steps == self._info.steps_per_epoch:
+                self._epochs.append(self._epoch_seconds)
+            self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def evaluated(self, step: int, scores: Scores) -> None:
         self._scores = scores
@@ -124,11 +137,19 @@ class Console(Watcher):
         total = sum(spent.values())
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        if self._epochs:
+            rows.append(("epoch", _per_epoch(self._epochs)))
         rows += _memory(outcome)
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _per_epoch(seconds: Sequence[float]) -> str:
+    """Formats the seconds of epochs' steps: their median, and the shortest and longest."""
+    text = f"{statistics.median(seconds):.3g} s"
+    return f"{text} ({min(seconds):.3g} to {max(seconds):.3g})" if len(seconds) > 1 else text
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:
