@@ -54,6 +54,9 @@ def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.Mon
         read_submission(["python", "-c", "x"], JOB, app)
 
 
-def test_a_search_runs_in_no_job_yet() -> None:
-    with pytest.raises(UsageError, match="runs in no job yet"):
-        read_submission(["tune", "digits", "lr=0.1..1"], JobOptions(), app)
+def test_a_search_names_its_task() -> None:
+    words = "tune digits lr=0.1..1 --parallel 3 --study mine --plan shard=2".split()
+    found = read_submission(words, JOB, app)
+    assert (found.task, found.parallel, found.study, found.plans) == ("digits", 3, Path("mine"), ("shard=2",))
+    with pytest.raises(UsageError, match="needs no job"):
+        read_submission(["tune", "--show", "mine"], JOB, app)

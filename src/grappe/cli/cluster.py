@@ -67,7 +67,12 @@ def submit(
         for answer in verb.judged(submission):
             show(answer)
         return EXIT_OK
+    warned: set[str] = set()
     for one in verb.submit(submission, show=show_):
+        for text in one.warnings:
+            if text not in warned:
+                complain(f"grappe: warning: {text}")
+        warned |= set(one.warnings)
         if show_:
             say(one.text, end="")
         else:

@@ -6,15 +6,18 @@ import dataclasses
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from grappe import engines, tasks
 from grappe.errors import RunError, TaskError, UsageError
 from grappe.fields import split
 from grappe.plan import Plan
+from grappe.sites.generations import unfit_precision
 from grappe.sites.layout import ResourceRequest
 from grappe.sites.schema import Site
 from grappe.sites.script import Script
+from grappe.sites.storage import misplaced
 from grappe.training.run import DONE, Run, new_folder
 from grappe.verbs.job_resources import laid_out, sbatch_options
 from grappe.verbs.packages.imports import imported
@@ -25,10 +28,19 @@ OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the scrip
 SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when it is told to
 
 
-def job_script(
-    submission: Submission, resources: ResourceRequest, *, show: bool = False
-) -> tuple[Script, str]:
-    """Returns the script of one job, and the reason why packages were not checked.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobScript:
+    """The script of one job, and what its user should know."""
+
+    script: Script
+    unchecked: str
+    """The reason why packages were not checked; "" if they were."""
+    warnings: tuple[str, ...]
+    """What will cost time or files, one line each."""
+
+
+def job_script(submission: Submission, resources: ResourceRequest, *, show: bool = False) -> JobScript:
+    """Makes the script of one job.
 
     Raises:
         GrappeError: the submission is wrong, the site forbids it, or packages are missing.
@@ -70,7 +82,22 @@ def job_script(
         doctor=job.doctor,
         command=f"grappe submit --site {site.name} -- {_typed(submission)}",
     )
-    return script, note
+    return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)))
+
+
+def _warnings(script: Script) -> Iterator[str]:
+    """Yields warnings about the GPUs' precision, and about folders that the site wants elsewhere."""
+    node = script.site.node
+    if node is not None and script.layout.gpus and not script.own_script:
+        generation = None if node.capability is None else divmod(round(node.capability * 10), 10)
+        if found := unfit_precision(script.plan.precision, node.gpu, generation):
+            yield f"{found.what}: {found.why}: {found.do}"
+    if why := misplaced(script.site, "runs", script.run):
+        yield why
+    if script.data and "$" not in script.data and script.stage is None:
+        data = Path(script.data).absolute()
+        if data.exists() and (why := misplaced(script.site, "data", data)):
+            yield why
 
 
 def _folder(submission: Submission) -> Path:
