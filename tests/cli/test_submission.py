@@ -55,7 +55,7 @@ def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_search_names_its_task() -> None:
-    words = "tune digits lr=0.1..1 --parallel 3 --study mine --plan shard=2".split()
+    words = ["tune", "digits", "lr=0.1..1", "--parallel", "3", "--study", "mine", "--plan", "shard=2"]
     found = read_submission(words, JOB, app)
     assert (found.task, found.parallel, found.study, found.plans) == ("digits", 3, Path("mine"), ("shard=2",))
     with pytest.raises(UsageError, match="needs no job"):

@@ -1,4 +1,4 @@
-"""The Alliance's page's own scripts (CPU, DDP, Lightning), and other commands, from a fresh account: each ends well, twice."""
+"""The Alliance's own scripts (CPU, DDP, Lightning) from a fresh account, each twice; other commands; allocations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from benchmarks import cifar_files
+
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import grappe
 from tests.slurm.test_run import MINE, PLAIN
