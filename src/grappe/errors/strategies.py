@@ -10,6 +10,7 @@ HERE = {
     "ddp_fork": "use replicate=N: grappe starts the processes",
     "ddp_notebook": "use replicate=N: it works in notebooks, too",
     "ddp_find_unused_parameters_true": "use replicate=N: unused parameters are looked for where there are any",
+    "ddp_find_unused_parameters_false": "use replicate=N: unused parameters are looked for where there are any",
     "ddp_sharded": "FairScale's optimizer sharding is shard=N,zero=1 here",
     "dp": "one process for all GPUs is slower and gone from Lightning; use replicate=N",
     "fairscale": "FairScale's sharding is shard=N here, with zero=1 to 3",
@@ -31,6 +32,9 @@ HERE = {
     "single_device": "leave it out: one process is the default",
 }
 
+FAMILIES = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp", "fsdp", "deepspeed")
+"""Beginnings of names with further words, as in ddp_find_unused_parameters_false."""
+
 
 def here(part: str) -> str | None:
     """Returns what takes a strategy's place in a plan; None for what is no strategy's name.
@@ -42,9 +46,8 @@ def here(part: str) -> str | None:
     if equals and key != "strategy":
         return None
     name = value if equals else key
-    known = HERE.get(
-        name, HERE.get(name.removesuffix("_spawn").removesuffix("_fork").removesuffix("_notebook"))
-    )
+    family = next((one for one in FAMILIES if name.startswith(f"{one}_")), "")
+    known = HERE.get(name, HERE.get(family))
     if known is None and equals:
         return "the plan says how a step is spread, as in replicate=2 or shard=2 (see: grappe engines)"
     return known

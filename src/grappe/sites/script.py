@@ -149,14 +149,19 @@ def cost(layout: Layout) -> str:
     return f"{what} for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
 
 
+def check_name(name: str) -> None:
+    """Raises UsageError if a job cannot have this name."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"--name={name!r}: letters, digits, '.', '_' and '-', 64 at most")
+
+
 def _check(script: Script) -> None:
     if not FOLDER.fullmatch(str(script.run)):
         raise UsageError(
             f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
             "give one of letters, digits and ./_-@+=:, with --run"
         )
-    if not NAME.fullmatch(script.name):
-        raise UsageError(f"--name={script.name!r}: letters, digits, '.', '_' and '-', 64 at most")
+    check_name(script.name)
     for module in script.modules:
         if not MODULE.fullmatch(module):
             raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")

@@ -255,7 +255,7 @@ def _announce(
         f"{type(task).__name__} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
         f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
         f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
-        + "".join(f"{note}\n" for note in opened.notes),
+        + "".join(f"{note}\n" for note in (*opened.notes, *task.notes())),
         terminal,
         end="",
     )

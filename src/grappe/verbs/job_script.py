@@ -16,7 +16,7 @@ from grappe.plan import Plan
 from grappe.sites.generations import unfit_precision
 from grappe.sites.layout import ResourceRequest
 from grappe.sites.schema import Site
-from grappe.sites.script import Script
+from grappe.sites.script import Script, check_name
 from grappe.sites.storage import misplaced
 from grappe.training.run import DONE, Run, new_folder
 from grappe.verbs.job_resources import laid_out, sbatch_options
@@ -115,7 +115,8 @@ def _folder(submission: Submission) -> Path:
         return found
     if run is not None:
         Run(run)
-    name = submission.script.name if submission.script else submission.command
+    name = submission.job.name or (submission.script.name if submission.script else submission.command)
+    check_name(name)
     return new_folder(base, name).absolute()
 
 

@@ -47,6 +47,8 @@ class Source(NamedTuple):
     """Whether the training loader shuffles."""
     held_out: float | None = None
     """The share of the training samples that validates, without a loader of its own."""
+    unkept: tuple[str, ...] = ()
+    """Names that training_step logs beside its loss, and that no curve has."""
 
 
 class _Samples(Dataset):
@@ -78,6 +80,14 @@ class Carried(Task):
         steps = max(1, self.epochs * -(-self.source.length // self.batch_size))
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
         return Steps(module, self.source.validation, self.source.test)
+
+    def notes(self) -> Sequence[str]:
+        if not self.source.unkept:
+            return ()
+        what = ", ".join(self.source.unkept)
+        return (
+            f"training_step logs {what}: not kept, curves have its loss; what validation_step logs is kept",
+        )
 
     def prepare(self, folder: Path) -> None:
         if defines(self.source.data, "prepare_data"):
@@ -191,11 +201,20 @@ def from_lightning(
     steps = epochs * -(-length // size)
     copied = _fresh(module, NoTrainer(epochs, steps))
     unsupported.optimizers(copied.configure_optimizers(), refusals)
-    validation_scoring, test, left_out = trial.tried(copied, train, refusals, without)
+    found = trial.tried(copied, train, refusals, without)
     refusals.check()
-    refusals.check_without(left_out)
+    refusals.check_without(found.left_out)
     shuffle = not isinstance(train.sampler, SequentialSampler)
-    source = Source(copy.deepcopy(module), data, validation_scoring, test, length, shuffle, validation)
+    source = Source(
+        module=copy.deepcopy(module),
+        data=data,
+        validation=found.validation,
+        test=found.test,
+        length=length,
+        shuffle=shuffle,
+        held_out=validation,
+        unkept=found.unkept,
+    )
     return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grappe.launch.rank import rank_from_environment
-from grappe.launch.terminal import complain
 from grappe.tasks.lightning_module import unsupported
 from grappe.tasks.lightning_module.steps import TEST, TRAINING, VALIDATION, Scoring, Steps, defines, loss_in
 from grappe.tasks.lightning_module.unsupported import Refusals
@@ -18,10 +16,19 @@ from grappe.tasks.lightning_module.unsupported import Refusals
 SPLIT = re.compile(r"^(val|valid|validation|test)(?=[_/])")
 
 
-def tried(
-    module: Any, train: Any, refusals: Refusals, without: Collection[str]
-) -> tuple[Scoring | None, Scoring | None, tuple[str, ...]]:
-    """Returns what evaluation keeps of validation_step and test_step, and the logged names that are left out.
+class Tried(NamedTuple):
+    """What trying a module's steps found."""
+
+    validation: Scoring | None
+    test: Scoring | None
+    left_out: tuple[str, ...]
+    """Names that the user leaves out, and that are there."""
+    unkept: tuple[str, ...]
+    """Names that training_step logs beside its loss."""
+
+
+def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str]) -> Tried:
+    """Returns what evaluation keeps of validation_step and test_step, what is left out, and what is not kept.
 
     Values that are no means over rows are refused. A step that logs nothing and returns no loss reports nothing under
     Lightning's Trainer: None, and training_step scores in its place.
@@ -38,11 +45,11 @@ def tried(
             elif defines(module, step):
                 found[step] = _scoring(plain, batch, step, refusals, without, left_out)
         validation, test = found[VALIDATION], _aligned(found[TEST], found[VALIDATION], refusals)
-        unsupported.mean_over_rows(
-            Steps(module, validation, test).eval(), samples, train.collate_fn, refusals
-        )
-        _say_unkept(plain, batch)
-    return validation, test, tuple(left_out)
+        steps = Steps(module, validation, test).eval()
+        unsupported.mean_over_rows(steps, samples, train.collate_fn, refusals)
+        unkept = _unkept(steps, batch)
+    left_out |= {one for one in unkept if one in without}
+    return Tried(validation, test, tuple(left_out), tuple(one for one in unkept if one not in left_out))
 
 
 def _scoring(
@@ -78,17 +85,10 @@ def _aligned(test: Scoring | None, validation: Scoring | None, refusals: Refusal
     return test._replace(logged=tuple(mine[name] for name in theirs))
 
 
-def _say_unkept(plain: Steps, batch: Any) -> None:
-    """Says once which values training_step logs beside its loss: curves have the loss alone."""
-    loss = loss_in(plain.run(batch, TRAINING))
-    unkept = [name for name, value in plain.log.values.items() if not _is_loss(value, loss)]
-    process = rank_from_environment()
-    if unkept and (process is None or (process.rank == 0 and process.launcher != "grappe")):
-        name = type(plain.module).__name__
-        complain(
-            f"grappe: {name}.training_step logs {_words(unkept)}: not kept, the curves have its loss. Values that "
-            "validation_step logs are kept, of every sample"
-        )
+def _unkept(steps: Steps, batch: Any) -> tuple[str, ...]:
+    """Returns the names that training_step logs beside its loss: curves have the loss alone."""
+    loss = loss_in(steps.run(batch, TRAINING))
+    return tuple(name for name, value in steps.log.values.items() if not _is_loss(value, loss))
 
 
 def _is_loss(value: Any, loss: Tensor | None) -> bool:
