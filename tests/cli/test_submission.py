@@ -60,3 +60,47 @@ def test_a_search_names_its_task() -> None:
     assert (found.task, found.parallel, found.study, found.plans) == ("digits", 3, Path("mine"), ("shard=2",))
     with pytest.raises(UsageError, match="needs no job"):
         read_submission(["tune", "--show", "mine"], JOB, app)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--gpus", "2"],
+            "--ntasks-per-node=2 --cpus-per-task=12 --gpus-per-node=a100:2 --mem=248G --time=01:00:00",
+        ),
+        (["--", "train", "digits", "--plan", "shard=4"], "--ntasks-per-node=4 --cpus-per-task=12"),
+        (
+            ["--", "tune", "digits", "lr=0.1..1", "--parallel", "3"],
+            "--cpus-per-task=36 --gpus-per-node=a100:3",
+        ),
+        (["--gpus", "1", "--sbatch", "--comment=$(x)"], None),
+        (["--gpus", "1", "--account", "def-a;b"], None),
+        (["--gpus", "1", "--env", "here"], None),
+        (["--gpus", "1,2"], None),
+    ],
+)
+def test_interactive_allocations(
+    words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr("os.execvp", lambda *given: pytest.fail(f"{given} is no --show"))
+    line = [
+        "submit",
+        "--interactive",
+        "--show",
+        "--site",
+        "narval",
+        "--account",
+        "def-me",
+        "--time",
+        "1h",
+        *words,
+    ]
+    if expected is None:
+        with pytest.raises(UsageError):
+            app(line)
+        return
+    app(line)
+    said = capsys.readouterr().out
+    assert said.startswith("salloc --job-name=interactive --account=def-me ")
+    assert expected in " ".join(said.split())
