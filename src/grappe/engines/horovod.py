@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
@@ -66,7 +67,7 @@ class Horovod(Stepper):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase, setup.on_output)
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),
@@ -116,7 +117,7 @@ class Horovod(Stepper):
         self._alike = True
 
     def _forward(self, number: int, micro: Microbatch) -> Any:
-        return self._task.forward(self._model, micro.inputs)
+        return self._task.forward(self._model, entering(micro))
 
     def _backward(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""

@@ -28,6 +28,7 @@ from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
+from grappe.step.training_scores import TrainingScores
 from grappe.task import Task
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
@@ -101,6 +102,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 world, info, plan, workers=batches.loading, tensors=tensors, example=batches.example()
             )
 
+            training_scores = TrainingScores(task, world, metrics=options.training_metrics)
             setup = EngineSetup(
                 task=task,
                 plan=plan,
@@ -112,6 +114,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 on_optimizer=_each(
                     chronometer.on_optimizer, average.watch, functools.partial(note_optimizer, facts)
                 ),
+                on_output=training_scores.add,
                 sample_inputs=batches.example(),
                 samples=info.samples,
             )
@@ -122,8 +125,9 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 world, chronometer, per_device=plan.per_device, began=began, workers=batches.loading
             )
             sample_log = SampleLog(enabled=options.log_samples)
-            reporting = _reporting(options, terminal, data, world)
-            watchers = WatcherList([*reporting, meter, sample_log, *own_watchers, *request.also])
+            watchers = WatcherList(
+                [*_reporting(options, terminal, data, world), meter, sample_log, *own_watchers, *request.also]
+            )
             watchdog = Watchdog(
                 rank=world.rank,
                 size=world.size,
@@ -152,6 +156,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 chronometer,
                 watchdog,
                 average,
+                training_scores,
                 task,
             )
             if info.start:
