@@ -250,8 +250,8 @@ def _check(made: Site, wrong: Wrong) -> None:
         "job.mps": made.job.mps,
     }
     options |= {f"queue {one.name}": one.options for one in made.queue}
-    folders = {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
-    folders["storage.place"] = tuple(one.place for one in made.storage)
+    folders: dict[str, tuple[str, ...]] = {"storage.place": tuple(one.place for one in made.storage)}
+    folders |= {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
     forms = (
         (options, OPTION, "is no option of sbatch: write --name or --name=value"),
         ({"job.modules": made.job.modules}, MODULE, "is no name of a module"),

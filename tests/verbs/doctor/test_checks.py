@@ -257,3 +257,11 @@ def test_where_files_should_lie(tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path / "scratch"),
     }
     assert not list(storage.of_site(narval, machine(folder=tmp_path / "scratch" / "runs", environment=fine)))
+
+
+def test_a_gpu_of_amds_without_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_build, "AMD", tmp_path)
+    monkeypatch.setattr(torch_build, "NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "error: there is a GPU of AMD's" in words(torch_build.check(machine("device=auto")))
+    assert not list(torch_build.check(machine("device=cpu")))

@@ -179,14 +179,10 @@ def from_lightning(
     if not module.automatic_optimization:
         refusals.add("automatic_optimization", LOOP)
     unsupported.overridden(module, LightningModule, refusals)
-    if isinstance(datamodule, DataLoader):
-        datamodule = Loaders(datamodule)
-    elif isinstance(datamodule, Sequence):
-        datamodule = Loaders(*datamodule)
-    if isinstance(datamodule, LightningDataModule):
-        unsupported.overridden(datamodule, LightningDataModule, refusals)
+    data = _data_of(module, datamodule)
+    if isinstance(data, LightningDataModule):
+        unsupported.overridden(data, LightningDataModule, refusals)
     refusals.check()
-    data = module if datamodule is None else datamodule
     if defines(data, "prepare_data"):
         with once_at_a_time():  # every process of a task's file comes here
             data.prepare_data()
@@ -216,6 +212,16 @@ def from_lightning(
         unkept=found.unkept,
     )
     return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
+
+
+def _data_of(
+    module: LightningModule, given: LightningDataModule | DataLoader | Sequence[DataLoader] | None
+) -> LightningDataModule | LightningModule | Loaders:
+    if given is None:
+        return module
+    if isinstance(given, DataLoader):
+        return Loaders(given)
+    return Loaders(*given) if isinstance(given, Sequence) else given
 
 
 def _task_class(name: str, source: Source, **defaults: Any) -> type[Task]:

@@ -93,6 +93,9 @@ class Loaders:
         if validation is not None:
             self.val_dataloader = lambda: validation
 
+    def prepare_data(self) -> None:
+        """Prepares nothing: the loaders have their data."""
+
 
 class Steps(nn.Module):
     """The module's training_step as forward in training; in evaluation, the loss and the logged values.
