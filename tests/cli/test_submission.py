@@ -75,7 +75,7 @@ def test_a_search_names_its_task() -> None:
             "--cpus-per-task=36 --gpus-per-node=a100:3",
         ),
         (["--gpus", "1", "--sbatch", "--comment=$(x)"], None),
-        (["--gpus", "1", "--account", "def-a;b"], None),
+        (["--gpus", "1", "--partition", "a;b"], None),
         (["--gpus", "1", "--env", "here"], None),
         (["--gpus", "1,2"], None),
     ],

@@ -1,4 +1,4 @@
-"""Where files should lie on a site: the innermost storage judges."""
+"""A folder on a site: the innermost storage says what should lie there."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_hooks_of_lightning_1_are_refused_with_what_they_became(name: str) -> No
 
 
 class WithTestStep(Net):
-    """Its test_step logs what validation_step does, under test_'s names and of doubled outputs."""
+    """A test_step that logs what validation_step does, under test_'s names and of doubled outputs."""
 
     def test_step(self, batch, batch_idx):
         x, y = batch
@@ -77,7 +77,7 @@ def test_a_test_step_of_other_metrics_is_refused() -> None:
 
 
 class Late(Net):
-    """Its layers are made by configure_sharded_model, as in the Alliance's DeepSpeed scripts."""
+    """A module whose layers are made by configure_sharded_model, as in the Alliance's DeepSpeed scripts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,9 +121,9 @@ class Storage:
     """A file system of the site."""
 
     place: str
-    """Its folder: $SCRATCH, /path/of/it."""
+    """Folder of the file system: $SCRATCH, /path/of/it."""
     holds: tuple[Contents, ...] = ()
-    """What a training's user should keep there; a run's checkpoints are in its folder."""
+    """Contents that should lie there; a run's checkpoints are in its folder."""
     quota: str = ""
     """The quota, for users: "20 TB and 1,000,000 files a user"."""
     purge_days: int | None = None

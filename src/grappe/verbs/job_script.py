@@ -30,13 +30,13 @@ SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """The script of one job, and what its user should know."""
+    """Script of one job, and notes for its user."""
 
     script: Script
     unchecked: str
     """The reason why packages were not checked; "" if they were."""
     warnings: tuple[str, ...]
-    """What will cost time or files, one line each."""
+    """Warnings of what will cost time or files, one line each."""
 
 
 def job_script(submission: Submission, resources: ResourceRequest, *, show: bool = False) -> JobScript:

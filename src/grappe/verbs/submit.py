@@ -37,7 +37,7 @@ class Submitted:
     note: str = ""
     """The reason why packages were not checked; "" if they were."""
     warnings: tuple[str, ...] = ()
-    """What will cost time or files, one line each."""
+    """Warnings of what will cost time or files, one line each."""
 
 
 def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]:

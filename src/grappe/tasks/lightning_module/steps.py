@@ -71,7 +71,7 @@ TRAINING, VALIDATION, TEST = "training_step", "validation_step", "test_step"
 
 
 class Scoring(NamedTuple):
-    """What evaluation keeps of a step."""
+    """Values of a step that evaluation keeps."""
 
     step: str
     logged: tuple[str, ...]

@@ -17,7 +17,7 @@ SPLIT = re.compile(r"^(val|valid|validation|test)(?=[_/])")
 
 
 class Tried(NamedTuple):
-    """What trying a module's steps found."""
+    """Result of trying a module's steps."""
 
     validation: Scoring | None
     test: Scoring | None
