@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from grappe import fields
-from grappe.errors import PlanError, UsageError
+from grappe.errors import PlanError, UsageError, strategies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,9 @@ class Plan:
             PlanError: an unknown key, a value of the wrong type, a key given twice, or a contradiction.
         """
         parts = [part for part in text.split(",") if part.strip()]
+        for part in parts:
+            if (instead := strategies.here(part)) is not None:
+                raise PlanError(f"plan: {part.strip()} is a strategy of Lightning's: {instead}")
         try:
             return cls(**fields.parse(cls, fields.split(parts), "plan"))
         except PlanError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import time
 from collections.abc import Iterable
@@ -11,6 +12,8 @@ from typing import Any
 
 from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
+from grappe.errors import UsageError
+from grappe.launch.terminal import say
 from grappe.sites import slurm
 from grappe.sites.slurm import Entry
 from grappe.verbs import jobs
@@ -18,7 +21,9 @@ from grappe.verbs.logs import files, lines
 from grappe.verbs.submission import JobOptions
 from grappe.verbs.submit import submit_all
 
-__all__ = ["Job", "JobOptions", "logs", "queue", "submit"]
+__all__ = [
+    "Job", "JobOptions", "display_slurm_queue", "gpu_jobs_submitter", "logs", "queue", "search_log", "submit",
+]  # fmt: skip
 
 BASE = Path("runs")
 
@@ -107,3 +112,108 @@ def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
         for file in sorted([*folder.glob("job-*.out"), *folder.glob("rank-*.log")])
         if contains in folder.parent.name or contains in file.name
     ]
+
+
+def gpu_jobs_submitter(
+    srun_commands: str | Iterable[str],
+    n_gpu: int | Iterable[int] = 1,
+    module: str | None = None,
+    singularity: str | None = None,
+    name: str | None = None,
+    n_gpu_per_task: int = 1,
+    time_max: str = "02:00:00",
+    qos: str | None = None,
+    partition: str | None = None,
+    constraint: str | None = None,
+    cpus_per_task: int | None = None,
+    exclusive: bool = False,
+    account: str | None = None,
+    verbose: int = 0,
+    email: str | None = None,
+    slurm_addon: str | None = None,
+    script_addon: str | None = None,
+    site: str | None = None,
+) -> list[str]:
+    """Submits a job for each command and each number of GPUs, as idr_pytools of IDRIS's course does; returns their ids.
+
+    Args:
+        srun_commands: scripts with their arguments, "dlojz.py -b 128", or commands of grappe, "train digits".
+        module: modules to load, with spaces or commas between.
+        singularity: an image.
+        verbose: above 0, each script is printed.
+        slurm_addon: further options of sbatch: "--exclude=n1".
+        site: as in `submit`; the others are as there, by the names of idr_pytools.
+
+    Raises:
+        GrappeError: an argument is wrong, has no meaning here, or sbatch rejects a job.
+    """
+    if n_gpu_per_task != 1:
+        raise UsageError(
+            f"n_gpu_per_task={n_gpu_per_task}: a process has one GPU here; several processes share a model by the "
+            "plan: shard=2, tensor=2, pipeline=2"
+        )
+    if script_addon:
+        raise UsageError(
+            "script_addon is a piece of shell, and nothing that is typed becomes one here: load modules with "
+            "module=…, export variables before submitting, and do the rest in your script"
+        )
+    several = [srun_commands] if isinstance(srun_commands, str) else list(srun_commands)
+    options = JobOptions(
+        gpus=(n_gpu,) if isinstance(n_gpu, int) else tuple(n_gpu),
+        site=site,
+        account=account,
+        time=time_max,
+        name=name,
+        qos=qos,
+        partition=partition,
+        constraint=constraint,
+        cores=cpus_per_task,
+        mail_user=email,
+        modules=tuple(re.split(r"[\s,]+", module.strip())) if module else (),
+        env=singularity or "",
+        sbatch=(*(("--exclusive",) if exclusive else ()), *shlex.split(slurm_addon or "")),
+    )
+    submissions = [read_submission(shlex.split(command), options, app) for command in several]
+    found = []
+    for one in submit_all(submissions):
+        if verbose:
+            say(one.text, end="")
+        say(f"job {one.job}: {one.cost}; run {one.run}")
+        found.append(one.job)
+    return found
+
+
+def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SECONDS) -> None:
+    """Shows the queue until no job is left in it; of IDRIS's course.
+
+    Args:
+        name: the jobs' name, as given to `gpu_jobs_submitter`; None: all of the user's.
+        timestep: seconds between queries of Slurm; sites ask for few queries.
+    """
+    shown: list[str] | None = None
+    while True:
+        entries = [one for one in slurm.queue() if name is None or one.name == name]
+        lines = [f"{one.job}  {one.name}  {one.state}  {one.reason}  {one.left}" for one in entries]
+        if lines != shown:
+            say("\n".join(lines) or "no job is left in the queue")
+        if not entries:
+            return
+        shown = lines
+        time.sleep(timestep)
+
+
+def search_log(name: str = "*", contains: str = "", with_err: bool = False, base: Path | str = BASE) -> Any:
+    """Lists the log files of jobs, sorted; of IDRIS's course.
+
+    Args:
+        name: the beginning of the run's folder, or of the job's name; "*": any.
+        contains: a part of the file's name: the job's id.
+        with_err: return a pair of lists, as the course's function does: a job here writes both into one file.
+    """
+    found = sorted(
+        file
+        for file in Path(base).absolute().glob("*/logs/job-*.out")
+        if (name == "*" or file.parents[1].name.startswith(name)) and contains in file.name
+    )
+    texts = [str(file) for file in found]
+    return (texts, texts) if with_err else texts

@@ -95,6 +95,10 @@ class Task:
     def prepare(self, folder: Path) -> None:
         """Downloads and unpacks what `data` needs: before it, by one process of each node at a time, under a lock."""
 
+    def notes(self) -> Sequence[str]:
+        """Returns notes for the user, one line each, which are shown when a training starts."""
+        return ()
+
     def model(self) -> nn.Module:
         """Makes the network on the current default device; its weights are drawn from torch's generator."""
         raise NotImplementedError

@@ -107,15 +107,21 @@ def test_from_a_run(tmp_path) -> None:
     assert alike(started(tmp_path / "second", given=tmp_path / "first"), first)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "lightning", "state dict", "wrapped"])
+@pytest.mark.parametrize("kind", ["safetensors", "lightning", "state dict", "wrapped", "page"])
 def test_from_a_file(tmp_path, kind: str) -> None:
     given = state_of(8)
-    file = tmp_path / {"safetensors": "a.safetensors", "lightning": "a.ckpt"}.get(kind, "a.pt")
+    file = tmp_path / {"safetensors": "a.safetensors", "lightning": "a.ckpt", "page": "checkpoint_path"}.get(
+        kind, "a.pt"
+    )
     if kind == "safetensors":
         safetensors.torch.save_file(given, file)
     elif kind == "lightning":
         content = {f"model.{name}": tensor for name, tensor in given.items()}
         torch.save({"state_dict": content, "epoch": 1, "pytorch-lightning_version": "2.5"}, file)
+    elif kind == "page":
+        net = {f"module.{name}": tensor for name, tensor in given.items()}
+        optimizer = torch.optim.SGD(Small().model().parameters(), lr=0.1).state_dict()
+        torch.save({"net": net, "optimizer": optimizer, "epoch": 3}, file)
     else:
         prefix = "module." if kind == "wrapped" else ""
         torch.save({prefix + name: tensor for name, tensor in given.items()}, file)

@@ -54,6 +54,53 @@ def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.Mon
         read_submission(["python", "-c", "x"], JOB, app)
 
 
-def test_a_search_runs_in_no_job_yet() -> None:
-    with pytest.raises(UsageError, match="runs in no job yet"):
-        read_submission(["tune", "digits", "lr=0.1..1"], JobOptions(), app)
+def test_a_search_names_its_task() -> None:
+    words = ["tune", "digits", "lr=0.1..1", "--parallel", "3", "--study", "mine", "--plan", "shard=2"]
+    found = read_submission(words, JOB, app)
+    assert (found.task, found.parallel, found.study, found.plans) == ("digits", 3, Path("mine"), ("shard=2",))
+    with pytest.raises(UsageError, match="needs no job"):
+        read_submission(["tune", "--show", "mine"], JOB, app)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--gpus", "2"],
+            "--ntasks-per-node=2 --cpus-per-task=12 --gpus-per-node=a100:2 --mem=248G --time=01:00:00",
+        ),
+        (["--", "train", "digits", "--plan", "shard=4"], "--ntasks-per-node=4 --cpus-per-task=12"),
+        (
+            ["--", "tune", "digits", "lr=0.1..1", "--parallel", "3"],
+            "--cpus-per-task=36 --gpus-per-node=a100:3",
+        ),
+        (["--gpus", "1", "--sbatch", "--comment=$(x)"], None),
+        (["--gpus", "1", "--partition", "a;b"], None),
+        (["--gpus", "1", "--env", "here"], None),
+        (["--gpus", "1,2"], None),
+    ],
+)
+def test_interactive_allocations(
+    words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr("os.execvp", lambda *given: pytest.fail(f"{given} is no --show"))
+    line = [
+        "submit",
+        "--interactive",
+        "--show",
+        "--site",
+        "narval",
+        "--account",
+        "def-me",
+        "--time",
+        "1h",
+        *words,
+    ]
+    if expected is None:
+        with pytest.raises(UsageError):
+            app(line)
+        return
+    app(line)
+    said = capsys.readouterr().out
+    assert said.startswith("salloc --job-name=interactive --account=def-me ")
+    assert expected in " ".join(said.split())

@@ -25,6 +25,7 @@ OPENS = {
 ELSEWHERE = {
     "launch/files.py": "the one place",
     "checkpoint/tensor_file.py": "np.memmap of a file that grappe.launch.files has opened",
+    "checkpoint/foreign.py": "the first bytes of the file that the user names with --from",
     "checkpoint/initial.py": "makes the folder of a run that is not there yet; lists weights that the user names",
     "cli/exit.py": "/dev/null",
     "cli/verify.py": "files that the user names with --json and --html",
@@ -75,6 +76,8 @@ ELSEWHERE = {
     "verbs/doctor/checks/allocation.py": "a temporary folder of its own",
     "verbs/doctor/checks/host_memory.py": "/proc, /sys",
     "verbs/doctor/checks/network.py": "/sys/class",
+    "verbs/doctor/checks/python_paths.py": "the folders of PYTHONPATH",
+    "verbs/doctor/checks/wheelhouse.py": "the folders of wheels that pip is told of",
     "verbs/doctor/checks/torch_build.py": "/proc/driver",
     "verbs/drill/faults.py": "damages a run of its own on purpose",
     "verbs/export/cpp.py": "the source's own files; np.save to a file that grappe.launch.files has made",

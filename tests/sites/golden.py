@@ -79,6 +79,12 @@ def others(site: Site) -> dict[str, Script]:
         "script": dataclasses.replace(training, arguments=("mine.py", "--lr", "0.1"), **own),
         "script-chain": dataclasses.replace(training, arguments=("mine.py",), chain=3, **own),
         "options": dataclasses.replace(training, sbatch=sbatch.options(GIVEN)),
+        "tune": dataclasses.replace(
+            training,
+            layout=dataclasses.replace(training.layout, processes=1, cores=training.layout.cores),
+            arguments=("tune", "digits", "lr=0.01..1:log", "--parallel", "2", "--study", f"{RUN}/study"),
+            **{**plain, "saves": True, "task": ("digits",)},
+        ),
         "evaluate": dataclasses.replace(training, arguments=("evaluate", "runs/one"), **plain),
     }
 
@@ -86,6 +92,7 @@ def others(site: Site) -> dict[str, Script]:
 def golden() -> dict[str, Script]:
     """All that the folder holds, by the names of its files: each site's sizes, and more of two very different ones."""
     made = {f"{site.name}-{size}.sh": script(site, size) for site in live() for size in SIZES}
+    made |= {f"{site.name}-options.sh": others(site)["options"] for site in live()}
     for name in MORE:
         made |= {f"{name}-{end}.sh": one for end, one in others(sites.find(name)).items()}
     return made

@@ -69,6 +69,8 @@ def test_gpus_make_a_plan() -> None:
 @pytest.mark.parametrize(
     ("site", "plan", "wish", "words"),
     [
+        ("lumi", "precision=tf32", {}, "lumi has AMD's GPUs: use precision=bf16"),
+        ("lumi", "replicate=8,per_device=2", {}, "shares GPUs by NVIDIA's MPS"),
         ("narval", "", {"account": None}, "needs an account: --account NAME (of the form def-* or rrg-* or rpp-*)"),
         ("narval", "", {"account": "mine"}, "--account=mine: accounts of narval are of the form def-*"),
         ("narval", "", {"seconds": 8 * 86400.0}, "at most 168 h"),

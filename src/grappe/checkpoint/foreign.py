@@ -17,6 +17,10 @@ from grappe.errors.native_code import refuse_package
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
+KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
+"""Under which scripts save a model's weights, beside the optimizer and the epoch."""
+MAGIC = (b"PK", b"\x80")
+"""How a file of torch.save begins: a zip archive, or an old pickle."""
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
 
 
@@ -40,12 +44,18 @@ def foreign_weights(file: Path) -> Weights:
                 "run's folder"
             )
         return Under(found, _wrapping(found))
-    if file.suffix not in PICKLED:
+    if file.suffix not in PICKLED and not _is_saved_by_torch(file):
         raise RunError(
-            f"--from {file}: give a run's folder, or a file that ends in .safetensors, .ckpt or .pt"
+            f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
         )
     found = InMemory(_state_dict(file))
     return Under(found, _wrapping(found))
+
+
+def _is_saved_by_torch(file: Path) -> bool:
+    """Returns whether a file, whatever its name, begins as torch's own do."""
+    with file.open("rb") as stream:
+        return stream.read(2).startswith(MAGIC)
 
 
 def _state_dict(file: Path) -> dict[str, Tensor]:
@@ -65,7 +75,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:300]
         raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error
     if isinstance(content, dict):
-        content = content.get("state_dict", content.get("model", content))
+        content = next((content[key] for key in KEYS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +16,7 @@ from grappe.cli.exit import show
 from grappe.cli.submission import read_submission
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
-from grappe.verbs.submission import JobOptions
+from grappe.verbs.submission import SCRIPT, JobOptions, Submission
 
 DEFAULTS = JobOptions()
 
@@ -31,6 +34,11 @@ def submit(
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
     test_only: Annotated[
         bool, SWITCH, Parameter(help="Test the script with sbatch; submit nothing.")
+    ] = False,
+    interactive: Annotated[
+        bool,
+        SWITCH,
+        Parameter(help="Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan."),
     ] = False,
     show_: Annotated[
         bool,
@@ -52,12 +60,19 @@ def submit(
     """
     from grappe.verbs import submit as verb
 
+    if interactive:
+        return _allocate(words, job, show_only=show_ or test_only)
     submission = read_submission(words, job, app)
     if test_only:
         for answer in verb.judged(submission):
             show(answer)
         return EXIT_OK
+    warned: set[str] = set()
     for one in verb.submit(submission, show=show_):
+        for text in one.warnings:
+            if text not in warned:
+                complain(f"grappe: warning: {text}")
+        warned |= set(one.warnings)
         if show_:
             say(one.text, end="")
         else:
@@ -65,6 +80,27 @@ def submit(
             if one.note:
                 complain(f"grappe: the packages of its environment were not checked: {one.note}")
     return EXIT_OK
+
+
+def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:  # noqa: RET503 - salloc takes over
+    """Becomes salloc; without a terminal, or with --show, prints the line."""
+    from grappe.launch.command import become
+    from grappe.verbs.job_resources import allocation
+
+    submission = (
+        read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
+    )
+    line = allocation(submission)
+    show(shlex.join(line))
+    if show_only:
+        return EXIT_OK
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "a shell needs a terminal, and this is none: run the line above in one, or add --show"
+        )
+    if words:
+        complain(f"grappe: in that shell, start it with srun: srun grappe {shlex.join(words)}")
+    become(line)
 
 
 def queue(*, base: BaseFolder = Path("runs")) -> int:

@@ -10,7 +10,7 @@ from cyclopts import App, CycloptsError
 
 from grappe.cli.exit import usage_error
 from grappe.errors import UsageError
-from grappe.verbs.submission import SCRIPT, JobOptions, Submission
+from grappe.verbs.submission import SCRIPT, TUNE, JobOptions, Submission
 
 NOT_IN_JOBS = ("submit", "queue", "logs", "wait", "cancel", "sites")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
@@ -44,11 +44,6 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         )
     if words[0] in NOT_IN_JOBS:
         raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")
-    if words[0] == "tune":
-        raise UsageError(
-            "grappe tune starts its trials' processes itself, on one machine, and runs in no job yet: "
-            "submit the trainings that you want to compare, or search on a machine of your own"
-        )
     return _command(words, job, app)
 
 
@@ -68,6 +63,10 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
     found: dict[str, Any] = bound.arguments
     plans = found.get("plan") or ""
     data, options = found.get("data"), found.get("options")
+    if words[0] == TUNE and (found.get("task") is None or found.get("show_") is not None):
+        raise UsageError(
+            "grappe tune --show reads a study and needs no job; a search names its task: tune TASK …"
+        )
     return Submission(
         command=words[0],
         task=found.get("task"),
@@ -76,6 +75,8 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
         fields=tuple(found.get("fields", ())),
         run=found.get("run"),
         data=str(data) if data is not None else None,
+        parallel=found.get("parallel", 1),
+        study=found.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         job=job,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from grappe.errors import GrappeError
 
@@ -58,3 +60,14 @@ def run(
     if done.returncode:
         raise Failed(f"{command[0]}: {(done.stderr or done.stdout).strip()}", done.returncode)
     return done.stdout + done.stderr if both else done.stdout
+
+
+def become(words: Sequence[str]) -> NoReturn:
+    """Replaces this process by a program, which keeps the terminal.
+
+    Raises:
+        Missing: the program is not on the PATH.
+    """
+    if shutil.which(words[0]) is None:
+        raise Missing(f"{words[0]} is not on the PATH")
+    os.execvp(words[0], list(words))

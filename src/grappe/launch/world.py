@@ -192,6 +192,10 @@ def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
         raise PlanError(
             "device=cuda: torch sees no GPU here; use device=cpu, or see `nvidia-smi` and torch's build"
         )
+    if torch.version.hip is not None and plan.precision == "tf32":
+        raise PlanError(
+            "precision=tf32 is NVIDIA's, and this torch is built for AMD's GPUs (ROCm): use bf16, or fp32"
+        )
     visible = torch.cuda.device_count()
     # Under --gpus-per-task each process sees one GPU only, whatever its local rank.
     index = (

@@ -89,6 +89,8 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
     check_account(site, wish.account)
     seconds = int(wish.seconds or site.ask.default_minutes * 60)
     gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
+    if gpus and node.vendor == "amd":
+        _check_amd(plan, site)
     nodes = _nodes(plan, site, node, wish.nodes, gpus)
     per_node = gpus // nodes
     queue = None if wish.own_queue else _queue(site, wish.queue, nodes, per_node, seconds)
@@ -121,6 +123,18 @@ def check_account(site: Site, account: str | None) -> None:
     if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
         raise UsageError(
             f"--account={account}: accounts of {site.name} are of the form {' or '.join(site.ask.accounts)}"
+        )
+
+
+def _check_amd(plan: Plan, site: Site) -> None:
+    """Refuses what only NVIDIA's GPUs have."""
+    if plan.precision == "tf32":
+        raise PlanError(
+            f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32"
+        )
+    if plan.per_device > 1:
+        raise PlanError(
+            f"per_device={plan.per_device} shares GPUs by NVIDIA's MPS, and {site.name} has AMD's: leave it out"
         )
 
 

@@ -41,6 +41,10 @@ class Node:
     """Number of GPUs; 0 (the default) for CPU nodes."""
     gpu: str = ""
     """The GPU's model, for users: "A100, 40 GB"."""
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+    """Maker of the GPUs."""
+    capability: float | None = None
+    """NVIDIA's compute capability of the GPUs, 7.0 for V100; None: unknown, or AMD's."""
     cores: int
     memory_gb: int | None = None
     """Memory that jobs may request on a node; None: memory follows the cores, and is not requested."""
@@ -109,6 +113,26 @@ class Job:
     """Options that MPS needs."""
 
 
+Contents = Literal["runs", "data", "caches"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Storage:
+    """A file system of the site."""
+
+    place: str
+    """Folder of the file system: $SCRATCH, /path/of/it."""
+    holds: tuple[Contents, ...] = ()
+    """Contents that should lie there; a run's checkpoints are in its folder."""
+    quota: str = ""
+    """The quota, for users: "20 TB and 1,000,000 files a user"."""
+    purge_days: int | None = None
+    """Age in days at which files are removed; None: never, or unknown."""
+    backup: bool = False
+    read_only: bool = False
+    """Whether jobs cannot write there."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site:
     """One kind of node of one cluster, to which jobs are submitted."""
@@ -124,6 +148,8 @@ class Site:
     """The kind of node; None: read from the cluster (see `probe`)."""
     job: Job = Job()
     queue: tuple[Queue, ...] = ()
+    storage: tuple[Storage, ...] = ()
+    """The site's file systems."""
     probe: Literal["", "sinfo"] = ""
     retired: str = ""
     """The reason why the site no longer accepts jobs; "" if it does."""
@@ -224,7 +250,8 @@ def _check(made: Site, wrong: Wrong) -> None:
         "job.mps": made.job.mps,
     }
     options |= {f"queue {one.name}": one.options for one in made.queue}
-    folders = {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
+    folders: dict[str, tuple[str, ...]] = {"storage.place": tuple(one.place for one in made.storage)}
+    folders |= {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
     forms = (
         (options, OPTION, "is no option of sbatch: write --name or --name=value"),
         ({"job.modules": made.job.modules}, MODULE, "is no name of a module"),

@@ -107,6 +107,30 @@ def notice(seconds: int) -> int:
     return max(LEAST_NOTICE, min(MOST_NOTICE, seconds // 20))
 
 
+def resource_options(site: Site, layout: Layout, account: str | None) -> list[str]:
+    """Returns the options of sbatch and salloc for a layout's resources.
+
+    Raises:
+        UsageError: the account has not the form of a name.
+    """
+    options = []
+    if account is not None:
+        if not ACCOUNT.fullmatch(account):
+            raise UsageError(f"--account={account!r}: that is no account's name")
+        options.append(f"--account={account}")
+    options += [*site.ask.options, *(layout.queue.options if layout.queue else ())]
+    options += [
+        f"--nodes={layout.nodes}",
+        f"--ntasks-per-node={layout.processes}",
+        f"--cpus-per-task={layout.cores}",
+    ]
+    if layout.gpus:
+        options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
+    if layout.memory_gb:
+        options.append(f"--mem={layout.memory_gb}G")
+    return [*options, f"--time={clock(layout.seconds)}"]
+
+
 def clock(seconds: int) -> str:
     """Formats seconds for sbatch: `5400` as `01:30:00`."""
     days, rest = divmod(seconds, 86400)
@@ -125,16 +149,19 @@ def cost(layout: Layout) -> str:
     return f"{what} for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
 
 
+def check_name(name: str) -> None:
+    """Raises UsageError if a job cannot have this name."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"--name={name!r}: letters, digits, '.', '_' and '-', 64 at most")
+
+
 def _check(script: Script) -> None:
     if not FOLDER.fullmatch(str(script.run)):
         raise UsageError(
             f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
             "give one of letters, digits and ./_-@+=:, with --run"
         )
-    if not NAME.fullmatch(script.name):
-        raise UsageError(f"--name={script.name!r}: letters, digits, '.', '_' and '-', 64 at most")
-    if script.account is not None and not ACCOUNT.fullmatch(script.account):
-        raise UsageError(f"--account={script.account!r}: that is no account's name")
+    check_name(script.name)
     for module in script.modules:
         if not MODULE.fullmatch(module):
             raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")
@@ -153,27 +180,14 @@ def _head(script: Script) -> str:
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.chain} times' if script.chain else ''}"]
-    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items()]
+    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if fact != "storage"]
     return "\n".join(["#!/bin/bash", *(f"# {printable(note, 10_000)}" for note in notes), *_options(script)])
 
 
 def _options(script: Script) -> list[str]:
     layout, site = script.layout, script.site
-    options = [f"--job-name={script.name}"]
-    if script.account:
-        options.append(f"--account={script.account}")
-    options += [*site.ask.options, *(layout.queue.options if layout.queue else ())]
+    options = [f"--job-name={script.name}", *resource_options(site, layout, script.account)]
     options += [
-        f"--nodes={layout.nodes}",
-        f"--ntasks-per-node={layout.processes}",
-        f"--cpus-per-task={layout.cores}",
-    ]
-    if layout.gpus:
-        options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
-    if layout.memory_gb:
-        options.append(f"--mem={layout.memory_gb}G")
-    options += [
-        f"--time={clock(layout.seconds)}",
         *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),
         f"--output={script.run}/logs/job-%j.out",
         "--open-mode=append",

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,10 +22,9 @@ from grappe.data.workers import explaining_ended_workers
 from grappe.engines.base import EngineSetup, Named
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
-from grappe.launch.output import UserStream, user_stream
+from grappe.launch.output import user_stream
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
-from grappe.launch.terminal import say
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
@@ -34,12 +33,13 @@ from grappe.step.training_scores import TrainingScores
 from grappe.task import Task
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
+from grappe.training.facts import note_optimizer, start_facts
 from grappe.training.first_step import naming_overwritten
 from grappe.training.gradients import GradientsHook
 from grappe.training.headspace import headspace
 from grappe.training.opening import Opened, OpenRequest, open_run
-from grappe.training.options import Options
 from grappe.training.out_of_memory import explained
+from grappe.training.reporting import announce, report, reporting
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
 from grappe.training.sample_log import SampleLog
@@ -47,12 +47,8 @@ from grappe.training.saving import Saving, resume
 from grappe.training.training import Training
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
-from grappe.training.watchers.base import Outcome, RunInfo, Watcher
-from grappe.training.watchers.console import Console, sample_word
-from grappe.training.watchers.curves import Curves
-from grappe.training.watchers.logger import find as find_logger
+from grappe.training.watchers.base import Outcome, RunInfo
 from grappe.training.watchers.meter import Meter, used
-from grappe.training.watchers.profile import Profile
 from grappe.training.watchers.watcher_list import WatcherList
 
 if TYPE_CHECKING:
@@ -90,27 +86,19 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         memory = explained(task, plan, process.rank)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loaders = _loaders(task, data, plan, world, opened.run, None if options.bare else chronometer)
-        with (
-            naming_user_line(task),
-            memory,
-            chronometer,
-            waits_counted(chronometer),
-            loaders as (
-                batches,
-                validation,
-            ),
-        ):
+        watched = waits_counted(chronometer)
+        with naming_user_line(task), memory, chronometer, watched, loaders as (batches, validation):
             info = _run_info(request, task, batches, opened, world)
             if terminal is not None:
-                _announce(terminal, task, info, plan, opened, world)
+                announce(terminal, task, info, plan, opened, world)
 
             batches.phase = chronometer.switch
             tensors = opened.checkpoint.read_tensors()
             average = WeightAverage(task.ema)
 
-            def on_optimizer(optimizer: Optimizer, named: Named) -> None:
-                chronometer.on_optimizer(optimizer, named)
-                average.watch(optimizer, named)
+            facts = start_facts(
+                world, info, plan, loading=batches.loading, tensors=tensors, example=batches.example()
+            )
 
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
             setup = EngineSetup(
@@ -121,19 +109,28 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 total_steps=info.total_steps,
                 stop_requested=stop_signal.flag,
                 on_phase=chronometer.switch,
-                on_optimizer=on_optimizer,
+                on_optimizer=_each(
+                    chronometer.on_optimizer, average.watch, functools.partial(note_optimizer, facts)
+                ),
                 on_output=training_scores.add,
                 sample_inputs=batches.example(),
                 samples=info.samples,
             )
             engine = engine_class(setup)
+            report(facts, opened.run, terminal, world)
 
             meter = Meter(
                 world, chronometer, per_device=plan.per_device, began=began, loading=lambda: batches.loading
             )
             sample_log = SampleLog(enabled=options.log_samples)
             watchers = WatcherList(
-                [*_reporting(options, terminal, data, world), meter, sample_log, *own_watchers, *request.also]
+                [
+                    *reporting(options, terminal, data.train, world),
+                    meter,
+                    sample_log,
+                    *own_watchers,
+                    *request.also,
+                ]
             )
             watchdog = Watchdog(
                 rank=world.rank,
@@ -269,35 +266,14 @@ def _run_info(
     )
 
 
-def _reporting(options: Options, terminal: UserStream | None, data: Data, world: World) -> list[Watcher]:
-    """Makes the watchers that report to the user: curves, console and loggers on process 0, and requested profiles."""
-    found = list[Watcher]()
-    if world.rank == 0:
-        found.append(Curves())
-        if terminal is not None:
-            found.append(Console(terminal, sample_word(data.train)))
-        found += [find_logger(name)() for name in options.log]
-    if world.rank in options.profile:
-        found.append(Profile(world.rank, options.profile_steps, terminal))
-    return found
+def _each(*callbacks: Callable[[Optimizer, Named], None]) -> Callable[[Optimizer, Named], None]:
+    """Returns a callback that calls each of `callbacks`."""
 
+    def call(optimizer: Optimizer, named: Named) -> None:
+        for callback in callbacks:
+            callback(optimizer, named)
 
-def _announce(
-    terminal: UserStream, task: Task, info: RunInfo, plan: Plan, opened: Opened, world: World
-) -> None:
-    slices, micro = world.data_size, plan.microbatches
-    each = -(-task.batch_size // slices)
-    sizes = f"batch {task.batch_size} over all processes"
-    if slices > 1 or micro > 1:
-        sizes += f" = {slices} x {each}" + (f", each in {micro} microbatches" if micro > 1 else "")
-    say(
-        f"{type(task).__name__} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
-        f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
-        f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
-        + "".join(f"{note}\n" for note in opened.notes),
-        terminal,
-        end="",
-    )
+    return call
 
 
 def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> None:

@@ -9,74 +9,58 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from grappe import engines, sites, tasks
-from grappe.errors import PlanError, RunError, TaskError, UsageError
-from grappe.fields import seconds, split
+from grappe import engines, tasks
+from grappe.errors import RunError, TaskError, UsageError
+from grappe.fields import split
 from grappe.plan import Plan
-from grappe.sites import sbatch, sinfo, slurm
-from grappe.sites.environment import MADE_ON_NODES, Packages
-from grappe.sites.layout import Layout, ResourceRequest, fit, layout
+from grappe.sites.generations import unfit_precision
+from grappe.sites.layout import ResourceRequest
 from grappe.sites.schema import Site
-from grappe.sites.script import Script
+from grappe.sites.script import Script, check_name
+from grappe.sites.storage import misplaced
 from grappe.training.run import DONE, Run, new_folder
+from grappe.verbs.job_resources import laid_out, sbatch_options
 from grappe.verbs.packages.imports import imported
-from grappe.verbs.packages.needed import Needs, prepare
-from grappe.verbs.packages.resolve import Wheelhouse
-from grappe.verbs.submission import SCRIPT, SPREAD, TRAIN, JobOptions, Submission
+from grappe.verbs.packages.of_job import job_packages
+from grappe.verbs.submission import SCRIPT, TRAIN, TUNE, WITHOUT_MODEL, Submission
 
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
 SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when it is told to
 
 
-def requests(submission: Submission) -> Iterator[ResourceRequest]:
-    """Yields the resources of each job: one job for each number of GPUs."""
-    job = submission.job
-    limit = seconds(job.time, "--time") if job.time else None
-    if submission.command == TRAIN and submission.run is not None and len(job.gpus) > 1:
-        raise UsageError(
-            "--run is one run's folder, and several numbers of GPUs are several runs: leave it out"
-        )
-    for gpus in job.gpus or (None,):
-        yield ResourceRequest(
-            nodes=job.nodes,
-            gpus=gpus,
-            seconds=limit,
-            cores=job.cores,
-            queue=job.queue,
-            own_queue=bool(job.partition or job.qos),
-            account=job.account,
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobScript:
+    """Script of one job, and notes for its user."""
+
+    script: Script
+    unchecked: str
+    """The reason why packages were not checked; "" if they were."""
+    warnings: tuple[str, ...]
+    """Warnings of what will cost time or files, one line each."""
 
 
-def job_script(
-    submission: Submission, resources: ResourceRequest, *, show: bool = False
-) -> tuple[Script, str]:
-    """Returns the script of one job, and the reason why packages were not checked.
+def job_script(submission: Submission, resources: ResourceRequest, *, show: bool = False) -> JobScript:
+    """Makes the script of one job.
 
     Raises:
         GrappeError: the submission is wrong, the site forbids it, or packages are missing.
     """
     job = submission.job
-    plan = _plan(submission, resources)
-    engines.check_name(plan.engine)
-    site = _site(submission, plan)
+    found, site, plan = laid_out(submission, resources)
     _check_task(submission, plan, existing=(job.env or site.job.environment) == "here")
     _check_folder(site, Path.cwd())
-    found = layout(plan, site, resources)
-    if submission.command not in SPREAD:
-        found = _on_one_node(submission, site, found)
     run = _folder(submission)
     if job.stage is not None and not job.stage.is_file():
         raise UsageError(f"--stage={job.stage}: there is no such archive")
-    content, note = _packages(submission, site, plan, show=show)
+    content, note = job_packages(submission, site, plan, show=show)
     is_script = submission.command == SCRIPT
     script = Script(
         site=site,
         layout=found,
         plan=plan,
         name=job.name or run.name[:64],
-        arguments=_arguments(submission, plan),
-        task=(submission.task, *submission.fields) if submission.task else (),
+        arguments=_arguments(submission, plan, run),
+        task=_of_doctor(submission),
         run=run,
         folder=Path.cwd(),
         data=submission.data
@@ -87,7 +71,7 @@ def job_script(
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
         saves=_saves(submission),
         account=job.account,
-        sbatch=_sbatch(job),
+        sbatch=sbatch_options(job),
         environment=_environment(job.env),
         packages=content,
         modules=job.modules,
@@ -98,64 +82,22 @@ def job_script(
         doctor=job.doctor,
         command=f"grappe submit --site {site.name} -- {_typed(submission)}",
     )
-    return script, note
+    return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)))
 
 
-def _sbatch(job: JobOptions) -> tuple[str, ...]:
-    if job.queue and (job.partition or job.qos):
-        raise UsageError(
-            "--queue is one of the site's queues, --partition and --qos are Slurm's own: give one of them"
-        )
-    return sbatch.options(
-        sbatch.Given(
-            mem=job.mem,
-            mem_per_cpu=job.mem_per_cpu,
-            constraint=job.constraint,
-            qos=job.qos,
-            partition=job.partition,
-            reservation=job.reservation,
-            dependency=job.dependency,
-            mail_user=job.mail_user,
-            others=job.sbatch,
-        )
-    )
-
-
-def _plan(submission: Submission, resources: ResourceRequest) -> Plan:
-    """Returns the plan that determines the resources: of a script, its processes; of several plans, the largest."""
-    job = submission.job
-    if submission.command == SCRIPT:
-        return _plan_of_script(submission, resources)
-    if job.processes is not None:
-        raise UsageError("--processes is for a script of your own; of this command the plan says how many")
-    plans = [Plan.parse(text) for text in submission.plans] or [Plan()]
-    largest = max(plans, key=lambda plan: plan.processes / plan.per_device)
-    if any(plan.device != largest.device for plan in plans):
-        raise PlanError("some of these plans want GPUs and some do not: submit them as two jobs")
-    found = fit(largest, resources)
-    if len(plans) > 1 and found != largest:
-        raise PlanError(f"--gpus={resources.gpus}: say in each --plan how it is spread, and leave --gpus out")
-    return found
-
-
-def _plan_of_script(submission: Submission, resources: ResourceRequest) -> Plan:
-    gpus, processes = resources.gpus, submission.job.processes
-    number = processes or gpus or 1
-    if gpus == 0:
-        return Plan(replicate=number, device="cpu")
-    if number % (gpus or number):
-        raise UsageError(f"--processes={number} do not share {gpus} GPUs evenly: use a multiple of {gpus}")
-    return Plan(replicate=number, per_device=number // (gpus or number))
-
-
-def _on_one_node(submission: Submission, site: Site, found: Layout) -> Layout:
-    """Returns the layout of a command that starts its processes by itself: one task with all of the cores."""
-    if found.nodes > 1:
-        raise UsageError(
-            f"grappe {submission.command} starts its processes on one node, and this plan takes {found.nodes} of "
-            f"{site.name}: use a smaller plan"
-        )
-    return dataclasses.replace(found, processes=1, cores=found.processes * found.cores)
+def _warnings(script: Script) -> Iterator[str]:
+    """Yields warnings about the GPUs' precision, and about folders that the site wants elsewhere."""
+    node = script.site.node
+    if node is not None and script.layout.gpus and not script.own_script:
+        generation = None if node.capability is None else divmod(round(node.capability * 10), 10)
+        if found := unfit_precision(script.plan.precision, node.gpu, generation):
+            yield f"{found.what}: {found.why}: {found.do}"
+    if why := misplaced(script.site, "runs", script.run):
+        yield why
+    if script.data and "$" not in script.data and script.stage is None:
+        data = Path(script.data).absolute()
+        if data.exists() and (why := misplaced(script.site, "data", data)):
+            yield why
 
 
 def _folder(submission: Submission) -> Path:
@@ -173,61 +115,16 @@ def _folder(submission: Submission) -> Path:
         return found
     if run is not None:
         Run(run)
-    name = submission.script.name if submission.script else submission.command
+    name = submission.job.name or (submission.script.name if submission.script else submission.command)
+    check_name(name)
     return new_folder(base, name).absolute()
 
 
 def _saves(submission: Submission) -> bool:
     """Returns whether the processes save when they get USR2; other processes would only end sooner."""
     if submission.script is None:
-        return submission.command == TRAIN
+        return submission.command in (TRAIN, TUNE)
     return any(name.partition(".")[0] in SAVE_ON_SIGNALS for name in imported(submission.script))
-
-
-def _packages(submission: Submission, site: Site, plan: Plan, *, show: bool) -> tuple[Packages | None, str]:
-    """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked."""
-    job, kind = submission.job, submission.job.env or site.job.environment
-    if kind not in MADE_ON_NODES:
-        for name, value in (("with", job.with_), ("requirements", job.requirements)):
-            if value:
-                raise UsageError(
-                    f"--{name} is for an environment that is made on the nodes: add --env virtualenv (or module). "
-                    f"This job's is '{kind}': install it there"
-                )
-        return None, ""
-    if job.wheels is not None and not show and not job.wheels.is_dir():
-        raise UsageError(f"--wheels={job.wheels}: there is no such folder")
-    house = Wheelhouse(
-        modules=job.modules or site.job.modules,
-        wheels=job.wheels and job.wheels.absolute(),
-        on_modules=kind == "module",
-        site=site.name,
-    )
-    needs = Needs(
-        task=submission.task or _task_of_run(submission.run),
-        script=submission.script,
-        features=(plan.engine, *submission.loggers),
-        requested=job.with_,
-        file=job.requirements,
-    )
-    return prepare(needs, house, ask_pip=not show)
-
-
-def _task_of_run(run: Path | None) -> str | None:
-    """Returns the name of the task that a run was trained on, unless it was made in a notebook."""
-    name = Run(run).read_description().get("task") if run is not None else None
-    return str(name) if name is not None and not str(name).startswith("__main__") else None
-
-
-def _site(submission: Submission, plan: Plan) -> Site:
-    site = sites.find(submission.job.site or sites.current())
-    if plan.device == "cpu" and site.cpu:
-        site = sites.find(site.cpu)
-    if not site.probe:
-        return site
-    known = slurm.sinfo(sinfo.FORMAT)
-    partition = submission.job.partition or submission.job.queue
-    return sinfo.probed(site, known, partition, wants_gpus=plan.device != "cpu")
 
 
 def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
@@ -248,7 +145,12 @@ def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
         if existing:
             raise
         return
-    tasks.make(task, texts)
+    if submission.command == TUNE:
+        from grappe.verbs.tune.space import read
+
+        read(task, texts)
+    else:
+        tasks.make(task, texts)
     if existing:
         # Variables of the node's are expanded there.
         engines.check(dataclasses.replace(plan, offload="cpu") if "$" in plan.offload else plan)
@@ -280,16 +182,23 @@ def _environment(text: str) -> str:
     return str(path)
 
 
-def _arguments(submission: Submission, plan: Plan) -> tuple[str, ...]:
+def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]:
     """Returns the command's words, without the options that the script gives anew."""
     if submission.command == SCRIPT:
         return submission.arguments
+    added: tuple[str, ...] = ()
+    if submission.command == TUNE and submission.study is None:
+        added = ("--study", str(run / "study"))  # with which a restarted job goes on
     if submission.command == TRAIN:
         anew = OWN_OPTIONS
-    elif len(submission.plans) == 1 and plan != Plan.parse(submission.plans[0]):
+    elif (
+        len(submission.plans) == 1
+        and submission.command not in WITHOUT_MODEL
+        and plan != Plan.parse(submission.plans[0])
+    ):
         anew = ("--plan",)  # --gpus has changed it
     else:
-        return (submission.command, *submission.arguments)
+        return (submission.command, *submission.arguments, *added)
     rest: list[str] = []
     words = iter(submission.arguments)
     for word in words:
@@ -299,7 +208,14 @@ def _arguments(submission: Submission, plan: Plan) -> tuple[str, ...]:
                 next(words, None)
             continue
         rest.append(word)
-    return (submission.command, *rest, *(("--plan", str(plan)) if str(plan) else ()))
+    return (submission.command, *rest, *added, *(("--plan", str(plan)) if str(plan) else ()))
+
+
+def _of_doctor(submission: Submission) -> tuple[str, ...]:
+    """Returns the task and its fields; of a search the task alone, since its fields are ranges."""
+    if submission.task is None:
+        return ()
+    return (submission.task, *(() if submission.command == TUNE else submission.fields))
 
 
 def _typed(submission: Submission) -> str:

@@ -95,6 +95,9 @@ def _used(used: dict[str, Any]) -> str:
             if isinstance(value, int | float)
             else f"energy of {name} not measurable here"
         )
+    watts = used.get("watts")
+    for name, value in watts.items() if isinstance(watts, dict) else ():
+        parts.append(f"peak {number(value):,.0f} W ({name})")
     return ", ".join(parts)
 
 

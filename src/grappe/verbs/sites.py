@@ -10,7 +10,8 @@ from rich.table import Table
 
 from grappe import sites
 from grappe.errors import UsageError
-from grappe.sites.schema import Node
+from grappe.sites.schema import Node, Site
+from grappe.sites.storage import described
 
 
 def listing() -> Table:
@@ -34,7 +35,7 @@ def facts(name: str) -> Table:
     """Lists all facts of one site; unconfirmed facts are marked."""
     site = sites.find(name)
     table = Table("fact", "value", "source", box=None, padding=(0, 2, 0, 0))
-    for key, value in _flat("", dataclasses.asdict(site)):
+    for key, value in _flat("", dataclasses.asdict(site), site):
         top = key.partition(".")[0]
         if top in ("sources", "unconfirmed", "name"):
             continue
@@ -49,16 +50,20 @@ def _marked(marks: Mapping[str, str], key: str) -> str:
     return next((why for fact, why in marks.items() if key == fact or key.startswith(f"{fact}.")), "")
 
 
-def _flat(path: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, dict):
-            yield from _flat(f"{path}{key}.", value)
+            yield from _flat(f"{path}{key}.", value, site)
         elif path == "" and key == "queue":
             for one in value:
                 said = [
                     f"{part} {it}" for part, it in one.items() if part != "name" and it not in (None, False)
                 ]
                 yield f"queue.{one['name']}", ", ".join(said)
+        elif path == "" and key == "storage":
+            for one in site.storage:
+                holds = f"for {', '.join(one.holds)}; " if one.holds else ""
+                yield f"storage.{one.place}", f"{holds}{described(one)}"
         elif value not in (None, "", (), []):
             yield f"{path}{key}", ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
 

@@ -12,6 +12,9 @@ from grappe.fields import CountsFromZero, Names, at_least
 
 TRAIN = "train"
 SCRIPT = "script"
+TUNE = "tune"
+WITHOUT_MODEL = ("data", "curves", "engines", "prune", "report", "runs", "tasks")
+"""Commands that train and evaluate nothing: their jobs have no GPU."""
 SPREAD = (TRAIN, "evaluate", SCRIPT)
 """Commands that Slurm starts once for each process; other commands start their processes by themselves, on one node."""
 
@@ -103,5 +106,9 @@ class Submission:
     run: Path | None = None
     """Folder of a training's run, or of the run that the command reads."""
     data: str | None = None
+    parallel: int = 1
+    """Number of a search's trials that are trained at a time, each under the plan."""
+    study: Path | None = None
+    """A search's folder; None: in the job's."""
     loggers: tuple[str, ...] = ()
     job: JobOptions = dataclasses.field(default_factory=JobOptions)

@@ -15,7 +15,8 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.sites import slurm
 from grappe.sites.script import Script, cost, render
 from grappe.training.run import DESCRIPTION
-from grappe.verbs.job_script import job_script, requests
+from grappe.verbs.job_resources import requests
+from grappe.verbs.job_script import job_script
 from grappe.verbs.jobs import record_job
 from grappe.verbs.submission import Submission
 
@@ -35,6 +36,8 @@ class Submitted:
     cost: str
     note: str = ""
     """The reason why packages were not checked; "" if they were."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of what will cost time or files, one line each."""
 
 
 def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]:
@@ -49,12 +52,20 @@ def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]
 def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iterator[Submitted]:
     """Submits several jobs; all are checked before the first is submitted."""
     made = [job_script(one, request, show=show) for one in submissions for request in requests(one)]
-    texts = [render(script) for script, _ in made]
-    for number, ((script, note), text) in enumerate(zip(made, texts, strict=True)):
+    texts = [render(one.script) for one in made]
+    for number, (one, text) in enumerate(zip(made, texts, strict=True)):
+        script = one.script
         if number and not show:
             time.sleep(BETWEEN_SECONDS)
         job = "" if show else _send(script, text)
-        yield Submitted(run=script.run, job=job, text=text, cost=cost(script.layout), note=note)
+        yield Submitted(
+            run=script.run,
+            job=job,
+            text=text,
+            cost=cost(script.layout),
+            note=one.unchecked,
+            warnings=one.warnings,
+        )
 
 
 def judged(submission: Submission) -> Iterator[str]:
@@ -63,7 +74,7 @@ def judged(submission: Submission) -> Iterator[str]:
     Raises:
         GrappeError: the submission is wrong, or sbatch would reject a job.
     """
-    for one, _ in [job_script(submission, request) for request in requests(submission)]:
+    for one in [job_script(submission, request).script for request in requests(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(one))

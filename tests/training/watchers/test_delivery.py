@@ -109,4 +109,4 @@ def test_curves_are_on_disk_after_a_second(tmp_path: Path, monkeypatch: pytest.M
         lines = (tmp_path / "metrics.jsonl").read_text().count("\n")
         assert lines >= step - 11
     curves.ended(None)
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 29
+    assert (tmp_path / "metrics.jsonl").read_text().count('"kind": "step"') == 29

@@ -26,6 +26,7 @@ ONE = Usage(
     peak={},
     held={},
     joules={"processors": 100.0, "gpu": 50.0},
+    watts={"gpu": 300.0},
     why={},
     timing=None,
     step=5,

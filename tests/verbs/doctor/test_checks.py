@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from grappe import sites
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor import checks
@@ -16,13 +17,17 @@ from grappe.verbs.doctor.checks import (
     allocation,
     cpp_errors,
     cpus,
+    devices,
     folder,
     gpus,
     host_memory,
     mps,
     network,
+    python_paths,
     sizes,
+    storage,
     torch_build,
+    wheelhouse,
 )
 from grappe.verbs.doctor.finding import Finding, Machine
 
@@ -175,3 +180,88 @@ def test_this_machine_can_train() -> None:
     assert not [one for one in found if one.level == "error"], words(found)
     assert all(isinstance(one, Finding) for one in found)
     assert torch.get_num_threads() >= 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "level", "words"),
+    [
+        ("bf16", devices.Device("V100", 32, (7, 0)), "warning", "precision=bf16 on V100"),
+        ("tf32", devices.Device("P100", 16, (6, 0)), "warning", "precision=tf32 on P100"),
+        ("fp16", devices.Device("P100", 16, (6, 0)), "warning", "precision=fp16 on P100"),
+        ("fp16", devices.Device("V100", 32, (7, 0)), "note", "0: V100, 32 GB, compute capability 7.0"),
+        ("bf16", devices.Device("A100", 40, (8, 0)), "note", "0: A100"),
+        ("fp32", devices.Device("P100", 16, (6, 0)), "note", "0: P100"),
+    ],
+)
+def test_devices_and_their_generation(precision: str, device: devices.Device, level: str, words: str) -> None:
+    found = list(devices.of_devices([device], precision, None))
+    assert found[-1].level == level
+    assert words in found[-1].what
+
+
+def test_devices_of_amd() -> None:
+    one = devices.Device("MI250X", 64, None, "gfx90a")
+    assert "through ROCm (HIP 6.4): 0: MI250X, 64 GB, gfx90a" in words(
+        devices.of_devices([one], "bf16", "6.4")
+    )
+    assert "error: precision=tf32 with ROCm" in words(devices.of_devices([one], "tf32", "6.4"))
+
+
+def test_threads_within_and_between_operators() -> None:
+    assert "threads of each process" in words(devices.check(machine()))
+
+
+def test_packages_of_other_pythons(tmp_path: Path) -> None:
+    twice = words(python_paths.of_user_site("/home/me/.local", {"torch", "rich", "mine"}, {"torch", "rich"}))
+    assert twice == "warning: torch, rich: installed in this environment, and in /home/me/.local as well"
+    assert words(python_paths.of_user_site("/home/me/.local", {"mine"}, {"torch"})).startswith(
+        "note: 1 packages"
+    )
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").touch()
+    hidden = words(python_paths.of_pythonpath(f"{tmp_path}:/no/such", {"numpy", "torch"}))
+    assert f"warning: PYTHONPATH={tmp_path} hides installed packages: numpy" in hidden
+    assert "/no/such, which is no folder" in hidden
+    base = {"CONDA_PREFIX": "/opt/conda", "CONDA_DEFAULT_ENV": "base"}
+    assert "warning: conda's environment base is active" in words(python_paths.of_conda(base, "/home/me/env"))
+    assert words(python_paths.of_conda(base, "/opt/conda")) == "note: this Python is conda's base"
+    assert words(python_paths.of_conda({}, "/home/me/env")) == ""
+
+
+def test_the_wheelhouse_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "torch-2.8.0-cp311-none-any.whl").touch()
+    found = words(wheelhouse.of_folders("narval", [str(tmp_path), "https://elsewhere.org"]))
+    assert found == f"note: wheelhouse: {tmp_path} (1 wheels, torch 2.8.0)"
+    assert "warning: jobs of narval are made of wheels" in words(
+        wheelhouse.of_folders("narval", ["/no/such"])
+    )
+    assert words(wheelhouse.check(machine())) == ""  # the generic site makes no environments
+
+
+def test_where_files_should_lie(tmp_path: Path) -> None:
+    places = {
+        "HOME": str(tmp_path),
+        "SCRATCH": str(tmp_path / "scratch"),
+        "GRAPPE_DATA": str(tmp_path / "data"),
+    }
+    (tmp_path / ".cache").mkdir()
+    narval = sites.find("narval")
+    found = list(storage.of_site(narval, machine(folder=tmp_path / "runs", environment=places)))
+    assert [one.level for one in found] == ["warning", "warning", "note"]
+    assert "in $HOME (50 GB" in found[0].what
+    assert "$SCRATCH (20 TB" in found[0].why
+    assert "--run" in found[0].do
+    fine = {
+        **places,
+        "GRAPPE_DATA": str(tmp_path / "projects" / "d"),
+        "XDG_CACHE_HOME": str(tmp_path / "scratch"),
+    }
+    assert not list(storage.of_site(narval, machine(folder=tmp_path / "scratch" / "runs", environment=fine)))
+
+
+def test_a_gpu_of_amds_without_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_build, "AMD", tmp_path)
+    monkeypatch.setattr(torch_build, "NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "error: there is a GPU of AMD's" in words(torch_build.check(machine("device=auto")))
+    assert not list(torch_build.check(machine("device=cpu")))

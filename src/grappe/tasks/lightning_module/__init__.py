@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from grappe.data.prepare import once_at_a_time
 from grappe.data.sampling import Sampling
@@ -19,8 +19,8 @@ from grappe.errors import TaskError
 from grappe.private_api.lightning import set_trainer
 from grappe.private_api.torch import module_parameters
 from grappe.task import Task
-from grappe.tasks.lightning_module import unsupported
-from grappe.tasks.lightning_module.steps import Column, EachEpoch, NoTrainer, Steps, defines
+from grappe.tasks.lightning_module import trial, unsupported
+from grappe.tasks.lightning_module.steps import Column, EachEpoch, Loaders, NoTrainer, Scoring, Steps, defines
 from grappe.tasks.lightning_module.unsupported import Refusals
 
 if TYPE_CHECKING:
@@ -36,30 +36,39 @@ class Source(NamedTuple):
     """The parts of a LightningModule's task."""
 
     module: LightningModule
-    data: LightningDataModule | LightningModule
-    logged: tuple[str, ...]
-    """Names logged by validation_step that become metrics."""
-    loss: str | None
-    """The name under which validation_step logs its loss; None: validation_step returns the loss."""
+    data: LightningDataModule | LightningModule | Loaders
+    validation: Scoring | None
+    """None: training_step scores."""
+    test: Scoring | None
+    """None: test data is scored as validation data is."""
     length: int
     """Number of training samples."""
     shuffle: bool = True
     """Whether the training loader shuffles."""
     held_out: float | None = None
     """The share of the training samples that validates, without a loader of its own."""
+    unkept: tuple[str, ...] = ()
+    """Names that training_step logs beside its loss, and that no curve has."""
 
 
 class _Samples(Dataset):
     """The user's dataset, unchanged: batches always use its loader's collate function."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, *, test: bool = False) -> None:
+        self._dataset, self._test = dataset, test
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        sample = self._dataset[index]
+        return _Tested(sample) if self._test else sample
+
+
+class _Tested(NamedTuple):
+    """A sample of the test data."""
+
+    sample: Any
 
 
 class Carried(Task):
@@ -70,7 +79,15 @@ class Carried(Task):
     def model(self) -> Steps:
         steps = max(1, self.epochs * -(-self.source.length // self.batch_size))
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
-        return Steps(module, self.source.logged, self.source.loss)
+        return Steps(module, self.source.validation, self.source.test)
+
+    def notes(self) -> Sequence[str]:
+        if not self.source.unkept:
+            return ()
+        what = ", ".join(self.source.unkept)
+        return (
+            f"training_step logs {what}: not kept, curves have its loss; what validation_step logs is kept",
+        )
 
     def prepare(self, folder: Path) -> None:
         if defines(self.source.data, "prepare_data"):
@@ -79,22 +96,25 @@ class Carried(Task):
     def data(self, split: str, folder: Path) -> Dataset:
         share = self.source.held_out
         if share is None or split == "test":
-            return _Samples(_loader(self.source.data, split).dataset)
+            return _Samples(_loader(self.source.data, split).dataset, test=split == "test")
         return share_of(_Samples(_loader(self.source.data, "train").dataset), split, validation=share)
 
     def sampling(self, dataset: Any) -> Sampling | None:
         return None if self.source.shuffle else Sampling(shuffle=False)
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        batch = _loader(self.source.data, "train").collate_fn(list(samples))
-        marks = torch.zeros(len(samples))
+        tested = isinstance(samples[0], _Tested)
+        plain = [one.sample for one in samples] if tested else list(samples)
+        batch = _loader(self.source.data, "train").collate_fn(plain)
+        marks = torch.full((len(samples),), float(tested))
         return (batch, marks), marks
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output if output.dim() == 1 else output[:, 0]
 
     def metrics(self) -> dict[str, Column]:
-        return {name: Column(index) for index, name in enumerate(self.source.logged, start=1)}
+        names = self.source.validation.logged if self.source.validation is not None else ()
+        return {name: Column(index) for index, name in enumerate(names, start=1)}
 
     def optimizer(self, named_parameters: Any) -> Optimizer:
         """Makes the optimizer of configure_optimizers over the engine's parameters instead of the module's."""
@@ -125,7 +145,7 @@ class Carried(Task):
 
 def from_lightning(
     module: LightningModule,
-    datamodule: LightningDataModule | None = None,
+    datamodule: LightningDataModule | DataLoader | Sequence[DataLoader] | None = None,
     *,
     epochs: int = 10,
     batch_size: int | None = None,
@@ -140,7 +160,8 @@ def from_lightning(
     samples are shuffled where the training loader shuffles.
 
     Args:
-        datamodule: None: the module has the dataloaders itself.
+        datamodule: a LightningDataModule; or the training loader as `Trainer.fit` takes it, or (training, validation)
+            loaders. None: the module has the dataloaders itself.
         batch_size: samples per optimizer step over all processes; None: the training loader's.
         clip: the value of Trainer(gradient_clip_val=…).
         validation: the share of the training samples that validates, where there is no val_dataloader.
@@ -158,10 +179,10 @@ def from_lightning(
     if not module.automatic_optimization:
         refusals.add("automatic_optimization", LOOP)
     unsupported.overridden(module, LightningModule, refusals)
-    if datamodule is not None:
-        unsupported.overridden(datamodule, LightningDataModule, refusals)
+    data = _data_of(module, datamodule)
+    if isinstance(data, LightningDataModule):
+        unsupported.overridden(data, LightningDataModule, refusals)
     refusals.check()
-    data = module if datamodule is None else datamodule
     if defines(data, "prepare_data"):
         with once_at_a_time():  # every process of a task's file comes here
             data.prepare_data()
@@ -176,12 +197,31 @@ def from_lightning(
     steps = epochs * -(-length // size)
     copied = _fresh(module, NoTrainer(epochs, steps))
     unsupported.optimizers(copied.configure_optimizers(), refusals)
-    logged, loss, left_out = _tried(copied, train, refusals, without)
+    found = trial.tried(copied, train, refusals, without)
     refusals.check()
-    refusals.check_without(left_out)
+    refusals.check_without(found.left_out)
     shuffle = not isinstance(train.sampler, SequentialSampler)
-    source = Source(copy.deepcopy(module), data, logged, loss, length, shuffle, validation)
+    source = Source(
+        module=copy.deepcopy(module),
+        data=data,
+        validation=found.validation,
+        test=found.test,
+        length=length,
+        shuffle=shuffle,
+        held_out=validation,
+        unkept=found.unkept,
+    )
     return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
+
+
+def _data_of(
+    module: LightningModule, given: LightningDataModule | DataLoader | Sequence[DataLoader] | None
+) -> LightningDataModule | LightningModule | Loaders:
+    if given is None:
+        return module
+    if isinstance(given, DataLoader):
+        return Loaders(given)
+    return Loaders(*given) if isinstance(given, Sequence) else given
 
 
 def _task_class(name: str, source: Source, **defaults: Any) -> type[Task]:
@@ -198,39 +238,10 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
     set_trainer(fresh, trainer)
     if defines(fresh, "setup"):
         fresh.setup("fit")
-    if defines(fresh, "configure_model"):
-        fresh.configure_model()
+    for hook in ("configure_sharded_model", "configure_model"):
+        if defines(fresh, hook):
+            getattr(fresh, hook)()
     return fresh
-
-
-def _tried(
-    module: Any, train: Any, refusals: Refusals, without: Collection[str]
-) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    """Runs validation_step: its metrics' names, its loss's and those left out; refuses values that are no means."""
-    length = len(train.dataset)
-    samples = [train.dataset[index] for index in range(min(length, unsupported.ROWS))]
-    plain = Steps(module).eval()
-    loss, left_out = None, ()
-    with torch.no_grad():
-        if not defines(module, "validation_step"):
-            names: list[str] = []
-        else:
-            plain._log.values = {}
-            plain._reset_metrics()
-            result = module.validation_step(train.collate_fn(samples), 0)
-            names = [name for name in plain._log.values if name not in without]
-            left_out = tuple(name for name in plain._log.values if name in without)
-            if result is None:
-                losses = [name for name in names if "loss" in name.lower()]
-                if len(losses) != 1:
-                    refusals.add("validation_step", "it neither returns its loss nor logs just one '…loss…'")
-                    return (), None, left_out
-                loss = losses[0]
-                names.remove(loss)
-        unsupported.mean_over_rows(
-            Steps(module, names, loss).eval(), samples, train.collate_fn, names, refusals
-        )
-    return tuple(names), loss, left_out
 
 
 def _given(data: Any, split: str) -> Any:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torchmetrics
@@ -55,7 +55,7 @@ class Logged:
             TaskError: the step did not log the value, or the value is not one number.
         """
         if name not in self.values:
-            raise TaskError(f"validation_step logged '{name}' for some batches, and not for others")
+            raise TaskError(f"a step logged '{name}' for some batches, and not for others")
         value = self.values[name]
         if isinstance(value, torchmetrics.Metric):
             # Called, it knows its last batch; updated, it has seen nothing else since it was reset.
@@ -63,24 +63,52 @@ class Logged:
             value = last if last is not None else value.compute()
         value = torch.as_tensor(value)
         if value.numel() != 1:
-            raise TaskError(
-                f"validation_step logs '{name}' as {list(value.shape)}: only one number is carried over"
-            )
+            raise TaskError(f"a step logs '{name}' as {list(value.shape)}: only one number is carried over")
         return value.detach().reshape(())
+
+
+TRAINING, VALIDATION, TEST = "training_step", "validation_step", "test_step"
+
+
+class Scoring(NamedTuple):
+    """Values of a step that evaluation keeps."""
+
+    step: str
+    logged: tuple[str, ...]
+    """Names of the K logged values, in the order of the task's metrics."""
+    loss: str | None
+    """The name under which the step logs its loss; None: it returns its loss."""
+
+
+class Loaders:
+    """Bare DataLoaders, as Trainer.fit takes them, in the form of a data module.
+
+    Args:
+        train: the training loader.
+        validation: the validation loader; None: there is none.
+    """
+
+    def __init__(self, train: Any, validation: Any = None) -> None:
+        self.train_dataloader = lambda: train
+        if validation is not None:
+            self.val_dataloader = lambda: validation
+
+    def prepare_data(self) -> None:
+        """Prepares nothing: the loaders have their data."""
 
 
 class Steps(nn.Module):
     """The module's training_step as forward in training; in evaluation, the loss and the logged values.
 
     Args:
-        logged: the names of the K values.
-        loss: the name under which validation_step logs its loss; None: validation_step returns the loss.
+        validation: None: training_step scores.
+        test: of rows that are marked 1; None: they are scored as validation's are.
     """
 
-    def __init__(self, module: Any, logged: Sequence[str] = (), loss: str | None = None) -> None:
+    def __init__(self, module: Any, validation: Scoring | None = None, test: Scoring | None = None) -> None:
         super().__init__()
         self.module = module
-        self._logged, self._loss = tuple(logged), loss
+        self._validation, self._test = validation, test
         self._log = Logged()
         module.log, module.log_dict = self._log.log, self._log.log_dict
         metrics = [one for one in module.modules() if isinstance(one, torchmetrics.Metric)]
@@ -89,32 +117,53 @@ class Steps(nn.Module):
         # Their states are neither parameters nor buffers: nothing would fill them on another device.
         self._fresh = [(metric, copy.deepcopy(default_states(metric))) for metric in metrics]
 
+    @property
+    def has_test(self) -> bool:
+        """Returns whether test data has a step of its own."""
+        return self._test is not None
+
     def forward(self, inputs: tuple[Any, Tensor]) -> Tensor:
         """Maps the batch and B marks, one per row, to [B] in training, [B, 1 + K] in evaluation, means in each row."""
         batch, marks = inputs
         if self.training:
-            return self.step(batch, training=True)[0].expand(len(marks))
-        loss, logged = self.step(batch, training=False)
-        columns = torch.stack([loss, *[logged.read(name).to(loss) for name in self._logged]])
+            return self.step(batch, TRAINING)[0].expand(len(marks))
+        step = TEST if self._test is not None and bool(marks.any()) else VALIDATION
+        loss, logged = self.step(batch, step)
+        scoring = self.scoring(step)
+        names = scoring.logged if scoring is not None else ()
+        columns = torch.stack([loss, *[logged.read(name).to(loss) for name in names]])
         return columns.expand(len(marks), -1)
 
-    def step(self, batch: Any, *, training: bool, index: int = 0) -> tuple[Tensor, Logged]:
-        """Runs the module's step; returns its loss, a scalar, and the logged values.
+    def scoring(self, step: str) -> Scoring | None:
+        """Returns what is kept of a step; None where training_step's loss is."""
+        return {TRAINING: None, VALIDATION: self._validation, TEST: self._test}[step]
+
+    def step(self, batch: Any, step: str, *, index: int = 0) -> tuple[Tensor, Logged]:
+        """Runs one of the module's steps; returns its loss, a scalar, and the logged values.
 
         Raises:
             TaskError: there is no loss, or the loss is not one number.
         """
-        self._log.values = {}
-        self._reset_metrics()
-        validates = not training and defines(self.module, "validation_step")
-        name = "validation_step" if validates else "training_step"
-        result = _call(getattr(self.module, name), batch, index)
-        if validates and self._loss is not None:
-            return self._log.read(self._loss), self._log
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        scoring = self.scoring(step)
+        name = TRAINING if scoring is None else scoring.step
+        result = self.run(batch, name, index)
+        if scoring is not None and scoring.loss is not None:
+            return self._log.read(scoring.loss), self._log
+        loss = loss_in(result)
+        if loss is None:
             raise TaskError(f"{type(self.module).__name__}.{name}() returned no loss that is one number")
         return loss.reshape(()), self._log
+
+    def run(self, batch: Any, name: str, index: int = 0) -> Any:
+        """Runs the module's step `name` with fresh metrics; returns what it returns."""
+        self._log.values = {}
+        self._reset_metrics()
+        return _call(getattr(self.module, name), batch, index)
+
+    @property
+    def log(self) -> Logged:
+        """Returns what the last step logged."""
+        return self._log
 
     def _reset_metrics(self) -> None:
         for metric, defaults in self._fresh:
@@ -126,8 +175,16 @@ class Steps(nn.Module):
             metric.reset()
 
 
+def loss_in(result: Any) -> Tensor | None:
+    """Returns the loss in what a step returned; None if there is none that is one number."""
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
 def defines(module: Any, name: str) -> bool:
-    """Returns whether the user's class overrides Lightning's `name`."""
+    """Returns whether the user's class overrides Lightning's `name`; of bare loaders, whether there is one."""
+    if isinstance(module, Loaders):
+        return name in vars(module)
     from lightning.pytorch import LightningDataModule, LightningModule
 
     bases = [base for base in (LightningModule, LightningDataModule) if isinstance(module, base)]

@@ -12,13 +12,30 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from grappe.errors import TaskError, nearest
-from grappe.tasks.lightning_module.steps import Steps, defines
+from grappe.tasks.lightning_module.steps import TEST, TRAINING, VALIDATION, Steps
 
 CARRIED = frozenset({
-    "forward", "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers",
-    "configure_model", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "setup",
-    "prepare_data",
+    "forward", "training_step", "validation_step", "test_step", "configure_optimizers", "configure_model",
+    "configure_sharded_model", "train_dataloader", "val_dataloader", "test_dataloader", "setup", "prepare_data",
 })  # fmt: skip
+OUTSIDE = frozenset({"predict_step", "predict_dataloader"})
+"""Not called by Lightning's training or test either; to be called on grappe.load(run, task).module."""
+REMOVED = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "tbptt_split_batch": "training_step",
+}
+"""Hooks of Lightning 1, and what took their place in Lightning 2, which does not call them either."""
 ROWS = 7  # odd, so that a sum is not taken for a mean
 CLOSE = 1e-4
 WHY = {
@@ -66,8 +83,12 @@ def overridden(owner: Any, base: type, refusals: Refusals) -> None:
         if kind is base:
             return
         for name in vars(kind):
-            hook = callable(getattr(base, name, None)) and not hasattr(nn.Module, name)
-            if hook and not name.startswith("_") and name not in CARRIED:
+            if name in REMOVED:
+                why = f"Lightning 2 has no such hook, it became {REMOVED[name]}"
+                refusals.add(name, f"{why}; what a step logs is averaged over all samples by itself")
+            torchs = isinstance(owner, nn.Module) and hasattr(nn.Module, name)
+            hook = callable(getattr(base, name, None)) and not torchs
+            if hook and not name.startswith("_") and name not in CARRIED | OUTSIDE:
                 refusals.add(name, "this hook is not called")
 
 
@@ -126,20 +147,18 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
     return configured, {"scheduler": scheduler, "interval": schedule.get("interval", "epoch")}
 
 
-def mean_over_rows(
-    steps: Steps, samples: list[Any], collate: Any, names: list[str], refusals: Refusals
-) -> None:
-    """Refuses values that are not means over their batch: losses, and those logged by validation_step under `names`.
+def mean_over_rows(steps: Steps, samples: list[Any], collate: Any, refusals: Refusals) -> None:
+    """Refuses values that are not means over their batch: losses, and those that evaluation keeps.
 
     A batch's value must be the mean of its two halves' values, weighted by size. Dropout is off during this test.
     """
     cut, size = len(samples) // 2, len(samples)
-    for training in (True, False):
-        whole = _values(steps, collate(samples), names, training)
-        other_seed = _values(steps, collate(samples), names, training, seed=1)
-        next_batch = _values(steps, collate(samples), names, training, index=1)
-        first = _values(steps, collate(samples[:cut]), names, training)
-        second = _values(steps, collate(samples[cut:]), names, training)
+    for step in (TRAINING, VALIDATION, *([TEST] if steps.has_test else [])):
+        whole = _values(steps, collate(samples), step)
+        other_seed = _values(steps, collate(samples), step, seed=1)
+        next_batch = _values(steps, collate(samples), step, index=1)
+        first = _values(steps, collate(samples[:cut]), step)
+        second = _values(steps, collate(samples[cut:]), step)
         for name, value in whole.items():
             halves = (first[name] * cut + second[name] * (size - cut)) / size
             if not value.equal(other_seed[name]):
@@ -151,12 +170,11 @@ def mean_over_rows(
                 refusals.add(name, f"it is not the mean over its batch: {found}")
 
 
-def _values(
-    steps: Steps, batch: Any, names: list[str], training: bool, index: int = 0, seed: int = 0
-) -> dict[str, Tensor]:
+def _values(steps: Steps, batch: Any, step: str, index: int = 0, seed: int = 0) -> dict[str, Tensor]:
     """Returns the loss, under its step's name, and the logged values, under their own names."""
     torch.manual_seed(seed)
-    loss, logged = steps.step(batch, training=training, index=index)
-    if training or not defines(steps.module, "validation_step"):
-        return {"training_step": loss}
-    return {"validation_step": loss, **{name: logged.read(name) for name in names}}
+    loss, logged = steps.step(batch, step, index=index)
+    scoring = steps.scoring(step)
+    if scoring is None:
+        return {TRAINING: loss}
+    return {step: loss, **{name: logged.read(name) for name in scoring.logged}}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +17,10 @@ from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 REFRESH_SECONDS = 0.2
+CELL_SECONDS = 1.0  # a notebook keeps all that was written to it
+CELL_WIDTH = 78
+IN_NOTEBOOK = "JPY_PARENT_PID"
+"""Variable that Jupyter's kernels have, and the processes that they start."""
 SHOWN = 8  # processes whose memory is shown
 WIDE = 96  # characters that the longest line takes
 
@@ -31,6 +37,8 @@ class Console(Watcher):
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._console.soft_wrap = not self._live
+        # A cell takes a line that begins with a carriage return in the place of the line before.
+        self._cell = stream if not self._live and IN_NOTEBOOK in os.environ else None
         # Other output goes above the bar, unless it is redirected to a log.
         self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
         self._unit = f" {sample}/s" if not self._live or self._console.width >= WIDE else "/s"
@@ -41,6 +49,8 @@ class Console(Watcher):
         self._info: RunInfo | None = None
         self._rate = 0.0
         self._seconds = 0.0
+        self._epochs = list[float]()  # seconds of the steps of epochs that began and ended here
+        self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def started(self, info: RunInfo) -> None:
         self._info = info
@@ -66,13 +76,24 @@ class Console(Watcher):
         self._record = record
         self._seconds += record.seconds
         self._steps += 1
-        if self._seconds > REFRESH_SECONDS:
+        self._count(record)
+        if self._seconds > (REFRESH_SECONDS if self._cell is None else CELL_SECONDS):
             self._refresh()
+
+    def _count(self, record: Record) -> None:
+        assert self._info is not None
+        self._epoch_seconds += record.seconds
+        self._epoch_steps += 1
+        if record.step % self._info.steps_per_epoch == 0:
+            if self._epoch_steps == self._info.steps_per_epoch:
+                self._epochs.append(self._epoch_seconds)
+            self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def evaluated(self, step: int, scores: Scores) -> None:
         self._scores = scores
         assert self._info is not None
         self._refresh()
+        self._clear_cell()
         epoch = -(-step // self._info.steps_per_epoch)
         train = f"loss {self._record.loss:.4f}  " if self._record else ""
         self._console.print(
@@ -86,6 +107,7 @@ class Console(Watcher):
     def ended(self, outcome: Outcome | None) -> None:
         if self._progress is not None:
             self._progress.stop()
+        self._clear_cell()
         if outcome is not None:
             self._console.lines(self._closing(outcome))
 
@@ -94,7 +116,11 @@ class Console(Watcher):
         if self._seconds:
             self._rate = self._steps * self._info.batch_size / self._seconds
         self._seconds, self._steps = 0.0, 0
-        if self._progress is None or self._record is None:
+        if self._record is None:
+            return
+        if self._cell is not None:
+            self._show_in_cell(self._record)
+        if self._progress is None:
             return
         text = f"loss {self._record.loss:.4f}{_metrics(self._scores)}  {self._rate:,.0f}{self._unit}"
         self._progress.update(
@@ -104,6 +130,17 @@ class Console(Watcher):
             epoch=self._record.epoch + 1,
             refresh=True,
         )
+
+    def _show_in_cell(self, record: Record) -> None:
+        assert self._info is not None and self._cell is not None
+        place = f"epoch {record.epoch + 1}  step {record.step}/{self._info.last_step}"
+        text = f"{place}  loss {record.loss:.4f}  {self._rate:,.0f}{self._unit}"
+        self._cell.write(f"\r{text[:CELL_WIDTH]:<{CELL_WIDTH}}")
+        self._cell.flush()
+
+    def _clear_cell(self) -> None:
+        if self._cell is not None and self._record is not None:
+            self._cell.write(f"\r{'':<{CELL_WIDTH}}\r")
 
     def _closing(self, outcome: Outcome) -> list[str]:
         assert self._info is not None
@@ -125,11 +162,19 @@ class Console(Watcher):
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
         rows.append(("data", str(outcome.headspace)))
+        if self._epochs:
+            rows.append(("epoch", _per_epoch(self._epochs)))
         rows += _memory(outcome)
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _per_epoch(seconds: Sequence[float]) -> str:
+    """Formats the seconds of epochs' steps: their median, and the shortest and longest."""
+    text = f"{statistics.median(seconds):.3g} s"
+    return f"{text} ({min(seconds):.3g} to {max(seconds):.3g})" if len(seconds) > 1 else text
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:

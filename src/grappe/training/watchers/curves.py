@@ -1,4 +1,4 @@
-"""Curves: writes metrics.jsonl, one line for each step and one for each evaluation."""
+"""Curves: writes metrics.jsonl, one line for each step, each epoch and each evaluation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ class Curves(Watcher):
         self._text = b""
         self._waiting: list[Record] = []
         self._flushed = 0.0
+        self._steps_per_epoch = 1
+        self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def started(self, info: RunInfo) -> None:
         self._file = safe.appender(info.folder / "metrics.jsonl")
+        self._steps_per_epoch = info.steps_per_epoch
 
     def stepped(self, record: Record) -> None:
         self._waiting.append(record)
@@ -51,11 +54,24 @@ class Curves(Watcher):
             self._file.close()
 
     def _flush(self) -> None:
-        self._text += "".join(map(_line, self._waiting)).encode()
+        self._text += "".join(map(self._lines, self._waiting)).encode()
         self._waiting.clear()
         with contextlib.suppress(OSError):  # a full disk: kept until there is room; a failed save reports it
             while self._file is not None and self._text:
                 self._text = self._text[self._file.write(self._text) :]
+
+    def _lines(self, record: Record) -> str:
+        """Formats a step, and after an epoch's last step the seconds of its steps in this start."""
+        self._epoch_seconds += record.seconds
+        self._epoch_steps += 1
+        if record.step % self._steps_per_epoch:
+            return _line(record)
+        text = (
+            f'{{"kind": "epoch", "step": {record.step}, "epoch": {record.epoch}, "steps": {self._epoch_steps}, '
+            f'"seconds": {self._epoch_seconds:.6f}}}\n'
+        )
+        self._epoch_seconds, self._epoch_steps = 0.0, 0
+        return _line(record) + text
 
     def _write(self, line: dict) -> None:
         self._text += json.dumps(line).encode() + b"\n"

@@ -17,10 +17,12 @@ from grappe.profiling import energy, memory
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.summary import StepTimes
 from grappe.step.scores import Scores
+from grappe.training.facts import device_name
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 USAGE = "usage.jsonl"
 EVERY_SECONDS = 1.0
+LEAST_SECONDS = 0.1  # over less, a counter that moves a few times a second says nothing of power
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Usage:
     """Bytes of this process's parameters, gradients and optimizer state, at the second update."""
     joules: Mapping[str, float | None]
     """Energy by consumer: "processors" (of the node, by its first process) and "gpu"; None: not measurable here."""
+    watts: Mapping[str, float]
+    """Peak power by consumer, the mean over about a second; without those that are not measurable here."""
     why: Mapping[str, str]
     """Reasons why values could not be measured."""
     timing: StepTimes | None
@@ -88,6 +92,7 @@ class Meter(Watcher):
         self._file: BinaryIO | None = None
         self._cpu, self._wall = 0.0, began
         self._joules: dict[str, float | None] = {}
+        self._peak_watts: dict[str, float] = {}
         self._step = self._samples = self._first_sample = 0
         self._timing: StepTimes | None = None
 
@@ -124,7 +129,14 @@ class Meter(Watcher):
         spent, passed = cpu - self._cpu, wall - self._wall
         self._cpu, self._wall = cpu, wall
         self._read_joules()
-        if self._file is None or passed <= 0:
+        if passed <= 0:
+            return
+        watts = _watts(before, self._joules, passed)
+        if passed >= LEAST_SECONDS:
+            self._peak_watts = {
+                name: max(value, self._peak_watts.get(name, 0.0)) for name, value in watts.items()
+            }
+        if self._file is None:
             return
         steps, phases = self._chronometer.window()
         line: dict[str, Any] = {
@@ -136,10 +148,8 @@ class Meter(Watcher):
             "cores": round(spent / passed, 3),
             "memory": memory.peak(self._world.device),
         }
-        for name, joules in self._joules.items():
-            earlier = before.get(name)
-            if joules is not None and earlier is not None:
-                line.setdefault("watts", {})[name] = round((joules - earlier) / passed, 2)
+        if watts:
+            line["watts"] = watts
         if self._gpu.counters:
             line["gpu"] = round(self._gpu.counters[0].utilisation(), 3)  # type: ignore[attr-defined]
         try:
@@ -153,7 +163,7 @@ class Meter(Watcher):
         return Usage(
             rank=self._world.rank,
             host=os.uname().nodename,
-            device=_device_name(self._world),
+            device=device_name(self._world.device),
             seconds=time.perf_counter() - self._began,
             cpu_seconds=_cpu_seconds(),
             cores=cores() if self._first_of_node else 0,
@@ -164,6 +174,7 @@ class Meter(Watcher):
             peak=memory.peak(self._world.device),
             held=self._chronometer.held,
             joules=dict(self._joules),
+            watts=dict(self._peak_watts),
             why={
                 name: found.missing
                 for name, found in (("processors", self._processors), ("gpu", self._gpu))
@@ -181,17 +192,21 @@ class Meter(Watcher):
             self._joules["gpu"] = energy.total(self._gpu.counters)
 
 
+def _watts(
+    before: Mapping[str, float | None], after: Mapping[str, float | None], seconds: float
+) -> dict[str, float]:
+    """Computes the mean power by consumer, where both readings are known."""
+    found = {}
+    for name, joules in after.items():
+        earlier = before.get(name)
+        if joules is not None and earlier is not None:
+            found[name] = round((joules - earlier) / seconds, 2)
+    return found
+
+
 def _cpu_seconds() -> float:
     mine, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return mine.ru_utime + mine.ru_stime + ended.ru_utime + ended.ru_stime
-
-
-def _device_name(world: World) -> str:
-    if world.device.type != "cuda":
-        return world.device.type
-    import torch
-
-    return torch.cuda.get_device_name(world.device)
 
 
 def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,5 +230,9 @@ def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:
         if values:
             gone = any(value is None for value in values) or earlier is None
             joules[kind] = None if gone else sum(value or 0.0 for value in values) + earlier
+    watts: dict[str, float] = dict(before.get("watts") or {})
+    for usage in usages:
+        for name, value in usage.watts.items():
+            watts[name] = max(value, watts.get(name, 0.0))
     reasons = {name: reason for usage in usages for name, reason in usage.why.items()}
-    return {**sums, "joules": joules, "why": reasons}
+    return {**sums, "joules": joules, "watts": watts, "why": reasons}

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 from grappe.launch.mps import CLIENTS, PROGRAM
-from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
 
 FIRST_NCCL = (2, 30)
 
@@ -16,6 +16,14 @@ def check(machine: Machine) -> Iterator[Finding]:
     import torch
 
     plan = machine.plan
+    if torch.version.hip is not None:
+        if plan.per_device > 1:
+            yield note(
+                "AMD's GPUs have no MPS: the processes on each share it as ROCm schedules them",
+                "it need not be quicker than one process on each",
+                "compare: grappe measure TASK --plan per_device=1 …",
+            )
+        return
     if plan.per_device == 1 or plan.device == "cpu" or not torch.cuda.is_available():
         return
     nccl = torch.cuda.nccl.version()[:2] if plan.backend == "nccl" else FIRST_NCCL

@@ -13,6 +13,9 @@ BAD_VERSIONS = (
     ((0, 0), (1, 0, 1), "leaks memory on CPUs with AVX512 until the job is killed"),
     ((1, 10), (1, 11), "loses Python's traceback of errors in C++ (c10::Error), and DDP fails at random"),
 )
+NVIDIA = Path("/proc/driver/nvidia/version")
+AMD = Path("/dev/kfd")
+"""The files by which programs reach the GPUs of either maker."""
 H100 = (9, 0)
 FIRST_FOR_H100 = (2, 5, 1)
 
@@ -47,13 +50,18 @@ def check(machine: Machine) -> Iterator[Finding]:
         return
     if machine.plan.device == "cpu":
         return
-    driver = Path("/proc/driver/nvidia/version")
-    if driver.exists():
+    if NVIDIA.exists():
         built = torch.version.cuda or "no CUDA"
         yield error(
             f"there is a GPU, and torch {torch.__version__} (built for {built}) cannot use it",
-            f"driver: {driver_version(driver.read_text())}",
+            f"driver: {driver_version(NVIDIA.read_text())}",
             "install a torch built for this driver, or check CUDA_VISIBLE_DEVICES; device=cpu goes without",
+        )
+    elif AMD.exists() and torch.version.hip is None:
+        yield error(
+            f"there is a GPU of AMD's ({AMD}), and torch {torch.__version__} is not built for ROCm",
+            "it would train on CPU cores",
+            "install a torch for ROCm (pytorch.org, or the site's module); device=cpu goes without",
         )
     elif machine.plan.device == "cuda":
         yield error(
@@ -93,7 +101,7 @@ def of_architectures(
                 "install a torch built for this GPU, or ask for another kind of GPU",
             )
         found = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-        if (major, minor) == H100 and found < FIRST_FOR_H100:
+        if numbers and (major, minor) == H100 and found < FIRST_FOR_H100:
             yield warning(
                 f"torch {version} on an H100",
                 "wheels before 2.5.1 fail or are slow there",

@@ -1,0 +1,91 @@
+"""Check of other Pythons' packages: the user's own (~/.local), PYTHONPATH's, and a conda base that is active."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+
+from grappe.verbs.doctor.finding import Finding, Machine, note, warning
+
+SHOWN = 5
+WATCHED = ("torch", "numpy", "lightning", "deepspeed", "torchmetrics", "torchvision", "grappe")
+"""Named first: what grappe, or a task, imports most."""
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Compares the packages of the folders that Python looks in, once per node."""
+    if not machine.is_node_leader:
+        return
+    own = packages_in({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    user = site.getusersitepackages()
+    if site.ENABLE_USER_SITE and user in sys.path:
+        yield from of_user_site(user, packages_in({user}), own)
+    yield from of_pythonpath(machine.environment.get("PYTHONPATH", ""), own)
+    yield from of_conda(machine.environment, sys.prefix)
+
+
+def packages_in(folders: Set[str]) -> set[str]:
+    """Lists the names of the packages that are installed in folders."""
+    found = importlib.metadata.distributions(path=sorted(folders))
+    return {str(one.metadata["Name"]).lower().replace("_", "-") for one in found if one.metadata["Name"]}
+
+
+def of_user_site(folder: str, user: Set[str], own: Set[str]) -> Iterator[Finding]:
+    """Returns findings for packages that the user installed for all of their Pythons of this version."""
+    if twice := user & own:
+        yield warning(
+            f"{_some(twice)}: installed in this environment, and in {folder} as well",
+            "Python takes the user's own where it looks there first, and the two need not fit each other",
+            "export PYTHONNOUSERSITE=1 (jobs of grappe submit have it), or pip uninstall them there",
+        )
+    elif user:
+        yield note(
+            f"{len(user)} packages come from {folder}, which all of your Pythons of this version share"
+        )
+
+
+def of_pythonpath(text: str, own: Set[str]) -> Iterator[Finding]:
+    """Returns findings for folders of PYTHONPATH that hide installed packages."""
+    for entry in filter(None, text.split(":")):
+        folder = Path(entry)
+        if not folder.is_dir():
+            yield note(f"PYTHONPATH names {entry}, which is no folder")
+            continue
+        found = {one.name for one in folder.iterdir() if (one / "__init__.py").is_file()}
+        hidden = {name for name in found if name.lower().replace("_", "-") in own} | (
+            packages_in({entry}) & own
+        )
+        if hidden:
+            yield warning(
+                f"PYTHONPATH={entry} hides installed packages: {_some(hidden)}",
+                "Python takes what stands there, whatever is installed",
+                "unset PYTHONPATH (a module may have set it: module list)",
+            )
+
+
+def of_conda(environment: Mapping[str, str], prefix: str) -> Iterator[Finding]:
+    """Returns findings for an active conda environment beside this Python, and for conda's base."""
+    active, name = environment.get("CONDA_PREFIX", ""), environment.get("CONDA_DEFAULT_ENV", "")
+    if not active:
+        return
+    if Path(prefix).resolve() != Path(active).resolve():
+        yield warning(
+            f"conda's environment {name or active} is active, and this Python is another ({prefix})",
+            "programs and libraries of both are mixed",
+            "conda deactivate; and once: conda config --set auto_activate_base false",
+        )
+    elif name == "base":
+        yield note(
+            "this Python is conda's base",
+            "updating conda changes it",
+            "conda create --name grappe, and submit with --env conda:grappe",
+        )
+
+
+def _some(names: Set[str]) -> str:
+    ordered = sorted(names, key=lambda name: (name not in WATCHED, name))
+    return ", ".join(ordered[:SHOWN]) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")

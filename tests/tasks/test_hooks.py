@@ -1,0 +1,206 @@
+"""All hooks of Lightning: each is carried, or refused by its name; five modules in the wild run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.demos import boring_classes, lstm, transformer
+from torch.utils.data import DataLoader, TensorDataset
+
+import grappe
+from grappe.errors import TaskError
+from grappe.tasks.lightning_module.unsupported import REMOVED
+from tests.tasks import hooks
+from tests.tasks.modules import Data, Net
+from tests.training.test_training import train
+
+
+def test_every_method_of_lightnings_classes_is_known() -> None:
+    """A hook that a new Lightning brings is found here, and not dropped in silence."""
+    theirs = hooks.methods(LightningModule)
+    assert theirs <= hooks.OF_THE_MODULE | hooks.OF_USERS
+
+
+def test_the_guides_table_is_what_trying_each_hook_says() -> None:
+    assert lightning.__version__.startswith("2.6")
+    guide = hooks.GUIDE.read_text()
+    assert guide == hooks.written(guide), "python -m tests.tasks.hooks writes it anew"
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_hooks_of_lightning_1_are_refused_with_what_they_became(name: str) -> None:
+    old = type("Old", (Net,), {name: lambda self, *rest: None})
+    with pytest.raises(TaskError, match=f"{name}.*became {REMOVED[name]}"):
+        grappe.from_lightning(old(), Data())
+
+
+class WithTestStep(Net):
+    """A test_step that logs what validation_step does, under test_'s names and of doubled outputs."""
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log_dict({"test_loss": 2 * F.cross_entropy(self(x), y)})
+        self.log("test_accuracy", (self(x).argmax(1) == y).float().mean())
+
+
+class WithTest(Data):
+    def test_dataloader(self):
+        return self.val_dataloader()
+
+
+def test_test_data_is_scored_by_test_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    task = grappe.from_lightning(WithTestStep(), WithTest(), epochs=1)()
+    run = train(tmp_path / "run", task).run
+    validation, test = (
+        grappe.evaluate(run, split=split, task=task, plan="threads=1") for split in ("validation", "test")
+    )
+    assert test.loss == pytest.approx(2 * validation.loss, rel=1e-5)
+    assert dict(test.metrics) == pytest.approx(dict(validation.metrics))
+
+
+class OtherTest(WithTestStep):
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+def test_a_test_step_of_other_metrics_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"test_step .it logs nothing, and validation_step val_accuracy"):
+        grappe.from_lightning(OtherTest(), WithTest())
+    grappe.from_lightning(OtherTest(), WithTest(), without=["test_step"])
+
+
+class Late(Net):
+    """A module whose layers are made by configure_sharded_model, as in the Alliance's DeepSpeed scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_sharded_model(self):
+        self.net = torch.nn.Linear(6, 3)
+
+
+def test_a_model_that_is_made_late(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", grappe.from_lightning(Late(), Data(), epochs=1)()).status == "finished"
+
+
+class Verbose(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("batch_mean", batch[0].mean())
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_training_step_logs_beside_its_loss_is_named() -> None:
+    (note,) = grappe.from_lightning(Verbose(), Data())().notes()
+    assert note.startswith("training_step logs batch_mean: not kept")
+    assert grappe.from_lightning(Verbose(), Data(), without=["batch_mean"])().notes() == ()
+    assert grappe.from_lightning(Net(), Data())().notes() == ()
+
+
+class Page(LightningModule):
+    """The Alliance's Net (pytorch-ddp-test-pl.py): no loaders, no validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.pool = torch.nn.Conv2d(3, 6, 5), torch.nn.MaxPool2d(2, 2)
+        self.fc1 = torch.nn.Linear(6 * 14 * 14, 10)
+
+    def forward(self, x):
+        return self.fc1(self.pool(F.relu(self.conv1(x))).view(-1, 6 * 14 * 14))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+
+def images(count: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(
+        TensorDataset(torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10),
+        batch_size=8,
+    )
+
+
+class Digits(lightning.LightningModule):
+    """An MNIST-like classifier, with validation and test steps that log what they found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def digits() -> list[DataLoader]:
+    data = TensorDataset(torch.randn(24, 1, 28, 28), torch.arange(24) % 10)
+    return [DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)]
+
+
+def test_bare_loaders_as_trainer_fit_takes_them() -> None:
+    with pytest.raises(TaskError, match=re.escape("no val_dataloader(): a task needs its validation data")):
+        grappe.from_lightning(Page(), images(24))
+    task = grappe.from_lightning(Page(), [images(24), images(8)], epochs=1)()
+    assert [len(task.data(split, Path())) for split in ("train", "validation")] == [24, 8]  # type: ignore[arg-type]
+
+
+def wild(name: str, folder: Path) -> type[grappe.Task]:
+    """Lightning's own demos as they are, the Alliance's script's module, and a classifier of MNIST's shape."""
+    if name == "BoringModel":
+        return grappe.from_lightning(boring_classes.BoringModel(), epochs=1, batch_size=16)
+    if name == "BoringDataModule":
+        return grappe.from_lightning(
+            boring_classes.BoringModel(), boring_classes.BoringDataModule(), epochs=1, batch_size=16
+        )
+    if name == "LightningTransformer":
+        (folder / "data").mkdir(exist_ok=True)
+        words = " ".join(f"w{number % 17}" for number in range(700))
+        (folder / "data" / "wikitext-2.txt").write_text(f"{words}\n")
+        made = transformer.LightningTransformer(vocab_size=40)
+        return grappe.from_lightning(made, epochs=1, batch_size=8, validation=0.2)
+    if name == "Page":
+        return grappe.from_lightning(Page(), images(40), validation=0.2, epochs=1)
+    return grappe.from_lightning(Digits(), digits(), epochs=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["BoringModel", "BoringDataModule", "LightningTransformer", "Page", "Digits"]
+)
+def test_modules_in_the_wild_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(tmp_path / "run", wild(name, tmp_path)())
+    assert result.status == "finished"
+    assert result.step > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        (boring_classes.DemoModel, boring_classes.BoringDataModule, "not the mean over its batch"),
+        (boring_classes.ManualOptimBoringModel, None, "automatic_optimization"),
+        (lstm.LightningLSTM, None, "on_train_epoch_end"),
+        (boring_classes.BoringModel, boring_classes.IterableBoringDataModule, "gives list"),
+    ],
+)
+def test_the_demos_that_cannot_be_carried_are_refused_by_name(module, data, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        grappe.from_lightning(module(), data() if data else None)

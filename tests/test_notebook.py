@@ -1,0 +1,68 @@
+"""A notebook, executed by a real kernel: a training shows its progress in the cell; the course's calls, one for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+from grappe import slurm
+from grappe.errors import UsageError
+from tests.patience import PATIENCE_SECONDS
+
+
+def executed(cells: list[str], folder: Path) -> list[str]:
+    """Executes a notebook of these cells in `folder`; returns what each wrote to its output."""
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_code_cell(text) for text in cells]
+    client = nbclient.NotebookClient(
+        book, timeout=PATIENCE_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # With it ipykernel leaves out what other processes write, which a notebook of a user's shows.
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        client.execute()
+    return [
+        "".join(output.text for output in cell.outputs if output.output_type == "stream")
+        for cell in book.cells
+    ]
+
+
+TRAIN = """
+import grappe
+from tests.slow import Slow
+
+task = Slow(epochs=3, pause=0.4)
+run = grappe.train(task, "replicate=2,device=cpu,threads=1,workers=0")
+"""
+
+
+def test_progress_is_in_the_cell(tmp_path: Path) -> None:
+    said, loss = executed([TRAIN, "print(grappe.load(run, task).weight.shape)"], tmp_path)
+    assert "\repoch 1  step " in said
+    assert "/24  loss" in said
+    assert "epoch  3  step   24" in said
+    assert "torch.Size([2, 3])" in loss
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_gpu_per_task": 2}, "shard=2"),
+        ({"script_addon": "module load x; rm -rf /"}, "nothing that is typed becomes one"),
+        ({"slurm_addon": "--output=/etc/passwd"}, "grappe sets --output by itself"),
+        ({"slurm_addon": "'--comment=a b'"}, "without spaces and quotes"),
+        ({"module": "a;b"}, "no module's name"),
+        ({"name": "a b"}, "letters, digits"),
+    ],
+)
+def test_what_the_courses_call_cannot_have_is_refused(
+    options, words: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dlojz.py").write_text("print(1)\n")
+    with pytest.raises(UsageError, match=words):
+        slurm.gpu_jobs_submitter("dlojz.py -b 128", 1, site="jean-zay-v100", account="a@v100", **options)
+    assert not (tmp_path / "runs").exists()
