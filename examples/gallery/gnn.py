@@ -51,7 +51,7 @@ class Graphs(grappe.Task):
         return cross_entropy(output, target, reduction="none")
 
     def optimizer(self, named_parameters):
-        return torch.optim.Adam(named_parameters, lr=self.lr)
+        return torch.optim.Adam(named_parameters, lr=self.lr, eps=1e-5)
 
     def prediction(self, output):
         return output.argmax(1)

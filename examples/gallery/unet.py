@@ -7,8 +7,6 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 import grappe
 
-IGNORED = 255
-
 
 def block(before, after):
     return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU())
@@ -35,25 +33,24 @@ class Segmentation(grappe.Task):
 
     def data(self, split, folder):
         g = torch.Generator().manual_seed({"train": 0, "validation": 1, "test": 2}[split])
-        x, y, radius, bright = torch.rand(4, 200, 1, 1, generator=g)
-        inside = (
-            3 + 4 * radius - (torch.arange(-6.0, 18) - 12 * x).hypot((torch.arange(-6.0, 18) - 12 * y).mT)
-        )
-        disc = (inside > 0) * (bright - 0.5).sign()  # 1, -1, or 0 for the ground
-        labels = (disc % 3).long().masked_fill(inside.abs() < 0.7, IGNORED)
+        numbers = torch.rand(4, 200, 1, 1, generator=g)
+        across, down = torch.arange(-6.0, 18) - 12 * numbers[:2]
+        inside = 3 + 4 * numbers[2] - across.hypot(down.mT)
+        disc = (inside > 0) * (numbers[3] - 0.5).sign()  # 1, -1, or 0 for the ground
+        labels = (disc % 3).long().masked_fill(inside.abs() < 0.7, -100)
         return grappe.Arrays((disc + torch.randn(200, 24, 24, generator=g))[:, None], labels)
 
     def loss(self, output, target):
-        return cross_entropy(output, target, ignore_index=IGNORED, reduction="none")
+        return cross_entropy(output, target, reduction="none")
 
     def counts(self, target):
-        return target != IGNORED
+        return target != -100  # which cross_entropy ignores
 
     def optimizer(self, named_parameters):
         return torch.optim.Adam(named_parameters, lr=0.01)
 
     def metrics(self):
-        return {"overlap": MulticlassJaccardIndex(3, ignore_index=IGNORED)}
+        return {"overlap": MulticlassJaccardIndex(3, ignore_index=-100)}
 
     def prediction(self, output):
         return output.argmax(1)

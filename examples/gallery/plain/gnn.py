@@ -41,7 +41,7 @@ def data(split):
 
 def train(net, shuffled, epochs=EPOCHS):
     graphs = data("train")
-    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE, eps=1e-5)
     net.train()
     for epoch in range(epochs):
         for ids in shuffled(epoch):

@@ -16,6 +16,7 @@ def network():
     model = BertForMaskedLM(config)
     model.bert.embeddings.requires_grad_(False)
     model.bert.encoder.layer[0].requires_grad_(False)
+    model.cls.predictions.bias.requires_grad_(False)  # the decoder has one of its own
     return model
 
 

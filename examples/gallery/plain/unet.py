@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassJaccardIndex
 
-IGNORED, EPOCHS, BATCH, RATE = 255, 10, 16, 0.01
+EPOCHS, BATCH, RATE = 10, 16, 0.01
 
 
 def block(before, after):
@@ -29,10 +29,11 @@ def network():
 
 def data(split):
     g = torch.Generator().manual_seed({"train": 0, "validation": 1, "test": 2}[split])
-    x, y, radius, bright = torch.rand(4, 200, 1, 1, generator=g)
-    inside = 3 + 4 * radius - (torch.arange(-6.0, 18) - 12 * x).hypot((torch.arange(-6.0, 18) - 12 * y).mT)
-    disc = (inside > 0) * (bright - 0.5).sign()  # 1, -1, or 0 for the ground
-    labels = (disc % 3).long().masked_fill(inside.abs() < 0.7, IGNORED)
+    numbers = torch.rand(4, 200, 1, 1, generator=g)
+    across, down = torch.arange(-6.0, 18) - 12 * numbers[:2]
+    inside = 3 + 4 * numbers[2] - across.hypot(down.mT)
+    disc = (inside > 0) * (numbers[3] - 0.5).sign()  # 1, -1, or 0 for the ground
+    labels = (disc % 3).long().masked_fill(inside.abs() < 0.7, -100)
     return (disc + torch.randn(200, 24, 24, generator=g))[:, None], labels
 
 
@@ -43,7 +44,7 @@ def train(net, shuffled, epochs=EPOCHS):
     for epoch in range(epochs):
         for ids in shuffled(epoch):
             optimizer.zero_grad()
-            loss = cross_entropy(net(images[ids]), labels[ids], ignore_index=IGNORED)
+            loss = cross_entropy(net(images[ids]), labels[ids])
             loss.backward()
             optimizer.step()
             yield loss.item()
@@ -53,8 +54,8 @@ def train(net, shuffled, epochs=EPOCHS):
 def evaluate(net):
     images, labels = data("validation")
     output = net.eval()(images)
-    overlap = MulticlassJaccardIndex(3, ignore_index=IGNORED)(output, labels)
-    return cross_entropy(output, labels, ignore_index=IGNORED).item(), overlap.item()
+    overlap = MulticlassJaccardIndex(3, ignore_index=-100)(output, labels)
+    return cross_entropy(output, labels).item(), overlap.item()
 
 
 if __name__ == "__main__":

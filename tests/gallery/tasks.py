@@ -20,7 +20,7 @@ from grappe import tasks
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder
 
-FOLDER = Path(__file__).parent.parent / "examples" / "gallery"
+FOLDER = Path(__file__).parents[2] / "examples" / "gallery"
 NAMES = tuple(sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")))
 
 
