@@ -12,6 +12,7 @@ from grappe.task import Task
 if TYPE_CHECKING:
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.draw import draw, mixup_pairs
+    from grappe.data.rand_like import rand_like, randn_like
     from grappe.data.sampling import Sampling
     from grappe.data.split import split
     from grappe.tasks.lightning_module import from_lightning
@@ -40,6 +41,8 @@ __all__ = [
     "normalise",
     "parallelize",
     "predict",
+    "rand_like",
+    "randn_like",
     "split",
     "train",
     "tune",
@@ -52,6 +55,8 @@ _LAZY = {
     "normalise": "grappe.data.arrays",
     "draw": "grappe.data.draw",
     "mixup_pairs": "grappe.data.draw",
+    "rand_like": "grappe.data.rand_like",
+    "randn_like": "grappe.data.rand_like",
     "Sampling": "grappe.data.sampling",
     "split": "grappe.data.split",
     "from_lightning": "grappe.tasks.lightning_module",

@@ -19,6 +19,7 @@ from grappe.data.draw import sample_keys
 from grappe.data.kinds import refuse_other_kinds
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
+from grappe.data.rand_like import SampleIds, inside
 from grappe.data.rows import at_rows
 from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.data.seeded import SeededDataset
@@ -98,9 +99,10 @@ class BatchLoader:
         return self._made(0, 1, self._fetch(0, 1, 0))
 
     def _made(self, start: int, stop: int, fetch: Fetch) -> Iterator[Batch]:
-        for part in self.slices(start, stop):
-            micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
-            yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
+        with inside(None):  # whatever is in the model when the batches end
+            for part in self.slices(start, stop):
+                micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
+                yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
     def example(self) -> Any:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
@@ -190,9 +192,9 @@ class BatchLoader:
     def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
+        # Evaluations draw the same, so that losses can be compared.
+        epoch = part.epoch if self._training else -1
         if self._augments:
-            # Evaluations draw the same, so that losses can be compared.
-            epoch = part.epoch if self._training else -1
             inputs, targets = self._augmented(inputs, targets, epoch, padded(ids), self._world.device)
         if self._plan.channels_last:
             inputs = tree_map(_channels_last, inputs)
@@ -201,7 +203,8 @@ class BatchLoader:
             weights = counts_of(self._task, targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
-        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1)
+        drawn_for = SampleIds(self.order.seed, epoch, padded(ids))
+        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1, drawn_for)
 
     def _augmented(
         self, inputs: Any, targets: Any, epoch: int, ids: np.ndarray, device: torch.device

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
@@ -116,7 +117,7 @@ class Horovod(Stepper):
         self._alike = True
 
     def _forward(self, number: int, micro: Microbatch) -> Any:
-        return self._task.forward(self._model, micro.inputs)
+        return self._task.forward(self._model, entering(micro))
 
     def _backward(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""

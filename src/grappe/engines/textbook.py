@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
+from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
@@ -202,7 +203,7 @@ class Textbook(Stepper):
         torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
         # A loss that compares samples needs all outputs before the first backward.
         first_pass(
-            self._losses, self._setup, self._model, batch, lambda _, micro: self._forward(micro.inputs)
+            self._losses, self._setup, self._model, batch, lambda _, micro: self._forward(entering(micro))
         )
         loss = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
@@ -211,7 +212,7 @@ class Textbook(Stepper):
                 loss += self._gradients(batch, micro)
             else:  # one padding row that counts nothing; dropout draws for it, as it does on other engines
                 with torch.no_grad(), statistics_frozen(self._model):
-                    self._forward(micro.inputs)
+                    self._forward(entering(micro))
         return self._sum_over_processes(loss)
 
     def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
@@ -225,7 +226,7 @@ class Textbook(Stepper):
             self._setup,
             self._model,
             batch,
-            lambda index, micro: exact.forward_ahead(index, batch.step, seed, micro.inputs),
+            lambda index, micro: exact.forward_ahead(index, batch.step, seed, entering(micro)),
         )
         for index, micro in enumerate(batch.microbatches):
             loss = None
@@ -249,7 +250,7 @@ class Textbook(Stepper):
         each loss, from 1 over the count of the *global* batch: the same, and any optimizer will do. The
         mean of the slices' means would be wrong if two slices differ in size.
         """
-        loss = self._losses(self._forward(micro.inputs), micro, batch)
+        loss = self._losses(self._forward(entering(micro)), micro, batch)
         loss.values.backward(loss.output_gradient)
         return loss.total
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grappe.data.rand_like import SampleIds, entered, inside
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase
 
@@ -29,7 +30,14 @@ def switch_off_caches(model: nn.Module, plan: Plan) -> None:
 
 
 def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    return contextlib.nullcontext(), _statistics_kept(unit)
+    return contextlib.nullcontext(), _as_before(unit, entered())
+
+
+@contextlib.contextmanager
+def _as_before(unit: nn.Module, samples: SampleIds | None) -> Iterator[None]:
+    """Context of the second forward, in which a pipeline may have another microbatch in the model."""
+    with _statistics_kept(unit), inside(samples):
+        yield
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch
+from grappe.data.rand_like import entering
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -152,7 +153,7 @@ class Loop:
             seed_dropout(self._seed, self.step, self.world)
             micro = batch.microbatches[0]
             self.chronometer.switch(FORWARD)
-            yield micro.inputs, micro.targets
+            yield entering(micro), micro.targets
             self.step += 1
             self.chronometer.lap()
             self._after_a_step(last=self.step == total)

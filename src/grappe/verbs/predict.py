@@ -51,7 +51,10 @@ def predict(
         DataError: the file is not a plain array, or the model cannot take it.
         TaskError: the output has not a row for each sample.
     """
+    import numpy as np
     import torch
+
+    from grappe.data.rand_like import SampleIds, inside
 
     run = run if isinstance(run, Run) else Run(run)
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:
@@ -60,6 +63,7 @@ def predict(
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
     batches = _batches(made, run, inputs, data)
+    done = 0
     while True:
         # Left before each yield: else gradients would be off in the code that asks for the predictions.
         with torch.no_grad(), naming_user_line(made):
@@ -67,7 +71,10 @@ def predict(
             if found is None:
                 return
             batch, count = found
-            cut = list(rows(made.prediction(_output(made, model, batch)), count, type(made).__name__))
+            with inside(SampleIds(made.seed, -1, np.arange(done, done + count))):
+                output = made.prediction(_output(made, model, batch))
+            cut = list(rows(output, count, type(made).__name__))
+            done += count
         yield from cut
 
 

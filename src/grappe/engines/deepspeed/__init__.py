@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.deepspeed import disk, library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel
@@ -111,14 +112,14 @@ class DeepSpeed(Stepper):
 
     def _forward(self, number: int, micro: Microbatch) -> Any:
         with self._autocast:
-            return self._held.forward(micro.inputs)
+            return self._held.forward(entering(micro))
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Runs forward and backward of a microbatch; returns the sum of losses so far."""
         self._setup.on_phase(FORWARD)
         scale = self._loss_factor()
         with contextlib.nullcontext() if micro.rows else ignoring_padding(self._held.module):
-            output = self._held.engine(micro.inputs)
+            output = self._held.engine(entering(micro))
             with self._autocast:
                 loss = self._losses(output, micro, batch, scale)
             total = loss.total if before is None else before + loss.total

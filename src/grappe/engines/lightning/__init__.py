@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from grappe.data.batch import Batch
+from grappe.data.rand_like import inside
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.lightning.steps import Item, Parts
 from grappe.parallel.parallelize import KEYS
@@ -53,7 +54,8 @@ class Lightning(Engine):
         from grappe.engines.lightning.fit import fit
 
         item = Item(first, first.microbatches[0], True)
-        with self._parts.training():
+        # Lightning reads a batch ahead: `batches` have ended when the last one is in the model.
+        with inside(None), self._parts.training():
             fit(self._parts, item, itertools.chain((first,), batches), after)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:

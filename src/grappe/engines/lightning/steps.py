@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import TrainState
@@ -85,13 +86,13 @@ class Steps:
             self._padding.enter_context(ignoring_padding(self.model))
 
     def _first(self, number: int, micro: Microbatch) -> Any:
-        return self._forward(micro.inputs)
+        return self._forward(entering(micro))
 
     def loss(self, item: Item) -> Tensor:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar."""
         self.setup.on_phase(FORWARD)
         batch, micro, last = item
-        output = self._forward(micro.inputs)
+        output = self._forward(entering(micro))
         with self._loss_context:
             loss = self._losses(output, micro, batch, self._gradient_divisor)
         self._total = loss.total if self._total is None else self._total + loss.total

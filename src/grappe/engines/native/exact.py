@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grappe.data.batch import Batch
+from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.engines.native.whole import ForwardBackward, WholeModel
 from grappe.step.exact.sharded import exact_sums
@@ -27,7 +28,8 @@ class ExactGradients:
         exact = self._exact
         if self._whole_batch:
             self._forward_backward.first_pass(
-                batch, lambda index, micro: exact.forward_ahead(index, batch.step, self._seed, micro.inputs)
+                batch,
+                lambda index, micro: exact.forward_ahead(index, batch.step, self._seed, entering(micro)),
             )
         for index, micro in enumerate(batch.microbatches):
             total: Tensor | None = None

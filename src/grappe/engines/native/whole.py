@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
@@ -101,7 +102,7 @@ class ForwardBackward:
         # Around backward too, where activation checkpointing runs the forward again.
         with _NOTHING if micro.rows else ignoring_padding(self._model):
             with self._autocast:
-                values, gradient, total = self._losses(self._forward(micro.inputs), micro, batch, scale)
+                values, gradient, total = self._losses(self._forward(entering(micro)), micro, batch, scale)
             if before is not None:
                 total = before + total
             roots, gradients = NO_ROOTS if start is None else start(total, self._stop_requested())
@@ -115,14 +116,14 @@ class ForwardBackward:
             first_pass(self._losses, self._setup, self._model, batch, forward or self._plain, scale)
 
     def _plain(self, number: int, micro: Microbatch) -> Any:
-        return self._forward(micro.inputs)
+        return self._forward(entering(micro))
 
     def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
         """Runs a forward and backward of the first microbatch that changes only gradients."""
         micro = batch.microbatches[0]
         with buffers_restored(self._model):
             with self._autocast:
-                loss = self._losses(forward(micro.inputs), micro, batch)
+                loss = self._losses(forward(entering(micro)), micro, batch)
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
 
 

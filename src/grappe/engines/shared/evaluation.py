@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from grappe.data.batch import Batch
+from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.parallel.batchnorm import buffers_agreed
 from grappe.parallel.shard import reshard
@@ -41,7 +42,7 @@ def evaluate(
         with reused, buffers_agreed(model, world.data_group), autocast(plan.precision, world.device):
             for batch in batches:
                 for micro in batch.microbatches:
-                    scorer.add(forward(micro.inputs), micro, batch)
+                    scorer.add(forward(entering(micro)), micro, batch)
     finally:
         model.train()
     scores = scorer.scores(samples)

@@ -56,7 +56,10 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
     if weights is not None:
         weights = torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
     inputs, targets = at_rows((micro.inputs, micro.targets), places, micro.size)
-    return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows)
+    drawn_for = micro.sample_ids
+    if drawn_for is not None:
+        drawn_for = drawn_for._replace(ids=drawn_for.ids[places])
+    return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows, drawn_for)
 
 
 def check_even(plan: Plan, batch_size: int, samples: int) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grappe.data.batch import Microbatch
+from grappe.data.rand_like import entering, inside
 from grappe.launch.world import World
 from grappe.parallel.pipeline.stage import Stage
 from grappe.private_api.torch import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
@@ -70,12 +71,13 @@ class Relay:
             stage.source = None
         stream = iter(micros)
         # As many at once as there are processes: the first ones are back for their next stage when the last are off.
-        while several := list(islice(stream, len(self._ranks))):
-            for stage in self.stages:
-                for micro in several:
-                    output = self._through(stage, micro)
-                    if stage.is_last:
-                        yield micro, output
+        with inside(None):  # the last microbatches are still in the model when `micros` have ended
+            while several := list(islice(stream, len(self._ranks))):
+                for stage in self.stages:
+                    for micro in several:
+                        output = self._through(stage, micro)
+                        if stage.is_last:
+                            yield micro, output
         self._wait(0)
         for stage, source in zip(self.stages, sources, strict=True):
             stage.source = source
@@ -90,6 +92,7 @@ class Relay:
             leaves, stage.entering = tree_flatten(micro.inputs)
         else:
             leaves = self._receive(stage, key)
+        entering(micro)
         given = stage(*leaves)
         assert stage.leaving is not None
         if stage.is_last:

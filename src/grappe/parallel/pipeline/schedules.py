@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from grappe.data.batch import Microbatch
+from grappe.data.rand_like import entering
 from grappe.errors import PlanError
 from grappe.parallel.pipeline.relay import Relay, key_of
 from grappe.parallel.pipeline.rules import RULES
@@ -80,18 +81,22 @@ class Runner:
     def _stage(self, stage: Stage, micro: Microbatch) -> PipelineStage:
         header = self._relay.header(stage.number, micro, stage.training)
         if stage.is_first:
-            entering: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int64),)
+            received: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int64),)
         else:
-            entering = _like(self._relay.header(stage.number - 1, micro, stage.training).empty("meta"))
-        return PipelineStage(
+            received = _like(self._relay.header(stage.number - 1, micro, stage.training).empty("meta"))
+        return _Announcing(
+            self._enter,
             stage if self._whole else _Closed(stage),
             stage.number,
             stage.count,
             self._device,
-            input_args=entering,
+            input_args=received,
             output_args=_like(header.empty("meta")),
             group=self._relay.group,
         )
+
+    def _enter(self, number: int) -> None:
+        entering(self._micros[number])
 
     def _inputs(self, number: Tensor) -> Any:
         """Returns the inputs of the microbatch whose number the schedule passes to the first stage."""
@@ -101,7 +106,21 @@ class Runner:
         stage = self._relay.stages[-1]
         assert stage.leaving is not None
         leaves = output if isinstance(output, tuple) else (output,)
-        return self._loss(tree_unflatten(list(leaves), stage.leaving), self._micros[int(number)])
+        micro = self._micros[int(number)]
+        entering(micro)
+        return self._loss(tree_unflatten(list(leaves), stage.leaving), micro)
+
+
+class _Announcing(PipelineStage):
+    """A stage of torch's that says, before each forward, whose microbatch's it is: other stages get only tensors."""
+
+    def __init__(self, enter: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._enter = enter
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._enter(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 
 class _Closed(nn.Module):

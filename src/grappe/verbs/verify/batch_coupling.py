@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grappe.data.rand_like import inside
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
 from grappe.task import Call as ModelCall
@@ -103,7 +104,7 @@ def batch_coupled_modules(
     if rows < FEWEST_ROWS:
         return BatchCoupling(modules={}, independent_rows=False)
     model = copy.deepcopy(model).train()
-    with RandomOps(off=True):
+    with RandomOps(off=True), inside(None):
         calls = _calls(model, call, part(0, rows))
         try:
             half = _calls(model, call, part(0, rows // 2))

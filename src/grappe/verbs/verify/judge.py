@@ -259,7 +259,10 @@ class _Case:
         if one == PRECISION:
             return f"precision ({self._plan.precision})"
         if one == DROPOUT:
-            return f"dropout's random streams ({', '.join(self._base.draws)})"
+            words = f"dropout's random streams ({', '.join(self._base.draws)})"
+            like = sorted({"rand_like", "randn_like"}.intersection(self._base.draws))
+            instead = " and ".join(f"grappe.{name}" for name in like)
+            return f"{words}; {instead} would draw the same under every plan" if like else words
         return " and ".join(self._coupled_names())
 
     def _coupled_names(self) -> list[str]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from grappe.checkpoint.initial import built
 from grappe.data.arrays import in_memory
 from grappe.data.prepare import prepare
+from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
@@ -167,7 +168,7 @@ def _probe(task: Task, batches: ReferenceBatches, device: torch.device, off: boo
     torch.manual_seed(task.seed)
     model = task.model().to(device).train()
     rows = batches.batch(0).slices[0][0]
-    with RandomOps(off=off) as random_ops, torch.no_grad():
+    with RandomOps(off=off) as random_ops, torch.no_grad(), inside(rows.sample_ids):
         task.forward(model, rows.inputs)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     coupling = batch_coupled_modules(model, task.forward, rows.part, len(rows.ids))

@@ -22,6 +22,7 @@ from grappe.data.draw import mix, sample_keys
 from grappe.data.loader import drawn_samples
 from grappe.data.order import cut
 from grappe.data.permute import permute
+from grappe.data.rand_like import SampleIds
 from grappe.data.seeded import SeededDataset
 from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.task import Task, overrides
@@ -47,7 +48,7 @@ class Rows:
 
     piece: int
     """The piece's number in its slice."""
-    ids: np.ndarray
+    sample_ids: SampleIds
     inputs: Any
     targets: Any
 
@@ -55,6 +56,11 @@ class Rows:
     """The inputs and targets of the rows at some places, in that order, as a batch of their own."""
     cuttable: bool
     """Whether inputs and targets are tensors with a row for each sample, and nothing else."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Returns the samples' ids, int64 (B,)."""
+        return self.sample_ids.ids
 
     def part(self, first: int, last: int) -> Any:
         """Returns the inputs of rows `first` to `last` - 1."""
@@ -70,7 +76,7 @@ class Rows:
         take = self.take
         return Rows(
             piece=self.piece,
-            ids=self.ids[places],
+            sample_ids=self.sample_ids._replace(ids=self.ids[places]),
             inputs=inputs,
             targets=targets,
             take=lambda chosen: take([places[one] for one in chosen]),
@@ -162,7 +168,14 @@ class ReferenceBatches:
             take: Take = functools.partial(_taken, (inputs, targets))
         else:  # a graph's nodes, a list of boxes: only the samples can be put into another order
             take = lambda places: augmented(collate(places), places)  # noqa: E731
-        return Rows(piece=piece, ids=ids, inputs=inputs, targets=targets, take=take, cuttable=cuttable)
+        return Rows(
+            piece=piece,
+            sample_ids=SampleIds(self._task.seed, epoch, ids),
+            inputs=inputs,
+            targets=targets,
+            take=take,
+            cuttable=cuttable,
+        )
 
     def _collate(self, epoch: int, ids: np.ndarray) -> Take:
         """Gives the batch of samples at some places of `ids`, each of which is loaded once."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.draw import mix
 from grappe.data.order import cut
+from grappe.data.rand_like import inside
 from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
@@ -60,7 +61,7 @@ class ReferenceModel:
             for rows in pieces:
                 if self._exact:
                     self._seed(number, rows.piece)
-                with self._autocast:
+                with self._autocast, inside(rows.sample_ids):
                     output = (
                         self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
                     )
@@ -89,7 +90,8 @@ class ReferenceModel:
         for first, last in (cut(len(rows.ids), parts, part) for part in range(parts)):
             if last > first:
                 replace_buffers(before)
-                outputs.append(self._call(model, rows.part(first, last)))
+                with inside(rows.sample_ids._replace(ids=rows.ids[first:last])):
+                    outputs.append(self._call(model, rows.part(first, last)))
         replace_buffers(after)
         return tree_map(_together, whole, *outputs)
 

@@ -1,0 +1,113 @@
+"""rand_like and randn_like: random numbers of the samples in the model, the same under any plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grappe.data.draw import draw, mix, sample_keys
+from grappe.errors import TaskError
+
+if TYPE_CHECKING:
+    from grappe.data.batch import Microbatch
+
+_PURPOSE = 0x72616E646E  # other numbers than those that augment() draws with the same samples' keys
+
+
+class SampleIds(NamedTuple):
+    """The samples of a microbatch, rows of padding included: what their random numbers depend on."""
+
+    seed: int
+    epoch: int
+    """-1 in evaluation, so that every evaluation draws the same."""
+    ids: np.ndarray
+    """int64 (B,)."""
+
+    def keys(self, salt: int) -> np.ndarray:
+        """Returns a key for each sample, int64 (B,)."""
+        return sample_keys(mix(self.seed, _PURPOSE, salt), self.epoch, self.ids)
+
+
+class _Entered:
+    """What is in the model of this process; not per thread, since backward has threads of its own on a GPU."""
+
+    samples: SampleIds | None = None
+
+
+def entering(micro: Microbatch) -> Any:
+    """Returns the inputs of a microbatch whose forward, loss and backward come next: its samples' numbers are drawn."""
+    _Entered.samples = micro.sample_ids
+    return micro.inputs
+
+
+def entered() -> SampleIds | None:
+    """Returns the samples that are in the model."""
+    return _Entered.samples
+
+
+@contextlib.contextmanager
+def inside(samples: SampleIds | None) -> Iterator[None]:
+    """Context in which numbers are drawn for `samples`; None: from torch's generator."""
+    before, _Entered.samples = _Entered.samples, samples
+    try:
+        yield
+    finally:
+        _Entered.samples = before
+
+
+def first_rows(rows: int) -> contextlib.AbstractContextManager[None]:
+    """Context of a call with the first rows of the microbatch alone."""
+    samples = _Entered.samples
+    return inside(None if samples is None else samples._replace(ids=samples.ids[:rows]))
+
+
+@torch.compiler.disable
+def rand_like(like: Tensor, salt: int = 0) -> Tensor:
+    """Draws uniform numbers in [0, 1), multiples of 2^-24, of the shape, type and device of `like` [B, ...].
+
+    For the forward of a task or of its modules, and for its loss: row i depends on the task's seed, the epoch and
+    sample i of the batch alone, so every plan, process and engine draws the same, and a resumed training too. Two
+    calls with one `salt` give the same numbers. Evaluations draw the same each time. Where no batch of grappe's is in
+    the model (`grappe.load`, an exported program), this is torch.rand_like.
+
+    Args:
+        salt: chooses other numbers, for a second draw in the same forward or loss.
+
+    Raises:
+        TaskError: `like` has not a row for each sample.
+    """
+    samples = _Entered.samples
+    return torch.rand_like(like) if samples is None else _uniform(like, salt, samples, 1).to(like.dtype)
+
+
+@torch.compiler.disable
+def randn_like(like: Tensor, salt: int = 0) -> Tensor:
+    """Draws standard normal numbers of the shape, type and device of `like` [B, ...]; else as `rand_like`.
+
+    By the transform of Box and Muller (1958), "A note on the generation of random normal deviates", so none is beyond
+    5.8; in float64, whose errors, which differ between devices and vector lengths, do not show in float32.
+    """
+    samples = _Entered.samples
+    if samples is None:
+        return torch.randn_like(like)
+    first, second = _uniform(like, salt, samples, 2).double().unbind(-1)
+    radius = (-2.0 * torch.log1p(-first)).sqrt()
+    return (radius * torch.cos(2.0 * torch.pi * second)).to(like.dtype)
+
+
+def _uniform(like: Tensor, salt: int, samples: SampleIds, each: int) -> Tensor:
+    """Draws `each` numbers for every element of `like`: float32, of its shape, with a last dimension for `each` > 1."""
+    size = len(samples.ids)
+    if not like.dim() or len(like) != size:
+        raise TaskError(
+            f"grappe.rand_like and randn_like draw a row for each sample, and were given {list(like.shape)} in a batch "
+            f"of {size}: give a tensor with {size} rows, or draw in augment() and hand the numbers on with the inputs"
+        )
+    keys = torch.from_numpy(samples.keys(salt)).to(like.device)
+    numbers = draw(keys, each * like[0].numel())
+    return numbers.view(*like.shape, each) if each > 1 else numbers.view(like.shape)
