@@ -19,6 +19,7 @@ import grappe
 from grappe import tasks
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder
+from grappe.data.rand_like import SampleIds, inside
 
 FOLDER = Path(__file__).parents[2] / "examples" / "gallery"
 NAMES = tuple(sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")))
@@ -73,7 +74,8 @@ class Batches:
         for step in range(self._order.steps_per_epoch):
             ids = self._order.ids(epoch, step)
             self._keys = torch.from_numpy(sample_keys(self._order.seed, epoch, ids))
-            yield torch.from_numpy(ids)
+            with inside(SampleIds(self._order.seed, epoch, ids)):  # what grappe.rand_like draws then
+                yield torch.from_numpy(ids)
 
     def rand(self, rows: int, numbers: int) -> Tensor:
         """Stands for torch.rand: the numbers that `augment` draws of the batch's keys."""
@@ -88,7 +90,12 @@ def train_plain(name: str, steps: int) -> tuple[list[float], nn.Module]:
     net = by_hand.network()
     average = None if one.ema is None else by_hand.copy.deepcopy(net)
     batches = Batches(one.seed, len(one.data("train", Path())), one.batch_size)  # type: ignore[arg-type]
-    offered = {"rand": batches.rand, "average": average}
+    offered = {
+        "rand": batches.rand,
+        "randn_like": grappe.randn_like,
+        "rand_like": lambda like: grappe.rand_like(like, salt=1),
+        "average": average,
+    }
     wanted = inspect.signature(by_hand.train).parameters
     further: dict[str, Any] = {key: value for key, value in offered.items() if key in wanted}
     training = by_hand.train(net, batches.shuffled, one.epochs, **further)

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+
 from tests.gallery import table, tasks
 from tests.gallery.cell import seen
 from tests.parity.cell import TOLERANCE, difference

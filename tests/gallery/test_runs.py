@@ -1,4 +1,4 @@
-"""Runs of the gallery's tasks learn what plain loops do, resume to the bit and predict; the notebook runs in a kernel."""
+"""Runs of the gallery's tasks learn what plain loops do, resume to the bit and predict; a kernel runs the notebook."""
 
 from __future__ import annotations
 
