@@ -1,18 +1,14 @@
-"""The gallery's tasks by name, and the plain loops beside them."""
+"""The gallery's tasks, and their plain loops trained on the same batches."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import inspect
-import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+from benchmarks.gallery_files import file, plain
 from torch import Tensor, nn
 
 import grappe
@@ -21,45 +17,10 @@ from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder
 from grappe.data.rand_like import SampleIds, inside
 
-FOLDER = Path(__file__).parents[2] / "examples" / "gallery"
-NAMES = tuple(sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")))
-
-
-@functools.cache
-def file(name: str) -> str:
-    """A task's file; a notebook's cell with the task is written to one."""
-    if (FOLDER / f"{name}.py").exists():
-        return str(FOLDER / f"{name}.py")
-    written = Path(tempfile.mkdtemp(prefix="grappe-gallery-")) / f"{name}.py"
-    written.write_text("\n".join(cells(name)[:2]))
-    return str(written)
-
-
-def cells(name: str) -> list[str]:
-    """The code cells of a notebook."""
-    notebook = json.loads((FOLDER / f"{name}.ipynb").read_text())
-    return ["".join(one["source"]) for one in notebook["cells"] if one["cell_type"] == "code"]
-
 
 def task(name: str) -> grappe.Task:
     """A task of the gallery with its defaults."""
     return tasks.find(file(name))()
-
-
-def lines(name: str) -> int:
-    """The lines of a task's file, blank ones too; of a notebook those of the cell with the task."""
-    if (FOLDER / f"{name}.py").exists():
-        return len((FOLDER / f"{name}.py").read_text().splitlines())
-    return sum(len(one.splitlines()) for one in cells(name)[:2])
-
-
-def plain(name: str) -> ModuleType:
-    """The plain loop that a task replaces, as a module."""
-    spec = importlib.util.spec_from_file_location(f"plain_{name}", FOLDER / "plain" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Batches:

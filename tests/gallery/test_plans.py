@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 import pytest
+from benchmarks import gallery_files
 
-from tests.gallery import table, tasks
+from tests.gallery import table
 from tests.gallery.cell import seen
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
@@ -24,13 +25,13 @@ FURTHER = {"causal_lm": ["recompute", "engine=textbook,replicate=2"], "unet": ["
            "masked_lm": ["engine=deepspeed,replicate=2"]}  # fmt: skip
 NORMALISED = {"image_classification"}
 """Tasks with batch normalisation: the plan must ask for the global batch's statistics, which microbatches have not."""
-CELLS = [(name, plan) for name in tasks.NAMES for plan in (*PLANS, *FURTHER.get(name, []))
+CELLS = [(name, plan) for name in gallery_files.NAMES for plan in (*PLANS, *FURTHER.get(name, []))
          if not (name in NORMALISED and "microbatches" in plan)]  # fmt: skip
 
 
 @functools.cache
 def _plain(pool: Pool, name: str, plan: str) -> dict[str, Any]:
-    return pool.run("tests.gallery.cell:train", 1, tasks.file(name), plan, STEPS)[0]
+    return pool.run("tests.gallery.cell:train", 1, gallery_files.file(name), plan, STEPS)[0]
 
 
 @pytest.mark.parametrize(("name", "plan"), CELLS)
@@ -39,7 +40,7 @@ def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     alone = _plain(pool, name, "exact=2" if exact else "")
     asked = f"{plan},batchnorm=sync" if name in NORMALISED and not exact else plan
     found = pool.run(
-        "tests.gallery.cell:train", 1 if plan == "recompute" else 2, tasks.file(name), asked, STEPS
+        "tests.gallery.cell:train", 1 if plan == "recompute" else 2, gallery_files.file(name), asked, STEPS
     )[0]
     gap, worst = difference(seen(alone["weights"]), seen(found["weights"]))
     assert gap <= TOLERANCE, f"{worst} is {gap:.1e} away"
@@ -47,8 +48,8 @@ def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
 
 
 def test_every_task_and_plan_is_in_the_table() -> None:
-    found = table.known()["verify"]
-    assert tuple(found) == tasks.NAMES
+    found = gallery_files.known()["verify"]
+    assert tuple(found) == gallery_files.NAMES
     for name, plans in found.items():
         assert tuple(plans) == table.PLANS
         for plan, one in plans.items():
