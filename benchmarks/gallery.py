@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=40, help="timed steps of each in a round")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args()
-    pace = Pace(rounds=options.rounds, warmup=5, block=options.block)
+    pace = Pace(rounds=options.rounds, warmup=3, block=options.block)
     before, found = machine(), {}
     for name in options.names:
         found[name] = measure(name, pace, options.starts)

@@ -85,10 +85,24 @@ def gallery_parity() -> str:
 def gallery_speed() -> str:
     """A line for every task of the gallery: its length and speed beside the plain loop's."""
     lines = ["| task | lines | plain loop | speed of one process | by CPU time |", "|---|---|---|---|---|"]
-    for name, one in _measured("speed").items():
-        ratios = ["{:.2f} ({:.2f} to {:.2f})".format(*one[what]) for what in ("speed", "cpu")]
-        lines.append(f"| {name} | {one['lines'][0]} | {one['lines'][1]} | {' | '.join(ratios)} |")
+    measured = _measured("speed")
+    for path in _gallery():
+        plain = ROOT / "examples" / "gallery" / "plain" / f"{path.stem}.py"
+        lengths = [str(len(_code(one).splitlines())) for one in (path, plain)]
+        found = measured.get(path.stem)
+        ratios = [
+            "{:.2f} ({:.2f} to {:.2f})".format(*found[what]) if found else "" for what in ("speed", "cpu")
+        ]
+        lines.append(f"| {path.stem} | {' | '.join([*lengths, *ratios])} |")
     return "\n".join(lines)
+
+
+def _code(path: Path) -> str:
+    """A file's text; of a notebook the first two cells of code, which have the task."""
+    if path.suffix == ".py":
+        return path.read_text()
+    cells = [one for one in json.loads(path.read_text())["cells"] if one["cell_type"] == "code"]
+    return "\n".join("".join(one["source"]) for one in cells[:2])
 
 
 def _gallery() -> list[Path]:

@@ -26,8 +26,8 @@ WAITING = 10_000  # steps: more than a second's, which is how late curves may be
 
 
 def run(seat: Seat, pacer: Pacer, task: str = "") -> None:
-    """Steps for ever, of the tiny network or of a task's file; the pacer ends it."""
-    if seat.rank == 0:
+    """Steps for ever, of the tiny network, or of a task's file without a terminal; the pacer ends it."""
+    if seat.rank == 0 and not task:
         os.environ["GRAPPE_TERMINAL"] = str(terminal(seat.folder / TERMINAL))
     with_behind_each_step(pacer.tick)
     train(seat, task=task)

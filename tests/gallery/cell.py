@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grappe import tasks
+from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
 from tests.parity import cell
+from tests.processes import Pool
 
 
 def train(process: ProcessRank, rendezvous_folder: Path, file: str, plan: str, steps: int) -> dict[str, Any]:
@@ -24,3 +30,27 @@ def seen(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if key.endswith("in_proj_bias"):
             one.view(3, -1)[1] = 0  # of queries, keys and values
     return kept
+
+
+def work(process: ProcessRank, rendezvous_folder: Path, function: str, request: Any) -> Any:
+    """What verify has its processes do; a message for the user is returned."""
+    module, _, name = function.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)(request, process, rendezvous_folder)
+    except GrappeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return error
+
+
+def runner(pool: Pool) -> Callable[[str, Any, Plan], Any]:
+    """Starts processes for verify: a pool's, which have their imports behind them."""
+
+    def run(function: str, request: Any, plan: Plan) -> Any:
+        answers = pool.run(f"{__name__}:work", plan.processes, function, request)
+        for one in answers:
+            if isinstance(one, GrappeError):
+                raise one
+        return answers[0]
+
+    return run
