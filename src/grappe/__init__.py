@@ -37,6 +37,7 @@ __all__ = [
     "evaluate",
     "from_lightning",
     "load",
+    "load_models",
     "mixup_pairs",
     "normalise",
     "parallelize",
@@ -71,6 +72,7 @@ _LAZY = {
     "evaluate": "grappe.verbs.evaluate",
     "predict": "grappe.verbs.predict",
     "load": "grappe.verbs.load",
+    "load_models": "grappe.verbs.load",
     "tune": "grappe.verbs.tune.tune",
     "verify": "grappe.verbs.verify.verify",
 }

@@ -83,8 +83,11 @@ class Task:
         """
         raise NotImplementedError
 
-    def loss(self, output: Any, target: Any) -> Tensor:
+    def loss(self, output: Any, target: Any) -> Tensor | Mapping[str, Tensor]:
         """Computes one value per example, [B], or per token, [B, ...]; never their mean.
+
+        Several losses are a dictionary of such tensors, all of one shape: their sum is learned, and each is reported by
+        evaluations as `loss_NAME`, over the training batches as `training_loss_NAME`.
 
         A sample's value depends on its own output alone, unless `whole_batch_loss = True`: B samples are a slice of
         the global batch, or a microbatch.

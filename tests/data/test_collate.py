@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from grappe import Task, draw
 from grappe.data.collate import augments, collated, form
 from grappe.data.loader import evaluation_loader, training_loader
+from grappe.data.prepare import dataset_of
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.training.watchers.console import sample_word
 from tests.parity.structured import Boxes, Graphs, Texts
+from tests.parity.tasks import Images
 
 PLAN = Plan.parse("workers=0")
 WORLD = World(process=ProcessRank(), device=torch.device("cpu"))
@@ -121,3 +123,25 @@ def test_augment_that_takes_training_is_called_in_evaluation() -> None:
     assert training.microbatches[0].inputs[1].all()
     noised = loader.example()[0]
     assert torch.equal(noised, first[0][: len(noised)])
+
+
+class Doubled(Images):
+    """Samples in memory, and a collate of its own."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        inputs, targets = torch.utils.data.default_collate(samples)
+        return inputs, torch.stack([targets, 2 * targets], 1)
+
+
+@pytest.mark.parametrize("kind", ["Arrays", "TensorDataset"])
+def test_a_tasks_own_collate_gets_samples_in_memory_too(kind: str, tmp_path: Path) -> None:
+    class Held(Doubled):
+        def data(self, split: str, folder: Path) -> Any:
+            arrays = super().data(split, folder)
+            return arrays if kind == "Arrays" else TensorDataset(arrays.inputs, arrays.targets)
+
+    task = Held()
+    dataset = dataset_of(task, "train", tmp_path)
+    [first, *_] = training_loader(task, dataset, PLAN, WORLD).batches(0, 2)
+    targets = first.microbatches[0].targets
+    assert targets.shape == (12, 2) and torch.equal(targets[:, 1], 2 * targets[:, 0])

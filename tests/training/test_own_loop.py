@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import grappe
-from grappe.errors import PlanError, UsageError
+from grappe.errors import PlanError, RunError, TaskError, UsageError
 from grappe.plan import Plan
 from tests.commands import Command
 
@@ -50,6 +51,25 @@ def test_learns_the_same(tmp_path: Path, alone: dict[str, torch.Tensor], plan: s
     for name, wanted in alone.items():
         gap = (found[name].double() - wanted.double()).norm() / wanted.double().norm()
         assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_its_folder_gives_the_trained_models(tmp_path: Path, plan: str) -> None:
+    assert train(tmp_path, plan, "found", "run") == 0
+    found = load_file(tmp_path / "found.safetensors")
+    made = (
+        nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.0), nn.ReLU(), nn.Linear(16, 2)),
+        nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)),
+    )
+    generator, critic = grappe.load_models(tmp_path / "run", *made)
+    assert not generator.training
+    for which, model in (("g", generator), ("c", critic)):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.detach(), found[f"{which}.{name}"]), name
+    with pytest.raises(TaskError, match="another model's"):
+        grappe.load_models(tmp_path / "run", nn.Sequential(*made[0], nn.Linear(2, 2)))
+    with pytest.raises(RunError, match=r"grappe\.Loop"):
+        grappe.load_models(tmp_path, *made)
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2"])

@@ -39,6 +39,8 @@ class Arrays(Dataset):
         self.targets = tree_map(as_tensor, targets)
         self._rows: Tensor | None = None
         self._has_copies = False
+        self.one_by_one = False
+        """Whether samples are to be read one by one, for a task's own collate."""
         self.transform = transform
         lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
@@ -92,10 +94,24 @@ class Arrays(Dataset):
 def in_memory(dataset: Dataset) -> Arrays | None:
     """Returns the dataset as Arrays if its samples are in memory already; else None."""
     if isinstance(dataset, Arrays):
-        return dataset
+        return None if dataset.one_by_one else dataset
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return Arrays(*dataset.tensors)
     return None
+
+
+def one_by_one(dataset: Any) -> Any:
+    """Returns a dataset that `in_memory` leaves alone: a task's own collate gets samples, not whole batches."""
+    if isinstance(dataset, Arrays):
+        dataset = copy.copy(dataset)
+        dataset.one_by_one = True
+    elif type(dataset) is TensorDataset:
+        return _Samples(*dataset.tensors)
+    return dataset
+
+
+class _Samples(TensorDataset):
+    """A TensorDataset that is read sample by sample."""
 
 
 class Copies(Dataset):

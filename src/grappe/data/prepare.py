@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grappe.data.arrays import one_by_one
 from grappe.data.loader import check
 from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import user_call
@@ -28,7 +29,7 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
     """
     dataset = user_call(task, "data", split, folder)
     check(dataset, split, task)
-    return dataset
+    return one_by_one(dataset) if overrides(task, "collate") else dataset
 
 
 def prepare(task: Task, folder: Path, world: World | None = None) -> None:

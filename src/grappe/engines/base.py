@@ -17,6 +17,7 @@ from grappe.engines.shared.memory_needs import Needs
 from grappe.engines.shared.state import SavedState, State, TrainState
 from grappe.launch.world import World
 from grappe.plan import Plan
+from grappe.step.losses import OnOutput
 from grappe.step.result import After, StepResult, loop
 from grappe.step.scores import Scores
 from grappe.task import Task
@@ -51,6 +52,8 @@ class EngineSetup:
     are there, UPDATE before clipping and stepping, COMMUNICATION before a wait that is not torch.distributed's."""
     on_optimizer: Callable[[Optimizer, Named], None] = _ignore_optimizer
     """Callback when the optimizer is made: the optimizer that steps, and this process's trained parameters."""
+    on_output: OnOutput | None = None
+    """Callback with each training microbatch, after its loss."""
     sample_inputs: Any = None
     """Inputs of one or two samples, on the CPU, by which the work of pipeline stages is counted."""
     samples: int = 0

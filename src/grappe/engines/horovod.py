@@ -67,7 +67,7 @@ class Horovod(Stepper):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase, setup.on_output)
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),

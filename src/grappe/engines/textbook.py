@@ -167,7 +167,7 @@ class Textbook(Stepper):
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase, setup.on_output)
         self._optimizer = self._task.optimizer(named)
         setup.on_optimizer(self._optimizer, named)
         self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)

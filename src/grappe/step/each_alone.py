@@ -43,7 +43,7 @@ def check_each_alone(task: Task, output: Any, micro: Microbatch, values: Tensor)
             return
         try:
             with first_rows(half):
-                alone = loss_of(task, part, targets)
+                alone = loss_of(task, part, targets).values
         except Exception:
             return
     whole = values.reshape(micro.rows, -1)[:half].float()
@@ -62,7 +62,7 @@ def check_each_alone(task: Task, output: Any, micro: Microbatch, values: Tensor)
 
 def _draws(task: Task, output: Any, targets: Any, values: Tensor) -> bool:
     """Returns whether the loss has other values when it is computed again, from random numbers of its own."""
-    return not torch.equal(loss_of(task, output, targets), values)
+    return not torch.equal(loss_of(task, output, targets).values, values)
 
 
 def _first(leaf: Any, rows: int) -> Any:

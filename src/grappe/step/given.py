@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,15 @@ from grappe.checkpoint.initial import check_model
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.task import Task
+
+
+class Values(NamedTuple):
+    """A task's loss for some rows."""
+
+    values: Tensor
+    """Of several losses, their sum."""
+    named: Mapping[str, Tensor]
+    """Several losses by name, each of the shape of `values`; empty if there is one."""
 
 
 def model_of(task: Task) -> nn.Module:
@@ -96,19 +106,37 @@ def metrics_of(task: Task) -> dict[str, Any]:
     return dict(found)
 
 
-def loss_of(task: Task, output: Any, target: Any) -> Tensor:
-    """The task's loss.
+def loss_of(task: Task, output: Any, target: Any) -> Values:
+    """Computes the task's loss.
 
     Raises:
-        TaskError: it is no tensor of decimal numbers.
+        TaskError: it is no tensor of decimal numbers, and no dictionary of such tensors of one shape.
     """
-    values = task.loss(output, target)
+    found: Any = task.loss(output, target)
+    if not isinstance(found, Mapping):
+        _check_loss(task, found)
+        return Values(found, {})
+    if not found:
+        raise _wrong(task, "loss", "returned an empty dictionary: return a tensor for each loss's name")
+    for name, values in found.items():
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise _wrong(task, "loss", f"has the name {name!r}: use letters, digits and _, as in 'boxes'")
+        _check_loss(task, values, f" for {name!r}")
+    shapes = {name: list(values.shape) for name, values in found.items()}
+    if len(set(map(tuple, shapes.values()))) > 1:
+        raise _wrong(
+            task, "loss", f"has losses of different shapes, {shapes}: give each one value for each example"
+        )
+    several = list(found.values())
+    return Values(functools.reduce(torch.add, several), dict(found))
+
+
+def _check_loss(task: Task, values: Any, of: str = "") -> None:
     if not isinstance(values, Tensor) or not values.is_floating_point() or values.layout != torch.strided:
         kind = str(values.dtype) if isinstance(values, Tensor) else _kind(values)
         raise _wrong(
-            task, "loss", f"returned {kind}: return a tensor of decimal numbers, one for each example"
+            task, "loss", f"returned {kind}{of}: return a tensor of decimal numbers, one for each example"
         )
-    return values
 
 
 def _wrong(task: Task, method: str, what: str) -> TaskError:

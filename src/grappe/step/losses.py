@@ -5,7 +5,7 @@ Shapes: values [B, ...], one per example or token; weights and output_gradient t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.profiling.phases import BACKWARD
 from grappe.step.each_alone import check_each_alone
-from grappe.step.given import loss_of
+from grappe.step.given import Values, loss_of
 from grappe.task import Task
 
 
@@ -34,6 +34,21 @@ class Loss(NamedTuple):
         return (self.values.float() * self.output_gradient.float()).sum()
 
 
+OnOutput = Callable[[Any, Microbatch, Mapping[str, Tensor]], None]
+"""Callback, called with a training microbatch's output, itself, and the sums of its named losses."""
+
+
+class Scored(NamedTuple):
+    """The loss of an evaluated microbatch."""
+
+    total: Tensor
+    """The sum of its losses, a float32 scalar."""
+    count: Tensor | float
+    """The sum of their weights; without weights the number of samples."""
+    named: Mapping[str, Tensor]
+    """The sums of its named losses."""
+
+
 class Losses:
     """Calls `task.loss`, checks its contract, and divides by the count of the global batch.
 
@@ -41,8 +56,10 @@ class Losses:
         on_phase: callback, called with BACKWARD once the loss values of a training microbatch are known.
     """
 
-    def __init__(self, task: Task, on_phase: Callable[[int], None] | None = None) -> None:
-        self._task, self._on_phase = task, on_phase
+    def __init__(
+        self, task: Task, on_phase: Callable[[int], None] | None = None, on_output: OnOutput | None = None
+    ) -> None:
+        self._task, self._on_phase, self._on_output = task, on_phase, on_output
         self._kept: tuple[object, Tensor] | None = None
         self._checked = False  # once, with an evaluation's first microbatch
 
@@ -56,7 +73,9 @@ class Losses:
             TaskError: for the reasons of `values`.
         """
         rows = micro.size
-        values = self.values(output, micro)
+        values, named = self.values(output, micro)
+        if self._on_output is not None:
+            self._on_output(output, micro, self._totals(named, micro))
         if self._on_phase is not None:
             self._on_phase(BACKWARD)
         # By position, as names take a microsecond.
@@ -64,7 +83,10 @@ class Losses:
             values, self._output_gradient(values, micro, batch, rows, scale), self.total(values, micro, rows)
         )
 
-    def values(self, output: object, micro: Microbatch) -> Tensor:
+    def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
+        return {name: self.total(values, micro, micro.size) for name, values in named.items()}
+
+    def values(self, output: object, micro: Microbatch) -> Values:
         """Computes the loss's values for a microbatch.
 
         Raises:
@@ -90,20 +112,21 @@ class Losses:
             self._kept = (key, gradient)
         return self._kept[1]
 
-    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[tuple[Tensor, Tensor | float]]:
-        """Returns the sum of an evaluated microbatch's losses and that of their weights; nothing without a sample.
+    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[Scored]:
+        """Returns the sums of an evaluated microbatch; nothing without a sample.
 
         Raises:
             TaskError: the first microbatch's losses depend on each other.
         """
         if not micro.rows:
             return []
-        values = self.values(output, micro)
+        values, named = self.values(output, micro)
         if not self._checked:
             check_each_alone(self._task, output, micro, values)
             self._checked = True
         total = self.total(values, micro, micro.size)
-        return [(total, float(micro.size) if micro.weights is None else micro.weights.sum())]
+        count = float(micro.size) if micro.weights is None else micro.weights.sum()
+        return [Scored(total, count, self._totals(named, micro))]
 
     @staticmethod
     def total(values: Tensor, micro: Microbatch, rows: int) -> Tensor:
@@ -118,13 +141,14 @@ class Losses:
         return total / per_row if per_row > 1 else total
 
 
-def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor | None) -> Tensor:
+def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor | None) -> Values:
     """Calls `task.loss` for `rows` rows, and checks its contract.
 
     Raises:
         TaskError: the loss is a mean, or not one value per example or token.
     """
-    values = loss_of(task, output, targets)
+    found = loss_of(task, output, targets)
+    values = found.values
     if values.dim() == 0:
         raise TaskError(
             f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
@@ -142,4 +166,4 @@ def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor 
             f"{type(task).__name__}: counts() has shape {list(weights.shape)}, loss() "
             f"{list(values.shape)}: they must be the same{at(task, 'counts')}"
         )
-    return values
+    return found

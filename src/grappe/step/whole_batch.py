@@ -24,7 +24,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.gathered_slices import GatheredSlices
-from grappe.step.losses import Loss, Losses, values_of
+from grappe.step.losses import Loss, Losses, OnOutput, Scored, values_of
 from grappe.task import Task
 
 
@@ -33,19 +33,21 @@ class Part(NamedTuple):
 
     gradients: tuple[Tensor | None, ...]
     """Of the microbatch's output, by leaf, rows of padding included; None: the loss does not depend on the leaf."""
-    total: Tensor
-    """The sum of the losses of the microbatch's samples, a float32 scalar."""
-    count: Tensor | float
-    """The sum of their weights; without weights their number."""
+    scored: Scored
+    """The sums of the losses of the microbatch's samples."""
 
 
 def losses_of(
-    task: Task, plan: Plan, world: World, on_phase: Callable[[int], None] | None = None
+    task: Task,
+    plan: Plan,
+    world: World,
+    on_phase: Callable[[int], None] | None = None,
+    on_output: OnOutput | None = None,
 ) -> AnyLosses:
     """Makes what computes the task's loss under the plan."""
     if task.whole_batch_loss:
-        return WholeBatchLosses(task, plan, world, on_phase)
-    return Losses(task, on_phase)
+        return WholeBatchLosses(task, plan, world, on_phase, on_output)
+    return Losses(task, on_phase, on_output)
 
 
 class WholeBatchLosses:
@@ -56,9 +58,14 @@ class WholeBatchLosses:
     """
 
     def __init__(
-        self, task: Task, plan: Plan, world: World, on_phase: Callable[[int], None] | None = None
+        self,
+        task: Task,
+        plan: Plan,
+        world: World,
+        on_phase: Callable[[int], None] | None = None,
+        on_output: OnOutput | None = None,
     ) -> None:
-        self._task, self._plan, self._on_phase = task, plan, on_phase
+        self._task, self._plan, self._on_phase, self._on_output = task, plan, on_phase, on_output
         self._slices = GatheredSlices(plan, world)
         self._ahead: dict[int, tuple[Microbatch, Part]] = {}
         """By the microbatch's identity; it is kept, so that no later one can have the identity of one left out."""
@@ -91,9 +98,11 @@ class WholeBatchLosses:
             TaskError: the loss is a mean, or the output has neither rows nor scalars.
         """
         _, part = self._ahead.pop(id(micro), (micro, None))
+        tried = part is None and len(batch.microbatches) > 1
         if part is None:
-            several = len(batch.microbatches) > 1
-            [part] = [self._dry(output, micro)] if several else self._parts(batch, [output], scale)
+            [part] = [self._dry(output, micro)] if tried else self._parts(batch, [output], scale)
+        if self._on_output is not None and not tried:
+            self._on_output(output, micro, part.scored.named)
         if self._on_phase is not None:
             self._on_phase(BACKWARD)
         leaves, _ = tree_flatten(output)
@@ -105,17 +114,17 @@ class WholeBatchLosses:
         if not reached:
             raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
         values, gradients = zip(*reached, strict=True)
-        return Loss(torch.cat(values), torch.cat(gradients), part.total)
+        return Loss(torch.cat(values), torch.cat(gradients), part.scored.total)
 
-    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[tuple[Tensor, Tensor | float]]:
-        """Returns the sum of losses and of weights of a batch's microbatches, with its last one. Collective."""
+    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[Scored]:
+        """Returns the sums of a batch's microbatches, with its last one. Collective."""
         self._waiting.append(output)
         if micro is not batch.microbatches[-1]:
             return []
         outputs, self._waiting = self._waiting, []
         parts = self._parts(batch, outputs, None)
         several = zip(parts, batch.microbatches, strict=True)
-        return [(part.total, part.count) for part, one in several if one.rows]
+        return [part.scored for part, one in several if one.rows]
 
     def _dry(self, output: Any, micro: Microbatch) -> Part:
         """Computes the loss of one of several microbatches alone, to find which weights it depends on."""
@@ -127,11 +136,11 @@ class WholeBatchLosses:
         ]
         given = tree_unflatten(own, nesting)
         with torch.enable_grad():
-            values = values_of(self._task, given, micro.targets, micro.size, micro.weights)
+            values, _ = values_of(self._task, given, micro.targets, micro.size, micro.weights)
         wanted = [leaf for leaf, is_float in zip(own, floats, strict=True) if is_float]
         found = iter(torch.autograd.grad(values.sum(), wanted, allow_unused=True))
         gradients = tuple(next(found) if is_float else None for is_float in floats)
-        return Part(gradients, values.detach().sum().float(), float(micro.rows))
+        return Part(gradients, Scored(values.detach().sum().float(), float(micro.rows), {}))
 
     def _parts(self, batch: Batch, outputs: Sequence[Any], scale: float | None) -> list[Part]:
         """Computes the loss of the whole batch; without `scale` no gradients."""
@@ -143,16 +152,30 @@ class WholeBatchLosses:
             targets, _ = self._whole(micros, [micro.targets for micro in micros], "the target")
             weights = [micro.weights for micro in micros]
             whole_weights = None if weights[0] is None else self._whole(micros, weights, "counts()")[0]
-            values = values_of(self._task, given, targets, batch.samples, whole_weights)
+            values, named = values_of(self._task, given, targets, batch.samples, whole_weights)
             gradients: Sequence[Tensor | None] = [None] * len(own)
             if scale is not None:
                 gradients = self._gradients(values, own, batch, whole_weights, scale)
-        values = values.detach()
-        mine = self._slices.mine(values.reshape(batch.samples, -1) if weights[0] is None else values)
-        totals = mine.split([micro.rows for micro in micros])
         by_micro = _cut(gradients, own, micros, first=self._slices.has_first)
-        several = zip(by_micro, totals, micros, strict=True)
-        return [Part(cut, *_sums(total, micro)) for cut, total, micro in several]
+        sums = self._sums(values, batch)
+        by_name = {name: self._sums(one, batch) for name, one in named.items()}
+        found = []
+        for number, (micro, cut) in enumerate(zip(micros, by_micro, strict=True)):
+            count = float(micro.rows) if micro.weights is None else micro.weights[: micro.rows].sum()
+            of_names = {name: several[number] for name, several in by_name.items()}
+            found.append(Part(cut, Scored(sums[number], count, of_names)))
+        return found
+
+    def _sums(self, values: Tensor, batch: Batch) -> list[Tensor]:
+        """Returns, by microbatch, the sum of the losses of its samples, from `values` of the global batch."""
+        micros = batch.microbatches
+        values = values.detach()
+        mine = self._slices.mine(values.reshape(batch.samples, -1) if micros[0].weights is None else values)
+        found = []
+        for part, micro in zip(mine.split([micro.rows for micro in micros]), micros, strict=True):
+            weights = None if micro.weights is None else micro.weights[: micro.rows]
+            found.append(Losses.total(part, micro._replace(weights=weights, padding=0), micro.rows))
+        return found
 
     def _whole(
         self, micros: Sequence[Microbatch], several: Sequence[Any], what: str, *, training: bool = False
@@ -242,10 +265,3 @@ def _cut(
         for into, piece in zip(found, pieces, strict=True):
             into.append(piece)
     return [tuple(one) for one in found]
-
-
-def _sums(values: Tensor, micro: Microbatch) -> tuple[Tensor, Tensor | float]:
-    """Returns the sum of the losses of a microbatch's samples, and of their weights."""
-    weights = None if micro.weights is None else micro.weights[: micro.rows]
-    total = Losses.total(values, micro._replace(weights=weights, padding=0), micro.rows)
-    return total, float(micro.rows) if weights is None else weights.sum()

@@ -12,6 +12,7 @@ from grappe.errors.user_code import is_users, sentence
 from grappe.profiling import phases
 from grappe.profiling.chronometer import Chronometer
 from grappe.step.scores import Scores
+from grappe.step.training_scores import TrainingScores
 from grappe.training.average import WeightAverage
 from grappe.training.first_step import refusing_late_parameters
 from grappe.training.options import Options
@@ -35,9 +36,10 @@ class Evaluation:
         chronometer: Chronometer,
         watchdog: Watchdog,
         average: WeightAverage,
+        training_scores: TrainingScores,
         task: object = None,
     ) -> None:
-        self._task = task
+        self._task, self._training_scores = task, training_scores
         self._engine, self._loader, self._average = engine, loader, average
         self.every = None if options.bare else options.evaluate_every or info.steps_per_epoch
         """Steps between evaluations; None: there is none."""
@@ -55,7 +57,8 @@ class Evaluation:
         batches = self._watchdog.counted(self._loader.batches(0, order.steps_per_epoch))
         weights = self._engine.evaluated_weights()
         with self._chronometer.during(phases.EVALUATION), weights, self._average.in_place():
-            self.scores = self._engine.evaluate(batches, order.length)
+            scores = self._engine.evaluate(batches, order.length)
+            self.scores = self._training_scores.joined(scores)
         self._step = step
         self._watchers.evaluated(step, self.scores)
         return self._patience.exhausted(self.scores.loss)

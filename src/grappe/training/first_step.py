@@ -53,7 +53,7 @@ def _line_overwritten(task: Task, loader: BatchLoader) -> Line | None:
         torch.autograd.set_detect_anomaly(True, check_nan=False),
     ):
         warnings.simplefilter("always")
-        values = loss_of(task, task.forward(model, inputs), targets)
+        values = loss_of(task, task.forward(model, inputs), targets).values
         with contextlib.suppress(RuntimeError):
             values.sum().backward()
     text = next((str(one.message) for one in told if ANOMALY.search(str(one.message))), "")

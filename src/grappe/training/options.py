@@ -30,6 +30,8 @@ class Options:
     """Abort when no step, evaluated batch or save ends in this time: seconds, 5m. Default: derived from the steps."""
     stop_on_failed_save: bool = False
     """Abort when a checkpoint cannot be written."""
+    training_metrics: bool = False
+    """Compute the metrics over the training batches, too; shown with the next evaluation as training_NAME."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
     log: Names = ()

@@ -27,6 +27,7 @@ from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
+from grappe.step.training_scores import TrainingScores
 from grappe.task import Task
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
@@ -99,6 +100,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 chronometer.on_optimizer(optimizer, named)
                 average.watch(optimizer, named)
 
+            training_scores = TrainingScores(task, world, metrics=options.training_metrics)
             setup = EngineSetup(
                 task=task,
                 plan=plan,
@@ -108,6 +110,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 stop_requested=stop_signal.flag,
                 on_phase=chronometer.switch,
                 on_optimizer=on_optimizer,
+                on_output=training_scores.add,
                 sample_inputs=batches.example(),
                 samples=info.samples,
             )
@@ -117,8 +120,9 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 world, chronometer, per_device=plan.per_device, began=began, workers=batches.loading
             )
             sample_log = SampleLog(enabled=options.log_samples)
-            reporting = _reporting(options, terminal, data, world)
-            watchers = WatcherList([*reporting, meter, sample_log, *own_watchers, *request.also])
+            watchers = WatcherList(
+                [*_reporting(options, terminal, data, world), meter, sample_log, *own_watchers, *request.also]
+            )
             watchdog = Watchdog(
                 rank=world.rank,
                 size=world.size,
@@ -147,6 +151,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 chronometer,
                 watchdog,
                 average,
+                training_scores,
                 task,
             )
             if info.start:

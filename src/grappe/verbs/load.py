@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe.checkpoint.choice import Choice
+from grappe.checkpoint.choice import Choice, select
 from grappe.errors import RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.terminal import complain
@@ -56,6 +56,36 @@ def load(
     fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()
+
+
+def load_models(
+    folder: Path | str, *models: nn.Module, checkpoint: int | str | None = None
+) -> tuple[nn.Module, ...]:
+    """Fills models with the weights of a `grappe.Loop`'s folder, on the CPU; returns them, in evaluation mode.
+
+    Args:
+        models: in the order in which the loop got them by `parallelize`; the first ones suffice.
+        checkpoint: as for `load`.
+
+    Raises:
+        RunError: the folder has no checkpoint that verifies.
+        TaskError: a model is another than the one that was trained.
+    """
+    import torch
+    from torch import nn
+
+    from grappe.parallel.materialise import fill
+
+    found = select(Path(folder) / "checkpoints", checkpoint)
+    if found.checkpoint is None:
+        raise RunError(f"{folder} has no checkpoint that verifies: is it the run= of a grappe.Loop?")
+    if found.passed_over:
+        complain(f"grappe: {folder}: {found}")
+    for model in models:
+        model.to("cpu").eval()
+    numbered = nn.ModuleDict({str(number): model for number, model in enumerate(models)})
+    fill(numbered, found.checkpoint.read_model(), torch.device("cpu"))
+    return models
 
 
 def taken(run: Run, which: int | str | None = None) -> Checkpoint:

@@ -75,7 +75,7 @@ class DeepSpeed(Stepper):
         self.train_state = held.train_state
         self._group = held.optimizer.param_groups[0]
         self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase, setup.on_output)
         self._reduction = loss_reduction(setup.world)
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]

@@ -62,7 +62,7 @@ class Steps:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
         self._forward, self._gradient_divisor, self._switch = forward, gradient_divisor, switch
         self._loss_context, self._clip, self._after_update = loss_context, clip, after_update
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase, setup.on_output)
         self._reduction = loss_reduction(setup.world)
         self._padding = contextlib.ExitStack()
         self._total: Tensor | None = None

@@ -35,7 +35,7 @@ class PipelinedGradients:
         self._place = world.coordinates()["pipeline"][0]
         self._parameters = [parameter for _, parameter in model.named]
         self._reduction = loss_reduction(world)
-        self._losses = losses_of(setup.task, plan, world)
+        self._losses = losses_of(setup.task, plan, world, on_output=setup.on_output)
         if isinstance(self._losses, WholeBatchLosses) and len(model.stages) > 1:
             raise PlanError(
                 f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order "

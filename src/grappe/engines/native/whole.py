@@ -82,7 +82,8 @@ class ForwardBackward:
         self._model, self._forward = model, forward or functools.partial(setup.task.forward, model)
         self._on_phase, self._stop_requested = setup.on_phase, setup.stop_requested
         self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._setup, self._losses = setup, losses_of(setup.task, setup.plan, setup.world, setup.on_phase)
+        self._setup = setup
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase, setup.on_output)
         self._loss_scale, self._gradient_divisor = loss_scale, gradient_divisor
 
     def __call__(

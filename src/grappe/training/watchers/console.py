@@ -168,7 +168,7 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
         return ", ".join(f"{one:.4f}" for one in value)
     if name == "accuracy":
         return f"{value:.2%} ({round(value * scores.samples)} of {scores.samples})"
-    return f"{value:.4f} (over {scores.samples})"
+    return f"{value:.4f}" if name.startswith("training_") else f"{value:.4f} (over {scores.samples})"
 
 
 def sample_word(dataset: Any) -> str:

@@ -54,9 +54,11 @@ def _to_meta(leaf: Any) -> Any:
 def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
+    from grappe.step.given import loss_of
+
     model.train()
     with FlopCounterMode(display=False) as counter:
-        task.loss(task.forward(model, inputs), targets).sum().backward()
+        loss_of(task, task.forward(model, inputs), targets).values.sum().backward()
     return counter.get_total_flops()
 
 

@@ -174,6 +174,7 @@ def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Pat
 
 
 def _counted(answer: Answer, request: MeasureRequest, task: Task, process: ProcessRank) -> Answer:
+    from grappe.data.prepare import dataset_of
     from grappe.launch.world import choose_device
     from grappe.verbs.measure import flops
 
@@ -181,7 +182,7 @@ def _counted(answer: Answer, request: MeasureRequest, task: Task, process: Proce
         plan = request.training.plan
         return dataclasses.replace(
             answer,
-            flops=flops.per_sample(task, task.data("train", request.training.data)),
+            flops=flops.per_sample(task, dataset_of(task, "train", request.training.data)),
             reachable=flops.reachable(choose_device(plan, process), plan),
         )
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same

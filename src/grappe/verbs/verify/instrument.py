@@ -15,9 +15,11 @@ from torch.utils.data import Dataset
 from grappe.data.arrays import Arrays, in_memory
 from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
+from grappe.data.prepare import dataset_of
 from grappe.data.sampling import Sampling
 from grappe.parallel.batchnorm import Kept, kept_buffers, put_back
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
+from grappe.step.given import loss_of
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions
 
@@ -133,7 +135,7 @@ class Subset(Dataset):
 
 def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
     def data(self: Task, split: str, folder: Path) -> Dataset:
-        dataset: Any = task.data(split, folder)
+        dataset: Any = dataset_of(task, split, folder)
         length, index = _trial_rows(task, instrumentation, len(dataset))
         arrays = in_memory(dataset)
         if arrays is None or instrumentation.samples:
@@ -168,7 +170,7 @@ def _trial_rows(task: Task, instrumentation: Instrumentation, available: int) ->
 
 
 def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def loss(self: Task, output: Any, target: Any) -> Tensor:
+    def loss(self: Task, output: Any, target: Any) -> Any:
         target, ids = target
         recorder.record(ids)
         rows = range(len(ids))
@@ -178,9 +180,8 @@ def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder
         )
         if not instrumentation.loss or not cuttable:  # boxes and nodes are not rows
             return task.loss(output, target)
-        return torch.cat(
-            [task.loss(*tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target))) for i in rows]
-        )
+        several = (tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target)) for i in rows)
+        return torch.cat([loss_of(task, *one).values for one in several])
 
     return loss
 

@@ -17,7 +17,7 @@ from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
-from grappe.step.given import schedule_of
+from grappe.step.given import loss_of, schedule_of
 from grappe.step.precision import autocast
 from grappe.task import Task
 from grappe.verbs.verify.reference_batches import Batch, Rows
@@ -65,7 +65,7 @@ class ReferenceModel:
                     output = (
                         self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
                     )
-                    values = self._task.loss(output, rows.targets)
+                    values = loss_of(self._task, output, rows.targets).values
                     counts = self._task.counts(rows.targets)
                 weighted = (
                     values * counts if counts is not None else values * (len(rows.ids) / values.numel())

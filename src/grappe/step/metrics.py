@@ -1,0 +1,97 @@
+"""Metrics: a task's metrics over this process's samples, merged over the processes that saw others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.data.batch import Microbatch
+from grappe.data.collate import form
+from grappe.errors import TaskError
+from grappe.errors.user_code import at, sentence
+from grappe.launch.world import World
+from grappe.private_api.torch import tree_map
+from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
+from grappe.step.given import metrics_of
+from grappe.task import Task
+
+Number = float | list[float]
+
+
+class Metrics:
+    """The metrics of a task, made anew."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task = task
+        self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
+        for metric in self._metrics.values():
+            never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
+
+    def update(self, output: Any, micro: Microbatch) -> None:
+        """Adds a microbatch's samples.
+
+        Raises:
+            TaskError: a metric does not take the output and the targets.
+        """
+        for name, metric in self._metrics.items():
+            try:
+                metric.update(output, micro.targets)
+            except Exception as error:
+                raise TaskError(
+                    f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
+                    f"and a target {form(micro.targets)}: {sentence(error, self._task, 'metrics')}"
+                ) from error
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Returns each metric's state, on the CPU."""
+        return {name: _state(metric) for name, metric in self._metrics.items()}
+
+    def computed(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
+        """Computes each metric from the `states` of all processes that had a sample."""
+        found = {}
+        for name, metric in self._metrics.items():
+            _merge(metric, [states[name] for states in everyone])
+            found[name] = _number(self._task, name, metric.compute())
+        return found
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    return {name: tree_map(lambda leaf: leaf.cpu(), state) for name, state in metric.metric_state.items()}
+
+
+def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
+    """Merges several processes' states into the metric, each state by its own reduction.
+
+    Does the same as torchmetrics when it synchronises (Metric._sync_dist), but over given processes.
+    """
+    for name, reduce in reductions(metric).items():
+        values = [state[name] for state in states]
+        merged: Any = (
+            torch.stack(values)
+            if isinstance(values[0], Tensor)
+            else [one for value in values for one in value]
+        )
+        empty = isinstance(merged, list) and not merged
+        if reduce is not None and not empty:
+            merged = reduce(merged)
+        if isinstance(default_states(metric)[name], list) and isinstance(merged, Tensor):
+            merged = [merged]
+        setattr(metric, name, tree_map(lambda leaf: leaf.to(metric.device), merged))
+    states_were_set(metric)
+
+
+def _number(task: Task, name: str, value: Any) -> float | list[float]:
+    if not isinstance(value, Tensor):
+        raise TaskError(
+            f"the metric '{name}' computed {form(value)}: it must be a tensor; give metrics() each number by its name"
+            + at(task, "metrics")
+        )
+    return value.item() if value.numel() == 1 else value.tolist()

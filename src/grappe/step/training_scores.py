@@ -1,0 +1,107 @@
+"""TrainingScores: named losses, and metrics if wanted, over the training batches since the last evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grappe.data.batch import Microbatch
+from grappe.launch.world import World
+from grappe.private_api.torch import tree_map
+from grappe.step.metrics import Metrics, Number
+from grappe.step.scores import Scores
+from grappe.task import Task
+
+
+class _Slice(NamedTuple):
+    """What a process has seen."""
+
+    rank: int
+    """Of its data slice."""
+    samples: int
+    count: float
+    sums: dict[str, float]
+    states: dict[str, dict[str, Any]]
+
+
+class TrainingScores:
+    """Sums that stay on this process and its device until an evaluation, so that no step waits for them.
+
+    Args:
+        metrics: whether the task's metrics are computed over training batches, too.
+    """
+
+    def __init__(self, task: Task, world: World, *, metrics: bool) -> None:
+        self._world = world
+        self._metrics = Metrics(task, world) if metrics else None
+        self._last: Microbatch | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._samples = 0
+        self._count: Tensor | float = 0.0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, output: Any, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
+        """Adds a training microbatch; `named` are the sums of its named losses."""
+        # What an engine tries before its first step comes twice.
+        if not (named or self._metrics) or not micro.rows or micro is self._last:
+            return
+        self._last = micro
+        self._samples += micro.rows
+        self._count = self._count + (micro.rows if micro.weights is None else micro.weights.sum())
+        for name, total in named.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total.double()
+        if self._metrics is not None:
+            with torch.no_grad():
+                self._metrics.update(_detached(output, micro), _without_padding(micro))
+
+    def joined(self, scores: Scores) -> Scores:
+        """Returns an evaluation's scores with those of the training before it, and begins anew. Collective."""
+        if not (scores.losses or self._metrics):
+            return scores
+        mine = _Slice(
+            rank=self._world.data_rank,
+            samples=self._samples,
+            count=float(self._count),
+            sums={name: float(total) for name, total in self._sums.items()},
+            states=self._metrics.states() if self._metrics is not None else {},
+        )
+        # Stages before the last have seen no output, and tensor-parallel processes the same ones.
+        seen = {one.rank: one for one in self._world.gather(mine) if one.samples}
+        slices = [one for _, one in sorted(seen.items())]
+        self._clear()
+        found: dict[str, Number] = {}
+        if slices:
+            count = sum(one.count for one in slices) or 1.0
+            for name in slices[0].sums:
+                found[f"loss_{name}"] = math.fsum(one.sums[name] for one in slices) / count
+            if self._metrics is not None:
+                found.update(self._metrics.computed([one.states for one in slices]))
+        if self._metrics is not None:
+            self._metrics.reset()
+        training = {f"training_{name}": value for name, value in found.items()}
+        return dataclasses.replace(scores, metrics={**scores.metrics, **training})
+
+
+def _detached(output: Any, micro: Microbatch) -> Any:
+    """Returns the output of the samples' rows, without its graph."""
+    return tree_map(lambda leaf: _rows(leaf, micro), output)
+
+
+def _without_padding(micro: Microbatch) -> Microbatch:
+    if not micro.padding:
+        return micro
+    return micro._replace(targets=tree_map(lambda leaf: _rows(leaf, micro), micro.targets), padding=0)
+
+
+def _rows(leaf: Any, micro: Microbatch) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    return leaf[: micro.rows] if micro.padding and leaf.dim() and len(leaf) == micro.size else leaf

@@ -1,0 +1,138 @@
+"""Several losses by name, and metrics over the training batches: each sample once, under every kind of plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grappe.errors import TaskError
+from grappe.plan import Plan
+from grappe.step.given import loss_of
+from grappe.training.options import Options
+from grappe.training.run import Run
+from tests.parity.tasks import Images
+from tests.processes import Pool
+
+
+class Several(Images):
+    """Images with two losses."""
+
+    def loss(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:  # pyrefly: ignore
+        return {
+            "classes": F.cross_entropy(output, target, reduction="none"),
+            "size": 0.1 * output.square().mean(1),
+        }
+
+
+class Weighted(Several):
+    """The same, with samples that count more than others."""
+
+    def counts(self, target: Tensor) -> Tensor:
+        return 0.5 + target
+
+
+class Whole(Several):
+    """The same as a loss of the whole batch."""
+
+    whole_batch_loss = True
+
+
+PLANS = [
+    "",
+    "microbatches=3",
+    "replicate=3,microbatches=2",
+    "shard=2,recompute",
+    "exact=4,replicate=2",
+    "pipeline=2,microbatches=2",
+    "pipeline=2,microbatches=2,replicate=2",
+    "engine=textbook,replicate=2",
+    "engine=lightning,replicate=2",
+    "engine=lightning,microbatches=2",
+    "engine=deepspeed,shard=2,microbatches=2",
+    "engine=horovod,replicate=2",
+]
+
+
+def evaluations(pool: Pool, task: Images, plan: str, folder: Path, **options: bool) -> list[dict]:
+    made = Options(**options)
+    pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, folder, made, None)
+    return list(Run(folder).records())
+
+
+FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [(Several, plan) for plan in PLANS] + [(kind, plan) for kind in (Weighted, Whole) for plan in FEW],
+)
+def test_losses_add_up_and_metrics_see_every_training_sample_once(
+    pool: Pool, tmp_path: Path, kind: type[Several], plan: str
+) -> None:
+    records = evaluations(pool, kind(), plan, tmp_path / "run", training_metrics=True)
+    scored = [one for one in records if one["kind"] == "evaluation"]
+    assert len(scored) == 2
+    for number, one in enumerate(scored):
+        assert one["loss_classes"] + one["loss_size"] == pytest.approx(one["loss"], rel=1e-6)
+        assert one["seen"] == one["training_seen"] == 29
+        assert 0 <= one["training_accuracy"] <= 1 and len(one["training_each"]) == 5
+        steps = [step for step in records if step["kind"] == "step"][3 * number : 3 * number + 3]
+        if kind is not Weighted:  # each batch counts as many as it has samples
+            sizes = [12, 12, 5]
+            mean = sum(step["loss"] * size for step, size in zip(steps, sizes, strict=True)) / 29
+            both = one["training_loss_classes"] + one["training_loss_size"]
+            assert both == pytest.approx(mean, rel=1e-5)
+
+
+def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
+    found = [
+        evaluations(pool, Weighted(), plan, tmp_path / f"run-{number}", training_metrics=True)[-1]
+        for number, plan in enumerate(("", "replicate=2,microbatches=2", "pipeline=2,microbatches=2"))
+    ]
+    for one in found[1:]:
+        for name, value in found[0].items():
+            if name.startswith(("loss", "training_loss", "training_accuracy")):
+                assert one[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_without_the_option_there_are_only_losses(pool: Pool, tmp_path: Path) -> None:
+    last = evaluations(pool, Several(), "replicate=2", tmp_path / "run")[-1]
+    assert "training_loss_size" in last and "training_accuracy" not in last
+    plain = evaluations(pool, Images(), "replicate=2", tmp_path / "plain")[-1]
+    assert not any(name.startswith(("loss_", "training_")) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "empty dictionary"),
+        ({"a b": torch.ones(2)}, "has the name 'a b'"),
+        ({1: torch.ones(2)}, "has the name 1"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, "different shapes"),
+        ({"a": torch.ones(2), "b": 1.0}, "returned float for 'b'"),
+        ({"a": torch.ones(2, dtype=torch.int64)}, "returned torch.int64 for 'a'"),
+    ],
+)
+def test_what_is_no_dictionary_of_losses_is_refused(given: dict, words: str) -> None:
+    class Wrong(Images):
+        def loss(self, output: object, target: object) -> dict:  # pyrefly: ignore
+            return given
+
+    with pytest.raises(TaskError, match=words):
+        loss_of(Wrong(), None, None)
+
+
+def test_a_metric_and_a_loss_of_one_name_are_refused(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="both called 'loss_size'"):
+        evaluations(pool, Clashing(), "", tmp_path / "run")
+
+
+class Clashing(Several):
+    """A metric that is called as a loss is shown."""
+
+    def metrics(self) -> dict:
+        return {"loss_size": super().metrics()["accuracy"]}
