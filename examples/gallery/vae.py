@@ -48,6 +48,3 @@ class Vae(grappe.Task):
 
     def prediction(self, output):
         return {"mean": output["mean"], "deviation": (output["log_variance"] / 2).exp()}
-
-    def units(self, model):
-        return [model.encode, model.decode]
