@@ -47,6 +47,11 @@ def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     assert found["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
 
 
+def test_verify_takes_outputs_that_are_padded_to_the_longest_of_a_batch(pool: Pool) -> None:
+    found = table.verified(pool, "ctc", ("replicate=2",))
+    assert found["replicate=2"]["verdict"] == "same"
+
+
 def test_every_task_and_plan_is_in_the_table() -> None:
     found = gallery_files.known()["verify"]
     assert tuple(found) == gallery_files.NAMES
