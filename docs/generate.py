@@ -69,17 +69,18 @@ def gallery_parity() -> str:
     found = _measured("verify")
     plans = list(next(iter(found.values())))
     lines = [f"| task | {' | '.join(f'`{plan}`' for plan in plans)} |", "|---" * (len(plans) + 1) + "|"]
-    reasons = []
+    reasons: list[str] = []
     for name, judged in found.items():
         cells = []
-        for plan, one in judged.items():
-            same = one["verdict"] == "same"
+        for one in judged.values():
             word = one["verdict"].replace("these", "…").replace("failed", "refused")
-            cells.append(word if same else f"{word} ({len(reasons) + 1})")
-            if not same:
-                reasons.append(f"{len(reasons) + 1}. `{name}`, `{plan}`: {'; '.join(one['why'])}")
+            if word != "same":
+                reason = f"`{name}`: {'; '.join(one['why'])}"
+                reasons += [reason] * (reason not in reasons)
+                word += f" ({reasons.index(reason) + 1})"
+            cells.append(word)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *reasons])
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
 
 
 def gallery_speed() -> str:
