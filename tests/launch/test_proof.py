@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -16,8 +18,6 @@ from grappe.plan import Plan
 
 def join_as(process: ProcessRank, rendezvous_folder: Path, secrets: list[str], folder: str = "") -> str:
     """Joins with the secret that each has; what went wrong."""
-    import dataclasses
-
     place = rendezvous_folder / folder
     place.mkdir(exist_ok=True)
     known = dataclasses.replace(process, secret=secrets[process.rank])
@@ -47,6 +47,35 @@ def test_one_who_does_not_know_it_is_found_out_by_all(pool) -> None:
             f"process {rank} of 3 is connected to a program that is not process 2 of this start" in told[rank]
         )
     assert "is not process 0 of this start" in told[2]
+
+
+def join_beside_a_stranger(process: ProcessRank, rendezvous_folder: Path, folder: str, stranger: int) -> str:
+    """Joins a mesh; another program stands in the place of process `stranger` in the smaller groups alone."""
+    place = rendezvous_folder / folder
+    place.mkdir(exist_ok=True)
+    groups, prove = [], proof.prove
+
+    def planted(process: ProcessRank, secret: str, group: dist.ProcessGroup | None = None) -> None:
+        groups.append(dist.get_process_group_ranks(group) if group is not None else [])
+        prove(process, "theirs" if group is not None and process.rank == stranger else secret, group)
+
+    known = dataclasses.replace(process, secret="ours")
+    with mock.patch.object(proof, "prove", planted):
+        try:
+            world = join(Plan.parse("replicate=2,shard=2,threads=1,device=cpu"), known, place)
+        except ProcessDied as error:
+            dist.destroy_process_group()
+            return str(error)
+    world.leave()
+    return f"joined, and proven in {groups}"
+
+
+def test_smaller_groups_are_proven_too(pool) -> None:
+    found = pool.run("tests.launch.test_proof:join_beside_a_stranger", 4, "d", -1)
+    assert found[1] == "joined, and proven in [[], [1, 3], [0, 1]]"
+    found = pool.run("tests.launch.test_proof:join_beside_a_stranger", 4, "e", 3)
+    assert "process 1 of 4 is connected to a program that is not process 3 of this start" in found[1]
+    assert not any("joined" in one for one in found[1:])
 
 
 def test_without_a_commands_secret_a_file_has_it(pool) -> None:

@@ -139,10 +139,27 @@ def runs(
     /,
     *,
     base: BaseFolder = Path("runs"),
+    race: Annotated[
+        str | None,
+        Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, loss=0.1."),
+    ] = None,
+    by: Annotated[
+        Literal["time", "samples", "gpu-hours", "core-hours", "energy"],
+        Parameter(help="With --race: what they are ranked by."),
+    ] = "time",
 ) -> int:
     """List the runs, or describe one: its task, plan, progress and checkpoints."""
     from grappe.verbs.runs import describe, listing
 
+    if race is not None:
+        from grappe.verbs.race import board, target_of
+        from grappe.verbs.race import race as verb
+
+        if run is not None:
+            raise UsageError("--race ranks all runs of a folder: leave RUN out, and say --base FOLDER")
+        target = target_of(race)
+        show(board(verb(base, target), target, by))
+        return EXIT_OK
     show(describe(run) if run is not None else listing(base))
     return EXIT_OK
 

@@ -19,7 +19,7 @@ from grappe.errors import ProcessDied, RunError
 from grappe.launch import files as safe
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
 
     from grappe.launch.rank import ProcessRank
 
@@ -73,8 +73,8 @@ def _awaited(file: Path) -> str:
     return ""
 
 
-def prove(process: ProcessRank, secret: str) -> None:
-    """Exchanges proofs with every other process of the default group, and checks theirs. Collective.
+def prove(process: ProcessRank, secret: str, group: ProcessGroup | None = None) -> None:
+    """Exchanges proofs with every other process of a group, by default of all, and checks theirs. Collective over it.
 
     Raises:
         ProcessDied: one has none that holds: it is not of this start.
@@ -82,26 +82,28 @@ def prove(process: ProcessRank, secret: str) -> None:
     import torch
     import torch.distributed as dist
 
-    size, rank = process.size, process.rank
+    members = list(range(process.size)) if group is None else dist.get_process_group_ranks(group)
+    size, rank = len(members), members.index(process.rank)
     nonces = [torch.empty(BYTES, dtype=torch.uint8) for _ in range(size)]
     mine = torch.frombuffer(bytearray(secrets.token_bytes(BYTES)), dtype=torch.uint8)
-    _finished(process, dist.all_gather(nonces, mine, async_op=True))
+    _finished(process, dist.all_gather(nonces, mine, group=group, async_op=True))
     words = [bytes(row.tolist()) for row in nonces]
 
     def shown(one: int, other: int) -> bytes:
         """Returns the digest that process `one` shows to process `other`."""
-        text = f"{one} to {other} of {size} ".encode() + words[one] + words[other]
+        text = f"{one} to {other} of {members} ".encode() + words[one] + words[other]
         return hmac.digest(secret.encode(), text, "sha256")
 
     given = torch.frombuffer(
         bytearray(b"".join(shown(rank, other) for other in range(size))), dtype=torch.uint8
     )
     taken = torch.empty_like(given)
-    _finished(process, dist.all_to_all_single(taken, given, async_op=True))
+    _finished(process, dist.all_to_all_single(taken, given, group=group, async_op=True))
     for other, row in enumerate(taken.view(size, BYTES)):
         if not hmac.compare_digest(bytes(row.tolist()), shown(other, rank)):
             raise ProcessDied(
-                f"process {rank} of {size} is connected to a program that is not process {other} of this start: "
+                f"process {process.rank} of {process.size} is connected to a program that is not process "
+                f"{members[other]} of this start: "
                 "somebody else on this machine or its network has answered in its place. Start again; if it comes "
                 "again, tell those who run the machine"
             )

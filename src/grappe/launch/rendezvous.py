@@ -33,8 +33,8 @@ def start(
     device: torch.device,
     rendezvous_folder: Path,
     timeout: timedelta = TIMEOUT,
-) -> None:
-    """Makes torch's default process group. Collective.
+) -> str:
+    """Makes torch's default process group; returns the secret that its processes share, if any. Collective.
 
     Args:
         rendezvous_folder: a folder shared by all processes, where process 0 publishes its address.
@@ -73,8 +73,11 @@ def start(
     if process.rank == 0:
         with contextlib.suppress(OSError):
             safe.remove(address)  # all are connected, so all have read it
-    if process.size > 1 and backend != "mpi":  # whose launcher connects the processes itself
-        proof.prove(process, process.secret or proof.shared_secret(process, store, rendezvous_folder))
+    if process.size == 1 or backend == "mpi":  # whose launcher connects the processes itself
+        return ""
+    secret = process.secret or proof.shared_secret(process, store, rendezvous_folder)
+    proof.prove(process, secret)
+    return secret
 
 
 def claims_error_report(process: ProcessRank) -> bool:

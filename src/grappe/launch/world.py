@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
-from grappe.launch import rendezvous
+from grappe.launch import proof, rendezvous
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
 
@@ -176,8 +176,10 @@ def join(
     if process.size == 1 and plan.offload == "none":
         return World(process=process, device=device, threads=threads)
     backend = choose_backend(plan, device)
-    rendezvous.start(process, backend, device, rendezvous_folder, timeout)
-    return _with_mesh(plan, process, device, threads, backend)
+    secret = rendezvous.start(process, backend, device, rendezvous_folder, timeout)
+    world = _with_mesh(plan, process, device, threads, backend)
+    _prove_smaller_groups(world, backend, secret)
+    return world
 
 
 def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
@@ -225,6 +227,24 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
             f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out"
         )
     return backend
+
+
+def _prove_smaller_groups(world: World, backend: str, secret: str) -> None:
+    """Checks the other ends of each group's own connections; NCCL checks its own by its unique id."""
+    import torch.distributed as dist
+
+    if not secret or world.mesh is None:
+        return
+    groups = [world.control]
+    if backend == "gloo":
+        degrees = zip(AXES, world.mesh.shape, strict=True)
+        groups += [world.mesh[axis].get_group() for axis, degree in degrees if degree > 1]
+        groups.append(world.data_group)
+    proven = [dist.group.WORLD]
+    for group in groups:
+        if group is not None and group not in proven:
+            proof.prove(world.process, secret, group)
+            proven.append(group)
 
 
 def _with_mesh(plan: Plan, process: ProcessRank, device: torch.device, threads: int, backend: str) -> World:

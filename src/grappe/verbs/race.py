@@ -1,0 +1,181 @@
+"""grappe runs --race: ranks runs by what they took to reach a score: time, samples, GPU-hours, core-hours or energy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from grappe.errors import RunError, UsageError
+from grappe.errors.foreign_text import number
+from grappe.training.run import Run, all_runs
+
+By = Literal["time", "samples", "gpu-hours", "core-hours", "energy"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A score that runs are to reach."""
+
+    name: str
+    value: float
+
+    @property
+    def is_loss(self) -> bool:
+        """Returns whether the score is a loss, which is to fall."""
+        return self.name.removeprefix("training_").startswith("loss")
+
+    def reached(self, score: float) -> bool:
+        """Returns whether `score` is as good as the target."""
+        return score <= self.value if self.is_loss else score >= self.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A run on the board."""
+
+    run: str
+    task: str
+    plan: str
+    hardware: str
+    best: float
+    """The best score of all its evaluations."""
+    costs: dict[str, float | None] | None
+    """Until the target, by name: seconds of steps, samples, hours, joules; None: unknown. None: it is not reached."""
+
+
+def target_of(text: str) -> Target:
+    """Reads `accuracy=0.97`.
+
+    Raises:
+        UsageError: it is no name and number.
+    """
+    name, _, value = text.partition("=")
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not name.strip() or not math.isfinite(found):
+        raise UsageError(f"--race={text}: give a score and a number that it is to reach, as in accuracy=0.97")
+    return Target(name=name.strip(), value=found)
+
+
+def race(base: Path, target: Target) -> list[Entry]:
+    """Returns an entry for each run under `base` whose evaluations have the score.
+
+    Raises:
+        RunError: none has it.
+    """
+    known: set[str] = set()
+    entries = [entry for run in all_runs(base) if (entry := _entry(run, target, known)) is not None]
+    if not entries:
+        names = ", ".join(sorted(known - {"kind", "step", "samples", "count"}))
+        raise RunError(
+            f"no run in {base} has a score called '{target.name}': "
+            + (f"there are {names}" if names else "none has been evaluated")
+        )
+    return entries
+
+
+def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
+    try:
+        about = run.read_description()
+    except RunError:
+        return None
+    scored = []
+    for record in run.records("evaluation"):
+        known.update(record)
+        step, score = record.get("step"), record.get(target.name)
+        if isinstance(step, int) and isinstance(score, int | float) and math.isfinite(score):
+            scored.append((step, float(score)))
+    if not scored:
+        return None
+    crossing = _crossing(scored, target)
+    processes = about.get("processes") or 1
+    scores = [score for _, score in scored]
+    return Entry(
+        run=run.folder.name,
+        task=Path(str(about.get("task"))).stem,
+        plan=str(about.get("plan") or "one process"),
+        hardware=f"{processes} x {about.get('processor') or about.get('device')}",
+        best=min(scores) if target.is_loss else max(scores),
+        costs=None if crossing is None else _costs(run, about, crossing),
+    )
+
+
+def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:
+    """Returns the step, between two evaluations in proportion, at which the target is first reached."""
+    before: tuple[int, float] | None = None
+    for step, score in scored:
+        if target.reached(score):
+            if before is None or score == before[1]:
+                return float(step)
+            share = (target.value - before[1]) / (score - before[1])
+            return before[0] + share * (step - before[0])
+        before = (step, score)
+    return None
+
+
+def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float | None]:
+    """Returns what the run took until step `crossing`; of hours and joules, its share by the seconds of steps."""
+    until = whole = samples = 0.0
+    for record in run.records("step"):
+        step, seconds = number(record.get("step")), number(record.get("seconds"))
+        share = min(1.0, max(0.0, crossing - (step - 1)))  # of this step's work
+        until, whole = until + share * seconds, whole + seconds
+        if share == 1.0:
+            samples = number(record.get("samples"))
+    used: Any = about.get("used")
+    used = used if isinstance(used, dict) else {}
+    part = until / whole if whole else 0.0
+    joules = used.get("joules")
+    measured = (
+        [one for one in joules.values() if isinstance(one, int | float)] if isinstance(joules, dict) else []
+    )
+    return {
+        "time": until,
+        "samples": samples,
+        "gpu-hours": part * number(used.get("gpu_hours")) if used else None,
+        "core-hours": part * number(used.get("core_hours")) if used else None,
+        "energy": part * sum(measured) if measured else None,
+    }
+
+
+def board(entries: list[Entry], target: Target, by: By) -> Table:
+    """Makes the board: those that reached the target by their costs, then the others by their best score."""
+    sign = "<=" if target.is_loss else ">="
+    table = Table(
+        "", "run", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours", "core-hours",
+        "energy", "plan", "hardware", box=None, padding=(0, 2, 0, 0),
+    )  # fmt: skip
+
+    def order(entry: Entry) -> tuple[bool, float]:
+        if entry.costs is None:
+            return True, entry.best if target.is_loss else -entry.best
+        cost = entry.costs[by]
+        return False, math.inf if cost is None else cost
+
+    place = 0
+    for entry in sorted(entries, key=order):
+        costs = entry.costs
+        place += costs is not None
+        cells = ["", "", "", "", ""] if costs is None else _cells(costs)
+        reached = f"best {entry.best:.4f}" if costs is not None else f"not reached, best {entry.best:.4f}"
+        table.add_row(
+            str(place) if costs is not None else "-", entry.run, entry.task, reached, *cells, entry.plan, entry.hardware
+        )  # fmt: skip
+    return table
+
+
+def _cells(costs: dict[str, float | None]) -> list[str]:
+    forms = {
+        "time": "{:.1f} s",
+        "samples": "{:,.0f}",
+        "gpu-hours": "{:.3g}",
+        "core-hours": "{:.3g}",
+        "energy": "{:,.0f} J",
+    }
+    return ["unknown" if costs[name] is None else form.format(costs[name]) for name, form in forms.items()]

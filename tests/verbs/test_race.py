@@ -1,0 +1,110 @@
+"""A race: runs by what they took to reach a score, in proportion between two evaluations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grappe.cli.commands import main
+from grappe.errors import RunError, UsageError
+from grappe.verbs.race import Target, board, race, target_of
+
+ACCURACY = Target(name="accuracy", value=0.9)
+
+
+def make(base: Path, name: str, scores: dict[int, float], seconds: float = 0.5, **more: Any) -> None:
+    """Writes a run of 40 steps of 10 samples, evaluated at some of them."""
+    folder = base / name
+    folder.mkdir(parents=True)
+    about = {"task": "digits", "plan": "replicate=2", "processes": 2, "processor": "a core", **more}
+    (folder / "run.json").write_text(json.dumps(about))
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 41):
+        lines.append({"kind": "step", "step": step, "samples": 10 * step, "loss": 1.0, "seconds": seconds})
+        if step in scores:
+            lines.append(
+                {"kind": "evaluation", "step": step, "loss": 1 - scores[step], "accuracy": scores[step]}
+            )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_costs_are_those_until_the_crossing(tmp_path: Path) -> None:
+    used = {"gpu_hours": 4.0, "core_hours": 8.0, "joules": {"processors": 100.0, "gpu": "not measurable"}}
+    make(tmp_path, "one", {10: 0.8, 20: 1.0, 40: 0.5}, used=used)
+    [entry] = race(tmp_path, ACCURACY)
+    # Between steps 10 and 20 in proportion: step 15 of 40.
+    assert entry.costs == pytest.approx(
+        {"time": 7.5, "samples": 150, "gpu-hours": 1.5, "core-hours": 3.0, "energy": 37.5}
+    )
+    assert entry.best == 1.0 and entry.hardware == "2 x a core"
+    [entry] = race(tmp_path, Target(name="loss", value=0.1))
+    assert entry.costs is not None and entry.costs["time"] == pytest.approx(7.5) and entry.best == 0.0
+
+
+def test_a_first_evaluation_that_is_there_already_counts_whole(tmp_path: Path) -> None:
+    make(tmp_path, "one", {10: 0.95})
+    [entry] = race(tmp_path, ACCURACY)
+    assert entry.costs is not None and entry.costs["time"] == 5.0 and entry.costs["energy"] is None
+
+
+def test_those_who_reach_it_come_first_and_by_what_is_asked(tmp_path: Path) -> None:
+    make(tmp_path, "slow", {20: 0.95}, seconds=2.0)
+    make(tmp_path, "quick", {40: 0.95}, seconds=0.1)
+    make(tmp_path, "never", {40: 0.7})
+    make(tmp_path, "nearly", {40: 0.85})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    entries = race(tmp_path, ACCURACY)
+    by_time, by_samples = (list(board(entries, ACCURACY, by).columns[1].cells) for by in ("time", "samples"))
+    assert by_time == ["quick", "slow", "nearly", "never"]
+    assert by_samples == ["slow", "quick", "nearly", "never"]
+    assert list(board(entries, ACCURACY, "time").columns[0].cells) == ["1", "2", "-", "-"]
+
+
+def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
+    make(tmp_path, "one", {10: 0.8, 20: 1.0}, used=["no", "dictionary"])
+    with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"kind": "evaluation", "step": "x", "accuracy": NaN}\n{"kind": "evaluation", "accuracy": []}\n{'
+        )
+    [entry] = race(tmp_path, ACCURACY)
+    assert entry.costs is not None and entry.costs["gpu-hours"] is None
+
+
+@pytest.mark.parametrize("text", ["accuracy", "accuracy=", "=0.9", "accuracy=much", "accuracy=nan"])
+def test_what_is_no_target_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"accuracy=0\.97"):
+        target_of(text)
+
+
+def test_a_score_that_no_run_has_is_answered_with_those_there_are(tmp_path: Path) -> None:
+    make(tmp_path, "one", {10: 0.8})
+    with pytest.raises(RunError, match="called 'acuracy': there are accuracy, loss"):
+        race(tmp_path, Target(name="acuracy", value=0.9))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--race", "accuracy=0.9", "--by", "samples"), 0),
+        (("--race", "accuracy"), 2),
+        (("one", "--race", "a=1"), 2),
+    ],
+)
+def test_from_the_command_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    code: int,
+) -> None:
+    make(tmp_path, "one", {10: 0.8, 20: 1.0})
+    monkeypatch.setattr("sys.argv", ["grappe", "runs", *words, "--base", str(tmp_path)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert code or "150" in capsys.readouterr().out
