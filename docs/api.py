@@ -19,7 +19,7 @@ from grappe.verbs.catalogue import plan_markdown
 
 PAGE = Path(__file__).with_name("api.md")
 # Beside grappe itself: each says in __all__ what is public.
-MODULES = ("grappe.data", "grappe.optimizers", "grappe.slurm")
+MODULES = ("grappe.data", "grappe.data.augment", "grappe.optimizers", "grappe.slurm")
 # What public functions return: these attributes are public, the classes are not for importing.
 RETURNED = {
     "grappe.training.run:Run": (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.task import Task
+from grappe.task import Download, Task
 
 if TYPE_CHECKING:
     from grappe.data.arrays import Arrays, normalise
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Arrays",
+    "Download",
     "GrappeError",
     "Loop",
     "Options",

@@ -23,6 +23,27 @@ if TYPE_CHECKING:
 
 
 SPLITS = ("train", "validation", "test")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Download:
+    """A file that a task's data come from: what `grappe fetch` downloads, and how it is known to be right.
+
+    It is put below the data folder. Of an archive (.tar, .tar.gz) the `members` are put there in its place.
+    """
+
+    url: str
+    """An https address."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """Checksum: 64 hexadecimal digits."""
+    folder: str = ""
+    """Folder below the data folder; the name is the last part of `url`."""
+    members: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Of an archive: the names of the files to take out, with their bytes."""
+
+
 Call = Callable[[Any, Any], Any]
 """A model and a batch of inputs to the model's output: `Task.forward`."""
 
@@ -44,6 +65,8 @@ class Task:
     """Bound on the gradient's global norm."""
     ema: float | None = None
     """Decay of a moving average of the weights, 0.999 say, which is then evaluated, loaded and exported."""
+    downloads: ClassVar[tuple[Download, ...]] = ()
+    """Files that `grappe fetch` downloads for `data`, on a machine with internet."""
     whole_batch_loss: ClassVar[bool] = False
     """Set where `loss` compares samples (CLIP, SimCLR): it then gets the global batch's outputs and targets."""
 

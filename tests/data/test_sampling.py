@@ -168,3 +168,35 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(TaskError, match=words):
             DrawnSamples(sampling, 3)
+
+
+@pytest.mark.parametrize(("length", "batch_size", "copies"), [(60, 12, 3), (61, 8, 2), (7, 8, 4), (40, 6, 3)])
+def test_copies_of_a_sample_share_its_batch(length: int, batch_size: int, copies: int) -> None:
+    """Repeated augmentation: Hoffer et al. 2020, "Augment your batch"; an epoch is as long as without."""
+    order = order_of(Sampling(copies=copies), length, batch_size)
+    assert order.length == length
+    seen: list[int] = []
+    for step in range(order.steps_per_epoch):
+        ids = order.ids(1, step)
+        samples = order.samples(ids)
+        distinct = batch_size // copies
+        if len(ids) == batch_size:
+            assert all(count == copies for count in Counter(samples.tolist()).values())
+            if distinct > 1:
+                partners = np.arange(batch_size) ^ 1
+                assert (samples != samples[partners]).all()
+        assert len(set(ids.tolist())) == len(ids)  # another key for each copy
+        assert not set(samples.tolist()) & set(seen)
+        seen += samples.tolist()
+    assert not np.array_equal(epoch_of(order, 1), epoch_of(order, 2))
+    for start, stop in ((0, 5), (3, length), (length - 1, length)):
+        assert np.array_equal(order.order(1, start, stop), epoch_of(order, 1)[start:stop])
+
+
+def test_copies_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(TaskError, match="batch_size=8 is no multiple of"):
+        order_of(Sampling(copies=3), 30, 8).ids(0, 0)
+    with pytest.raises(TaskError, match="copies=0"):
+        order_of(Sampling(copies=0), 30)
+    with pytest.raises(TaskError, match="give it alone"):
+        order_of(Sampling(copies=2, samples=10), 30)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, exporting, images, learning, measuring, tuning, verify
+from grappe.cli import cluster, exporting, fetching, images, learning, measuring, tuning, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.application import app
 from grappe.cli.arguments import (
@@ -217,6 +217,7 @@ learning.register(app)
 tuning.register(app)
 exporting.register(app)
 images.register(app)
+fetching.register(app)
 cluster.register(app)
 
 

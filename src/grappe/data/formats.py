@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 import zlib
 from collections.abc import Sequence
@@ -32,7 +33,12 @@ _PIXELS = 3 * _SIDE * _SIDE
 
 
 def locate(
-    names: Sequence[str], folder: Path, inside: Sequence[str], source: str, endings: Sequence[str] = ("",)
+    names: Sequence[str],
+    folder: Path,
+    inside: Sequence[str],
+    source: str,
+    endings: Sequence[str] = ("",),
+    task: str = "",
 ) -> list[Path]:
     """Finds the files `names` in the first of the folders `inside` `folder` that has all of them.
 
@@ -40,6 +46,7 @@ def locate(
         inside: folders below `folder` to look in; "" is `folder` itself.
         source: the files' download address, for the message.
         endings: suffixes that a name may have, in order of preference: ("", ".gz").
+        task: the name that `grappe fetch` downloads them by, for the message.
 
     Raises:
         DataError: no folder has all files; the message is about the folder that has the most.
@@ -54,14 +61,25 @@ def locate(
         if len(names) - len(there) < len(absent):
             absent = [name for name, path in zip(names, found, strict=True) if path is None]
             where = place
-    raise missing(absent, where, source)
+    command = f"grappe fetch {task} --data {shlex.quote(str(folder))}" if task else ""
+    raise missing(absent, where, source, command)
 
 
-def missing(files: Sequence[str], folder: Path, source: str) -> DataError:
-    """Returns the error that names the files missing in `folder`, their source, and the folder to put them in."""
+def missing(files: Sequence[str], folder: Path, source: str, command: str = "") -> DataError:
+    """Returns the error that names the files missing in `folder`, their source, and the folder to put them in.
+
+    Args:
+        command: what downloads them.
+    """
+    there = f"not found in {folder.absolute()}: {', '.join(files)}. "
+    if command:
+        return DataError(
+            f"{there}Where there is internet, on a login node say: {command}. Or unpack them there from {source}, or "
+            "name their folder with --data"
+        )
     return DataError(
-        f"not found in {folder.absolute()}: {', '.join(files)}. They come from {source}. Unpack them there, "
-        "or name their folder with --data. Compute nodes often have no internet: fetch them on a login node"
+        f"{there}They come from {source}. Unpack them there, or name their folder with --data. Compute nodes often "
+        "have no internet: fetch them on a login node"
     )
 
 

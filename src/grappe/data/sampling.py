@@ -41,6 +41,8 @@ class Sampling:
     """Samples an epoch, n; None: as many as the dataset has."""
     window: int = 64
     """Batches that are sorted by length together: more waste less on padding, fewer mix better."""
+    copies: int = 1
+    """Copies of each sample in its batch, augmented independently: repeated augmentation. An epoch has fewer."""
 
 
 class DrawnSamples:
@@ -55,9 +57,10 @@ class DrawnSamples:
     def __init__(self, sampling: Sampling, length: int) -> None:
         self.length = length
         self.samples = length if sampling.samples is None else sampling.samples
-        self._window, self._shuffle = sampling.window, sampling.shuffle
+        self._window, self._shuffle, self._copies = sampling.window, sampling.shuffle, sampling.copies
         if self.samples < 1 or self._window < 1:
             raise TaskError("sampling(): samples and window must be at least 1")
+        _check_copies(sampling)
         weights = _weights(sampling, length)
         self._lengths = None if sampling.lengths is None else _column("lengths", sampling.lengths, length)
         if weights is None and self.samples != length:
@@ -71,6 +74,8 @@ class DrawnSamples:
         digest = xxhash.xxh3_64(
             f"{self.samples} {self._window if self._lengths is not None else 0} {self._shuffle}".encode()
         )
+        if self._copies > 1:
+            digest.update(f"copies {self._copies}".encode())
         for column in (self._bounds, self._lengths):
             digest.update(b"" if column is None else np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
@@ -78,10 +83,12 @@ class DrawnSamples:
     @property
     def repeats(self) -> bool:
         """Returns whether a sample may come several times an epoch, or never."""
-        return self._bounds is not None
+        return self._bounds is not None or self._copies > 1
 
     def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
         """Returns the ids at positions `start` to `stop` of an epoch's order: int64 (stop - start,)."""
+        if self._copies > 1:
+            return self._copied(seed, epoch, start, stop, batch_size)
         if self._lengths is None:
             return self._at(seed, epoch, start, stop)
         size = self._window * batch_size
@@ -108,6 +115,22 @@ class DrawnSamples:
         first -= (first > 0) & (self._owners(np.maximum(first - 1, 0), offset) == samples)
         return samples + (slots - first) * self.length
 
+    def _copied(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
+        """The ids where a batch has its samples once, then all of them again.
+
+        So rows that are mixed with each other are copies of two samples, where a batch has two.
+        """
+        if batch_size % self._copies:
+            raise TaskError(
+                f"batch_size={batch_size} is no multiple of sampling()'s copies={self._copies}: choose one that is"
+            )
+        batches, within = np.divmod(np.arange(start, stop, dtype=np.int64), batch_size)
+        copies, places = np.divmod(within, batch_size // self._copies)
+        slots = batches * (batch_size // self._copies) + places
+        if self._shuffle:
+            slots = permute(slots, key=mix(seed, epoch), length=self.length)
+        return slots + copies * self.length
+
     def _owners(self, slots: NDArray[np.int64], offset: float) -> NDArray[np.int64]:
         assert self._bounds is not None
         return np.minimum(np.searchsorted(self._bounds, slots + offset, side="right"), self._last)
@@ -126,6 +149,14 @@ class DrawnSamples:
         if full:
             batches = batches[permute(np.arange(full), key=key, length=full)]
         return ids[np.concatenate([np.sort(batches, axis=1).ravel(), short])]
+
+
+def _check_copies(sampling: Sampling) -> None:
+    if sampling.copies < 1:
+        raise TaskError(f"sampling(): copies={sampling.copies}: it must be at least 1")
+    others = (sampling.weights, sampling.classes, sampling.lengths, sampling.samples)
+    if sampling.copies > 1 and any(one is not None for one in others):
+        raise TaskError("sampling(): copies goes with no weights, classes, lengths or samples: give it alone")
 
 
 def _weights(sampling: Sampling, length: int) -> NDArray[np.float64] | None:

@@ -6,20 +6,31 @@ Shapes: B images of a slice.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from grappe import Arrays, Task, draw, mixup_pairs, normalise
+from grappe import Arrays, Download, Task, normalise
+from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
+from grappe.tasks.images.accuracy import Accuracy
+from grappe.tasks.images.resnet import convolution, resnet
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
-PADDING = 4  # pixels
+ARCHIVE = Download(
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    size=170_052_171,
+    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    members={
+        f"cifar-10-batches-bin/{name}.bin": 30_730_000
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+    },
+)
 
 
 class Small(nn.Sequential):
@@ -35,44 +46,15 @@ class Small(nn.Sequential):
         )
 
 
-class Residual(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut, which is a 1 x 1 convolution if the shape changes."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            *_convolution(before, after, 3, stride), nn.ReLU(), *_convolution(after, after, 3, 1)
-        )
-        alike = stride == 1 and before == after
-        self.shortcut = nn.Identity() if alike else nn.Sequential(*_convolution(before, after, 1, stride))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.path(x) + self.shortcut(x))
-
-
-class ResNet18(nn.Sequential):
+def resnet18() -> nn.Sequential:
     """He et al. (2015), "Deep residual learning", for 32 x 32 images: 3 x 3 stem, no pooling."""
-
-    def __init__(self) -> None:
-        widths = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
-        blocks = [
-            block
-            for before, after, stride in widths
-            for block in (Residual(before, after, stride), Residual(after, after, 1))
-        ]
-        stem = nn.Sequential(*_convolution(3, 64, 3, 1), nn.ReLU())
-        super().__init__(
-            stem, *blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-        )
-
-
-def _convolution(before: int, after: int, side: int, stride: int) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(before, after, side, stride, side // 2, bias=False), nn.BatchNorm2d(after)
+    return resnet(18, 10, nn.Sequential(*convolution(3, 64, 3, 1), nn.ReLU()))
 
 
 class Cifar10(Task):
     """CIFAR-10 with a small network, or a ResNet-18 (try momentum=0.9 weight_decay=5e-4 flip_and_crop)."""
 
+    downloads: ClassVar[tuple[Download, ...]] = (ARCHIVE,)
     epochs: int = 10
     batch_size: int = 512
     lr: float = 0.1
@@ -91,22 +73,21 @@ class Cifar10(Task):
             raise TaskError(f"mixup={self.mixup},holdout={self.holdout}: both are shares, from 0 to 1")
 
     def model(self) -> nn.Module:
-        return Small() if self.network == "small" else ResNet18()
+        return Small() if self.network == "small" else resnet18()
 
     def data(self, split: str, folder: Path) -> Arrays:
         test = split == "test" or (split == "validation" and self.holdout == 0)
         names = ["test_batch"] if test else [f"data_batch_{number}" for number in range(1, 6)]
-        paths = locate(names, folder, PLACES, SOURCE, endings=(".bin", ""))
+        paths = locate(names, folder, PLACES, SOURCE, endings=(".bin", ""), task="cifar10")
         images, labels = (cifar10_binary if paths[0].suffix == ".bin" else cifar10_python)(paths)
         cut = len(labels) - round(len(labels) * self.holdout)
         rows = slice(None) if test else {"train": slice(cut), "validation": slice(cut, None)}[split]
         return Arrays(images[rows], labels[rows], transform=normalise((0.5,) * 3, (0.5,) * 3))
 
     def augment(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        numbers = draw(keys, 4)
-        if self.flip_and_crop:
-            inputs = _flipped_and_cropped(inputs, numbers)
-        return _mixed(inputs, targets, numbers[:, 3] * self.mixup) if self.mixup else (inputs, targets)
+        if self.flip_and_crop:  # padded with 0, which is grey: the images are normalised by now
+            inputs = pad_and_crop(flip(inputs, keys), keys)
+        return mixup(inputs, targets, keys, 10, most=self.mixup) if self.mixup else (inputs, targets)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="none")
@@ -126,30 +107,7 @@ class Cifar10(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
-        return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
+        return {"accuracy": Accuracy(10)}
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)
-
-
-def _flipped_and_cropped(images: Tensor, numbers: Tensor) -> Tensor:
-    """Flips (or not) and shifts each image of [B, C, H, W] by up to PADDING; `numbers` [B, 3 or more] in [0, 1)."""
-    # Padded with 0, which is grey: the images are normalised by now.
-    images = torch.where(numbers[:, 0, None, None, None] < 0.5, images.flip(3), images)
-    height, width = images.shape[2:]
-    windows = F.pad(images, (PADDING,) * 4).unfold(2, height, 1).unfold(3, width, 1)  # a view: every crop
-    top, left = (numbers[:, 1:3] * (2 * PADDING + 1)).long().T
-    return windows[torch.arange(len(images), device=images.device), :, top, left]
-
-
-def _mixed(images: Tensor, labels: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes a `share` [B] of its partner into each image; returns the class probabilities [B, 10] too."""
-    other = mixup_pairs(len(images), images.device)
-    first = torch.minimum(torch.arange(len(images), device=images.device), other)
-    share = share[first]  # the two images of a pair are mixed alike
-    mixed = []
-    for values in (images, F.one_hot(labels, 10).to(images.dtype)):
-        weight = share.view(-1, *[1] * (values.dim() - 1))
-        # Not torch.lerp: what it rounds may depend on where a slice begins.
-        mixed.append(values * (1 - weight) + values[other] * weight)
-    return mixed[0], mixed[1]

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
 
-from grappe import Arrays, Task, normalise
+from grappe import Arrays, Download, Task, normalise
 from grappe.data.formats import locate, mnist
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"
 LARGEST = 60_000  # images
 PLACES = ("", "FashionMNIST/raw", "fashion_mnist")  # below the data folder; the second is torchvision's
+FILES = tuple(
+    Download(
+        url=f"https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/{name}-ubyte.gz",
+        size=size,
+        sha256=sha256,
+        folder="fashion_mnist",
+    )
+    for name, size, sha256 in (
+        ("train-images-idx3", 26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+        ("train-labels-idx1", 29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+        ("t10k-images-idx3", 4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+        ("t10k-labels-idx1", 5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+    )
+)
 
 
 class LeNet(nn.Sequential):
@@ -38,6 +53,7 @@ class LeNet(nn.Sequential):
 class FashionMnist(Task):
     """LeNet on Fashion-MNIST; the last twelfth of the training images is kept for validation."""
 
+    downloads: ClassVar[tuple[Download, ...]] = FILES
     epochs: int = 10
     batch_size: int = 256
     lr: float = 0.2
@@ -46,12 +62,7 @@ class FashionMnist(Task):
         return LeNet()
 
     def data(self, split: str, folder: Path) -> Arrays:
-        part = "t10k" if split == "test" else "train"
-        names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
-        images, labels = mnist(*locate(names, folder, PLACES, SOURCE, endings=("", ".gz")), most=LARGEST)
-        cut = len(labels) - len(labels) // 12  # 55,000 of 60,000
-        rows = {"train": slice(cut), "validation": slice(cut, None), "test": slice(None)}[split]
-        return Arrays(images[rows], labels[rows], transform=normalise((0.0,), (1.0,)))
+        return idx_files(split, folder, PLACES, SOURCE, "fashion_mnist")
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target, reduction="none")
@@ -68,3 +79,14 @@ class FashionMnist(Task):
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)
+
+
+def idx_files(split: str, folder: Path, places: Sequence[str], source: str, task: str) -> Arrays:
+    """Reads a split of MNIST or one of its successors: the last twelfth of the training images is validation's."""
+    part = "t10k" if split == "test" else "train"
+    names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
+    paths = locate(names, folder, places, source, endings=("", ".gz"), task=task)
+    images, labels = mnist(*paths, most=LARGEST)
+    cut = len(labels) - len(labels) // 12  # 55,000 of 60,000
+    rows = {"train": slice(cut), "validation": slice(cut, None), "test": slice(None)}[split]
+    return Arrays(images[rows], labels[rows], transform=normalise((0.0,), (1.0,)))

@@ -1,4 +1,4 @@
-"""Meter: says how far a long walk over images is, at what rate, and how long it will take."""
+"""Meter: says how far a long walk over images or bytes is, at what rate, and how long it will take."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ _BAR = 24  # characters
 class Meter:
     """A line on standard error, written anew as images are done; in a log, a line every ten seconds."""
 
-    def __init__(self, verb: str, total: int, show: Callable[[str], None] = progress) -> None:
-        self._verb, self._total, self._show = verb, total, show
+    def __init__(
+        self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
+    ) -> None:
+        self._verb, self._total, self._show, self._unit = verb, total, show, unit
         self._began = self._shown = time.monotonic()
         self._pause = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
 
     def at(self, done: int, note: str = "") -> None:
-        """Tells that `done` images are done."""
+        """Tells that `done` of them are done."""
         now = time.monotonic()
         if now - self._shown < self._pause:
             return
@@ -32,8 +34,8 @@ class Meter:
         share = done / self._total
         bar = "#" * round(share * _BAR)
         self._show(
-            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} images, {rate:,.0f}/s, {_spoken(left)} left"
-            + (f", {note}" if note else "")
+            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, "
+            f"{rate:,.0f}/s, {_spoken(left)} left" + (f", {note}" if note else "")
         )
 
     def end(self) -> None:

@@ -1,0 +1,1 @@
+"""grappe fetch: downloads the files that a task names."""

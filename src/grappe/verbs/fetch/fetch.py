@@ -1,0 +1,130 @@
+"""grappe fetch: downloads the files that a task names, each checked by size and checksum."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from grappe import tasks
+from grappe.errors import DataError, UsageError
+from grappe.launch import files as safe
+from grappe.launch.terminal import progress
+from grappe.task import Download
+from grappe.verbs.data.meter import Meter
+from grappe.verbs.fetch.transfer import SCHEMES, received
+from grappe.verbs.fetch.unpack import take_out
+
+_MEGABYTE = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """Result for one file."""
+
+    name: str
+    size: int
+    """Bytes."""
+    was_there: bool
+
+
+def fetch(
+    task: str,
+    folder: Path,
+    show: Callable[[str], None] = progress,
+    schemes: tuple[str, ...] = SCHEMES,
+) -> list[Fetched]:
+    """Downloads into `folder` what the task names and is not there; an interrupted download goes on.
+
+    Args:
+        schemes: of the addresses that are taken.
+
+    Raises:
+        UsageError: the task names no files, or another kind of address.
+        DataError: a file cannot be downloaded, or is another than the task names.
+    """
+    cls = tasks.find(task)
+    if not cls.downloads:
+        raise UsageError(
+            f"{task} names no files to download: its data are there, or come as its task says. Yours may name them: "
+            "downloads = (grappe.Download(url=…, size=…, sha256=…),)"
+        )
+    for download in cls.downloads:
+        _check(download, schemes)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_one(download, folder, show, schemes) for download in cls.downloads]
+
+
+def _check(download: Download, schemes: tuple[str, ...]) -> None:
+    """Raises UsageError where an address or a name cannot be right."""
+    parts = urlsplit(download.url)
+    if parts.scheme not in schemes or not parts.hostname:
+        raise UsageError(f"{download.url}: files are downloaded over {' or '.join(schemes)} alone")
+    for name in (_name(download), *download.members):
+        path = PurePosixPath(download.folder, name)
+        if not name or path.is_absolute() or ".." in path.parts:
+            raise UsageError(f"{download.url}: the name '{path}' leads out of the data folder")
+    if len(download.sha256) != hashlib.sha256().digest_size * 2:
+        raise UsageError(f"{download.url}: its sha256 must have 64 hexadecimal digits")
+
+
+def _one(download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]) -> Fetched:
+    name, place = _name(download), folder / download.folder
+    if _is_there(download, folder):
+        return Fetched(name=name, size=download.size, was_there=True)
+    place.mkdir(parents=True, exist_ok=True)
+    partial = place / f".{name}.part"
+    meter = Meter(f"fetching {name}", max(1, download.size // _MEGABYTE), show, unit="MB")
+    with received(download, partial, lambda done: meter.at(done // _MEGABYTE), schemes) as whole:
+        meter.end()
+        _check_sum(download, partial)
+        if download.members:
+            take_out(whole, download, place)
+            safe.remove(partial)
+        else:
+            safe.rename(partial, place / name)
+    return Fetched(name=name, size=download.size, was_there=False)
+
+
+def _is_there(download: Download, folder: Path) -> bool:
+    place = folder / download.folder
+    if download.members:
+        sizes = {name: _size(place / name) for name in download.members}
+        return sizes == dict(download.members)
+    file = place / _name(download)
+    if _size(file) is None:
+        return False
+    if _size(file) == download.size and _sha256(file) == download.sha256:
+        return True
+    raise DataError(
+        f"{file} is there, and is not the file of {download.size:,} bytes that the task names, by its size or "
+        "checksum: move it away"
+    )
+
+
+def _check_sum(download: Download, partial: Path) -> None:
+    found = _sha256(partial)
+    if found != download.sha256:
+        safe.remove(partial)
+        raise DataError(
+            f"{download.url} gave another file than the task names: its sha256 is {found}, not {download.sha256}. It "
+            "was removed. Try once more; if it comes again, the address serves something else now"
+        )
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with safe.reader(file) as stream:
+        while chunk := stream.read(_MEGABYTE):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
+
+
+def _name(download: Download) -> str:
+    return PurePosixPath(urlsplit(download.url).path).name

@@ -1,0 +1,313 @@
+"""grappe fetch against a server on the loopback, with a certificate of its own: whole, cut, resumed, wrong."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import re
+import ssl
+import struct
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grappe import tasks
+from grappe.cli.commands import app
+from grappe.errors import DataError, GrappeError, UsageError
+from grappe.tasks.cifar10 import Cifar10
+from grappe.tasks.mnist import Mnist
+from grappe.verbs.fetch.fetch import fetch
+
+CONTENT = os.urandom(700_000)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves `files`; what it is told to do wrong stands in its attributes."""
+
+    files: dict[str, bytes]
+    requests: list[tuple[str, str]]
+    cut_at: int | None = None
+    no_ranges = False
+    leads_to = ""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range", "")
+        self.server.requests.append((self.path, wanted))
+        if self.server.leads_to:
+            self.send_response(302)
+            self.send_header("Location", self.server.leads_to)
+            self.end_headers()
+            return
+        content = self.server.files.get(self.path)
+        if content is None:
+            self.send_error(404)
+            return
+        start = 0
+        if wanted and not self.server.no_ranges:
+            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        self.wfile.write(content[start : self.server.cut_at])
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def serving(server: Server) -> Iterator[Server]:
+    server.files, server.requests = {"/data/some.bin": CONTENT}, []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("certificate")
+    words = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(
+        [*words.split(), "-keyout", "key.pem", "-out", "cert.pem"], cwd=place, check=True, capture_output=True
+    )
+    return place
+
+
+@pytest.fixture
+def server(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """An https server, whose certificate is trusted."""
+    made = Server(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    made.socket = context.wrap_socket(made.socket, server_side=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
+    yield from serving(made)
+
+
+def address(server: Server, path: str = "/data/some.bin", scheme: str = "https") -> str:
+    return f"{scheme}://127.0.0.1:{server.server_address[1]}{path}"
+
+
+def task(place: Path, url: str, content: bytes = CONTENT, more: str = "") -> str:
+    """A task file that names one download."""
+    checksum = hashlib.sha256(content).hexdigest()
+    file = place / "mine.py"
+    file.write_text(
+        "import grappe\n\nclass Mine(grappe.Task):\n"
+        "    downloads = (grappe.Download(\n"
+        f"        url={url!r}, size={len(content)}, sha256={checksum!r}, {more}\n    ),)\n"
+    )
+    return str(file)
+
+
+def test_a_file_is_downloaded_once(server: Server, tmp_path: Path, capsys) -> None:
+    words = ["fetch", task(tmp_path, address(server), more="folder='set'"), "--data", str(tmp_path / "data")]
+    assert app(words, exit_on_error=False, print_error=False) == 0
+    assert (tmp_path / "data" / "set" / "some.bin").read_bytes() == CONTENT
+    assert "0.7 MB" in capsys.readouterr().out
+    assert app(words, exit_on_error=False, print_error=False) == 0
+    assert "was there" in capsys.readouterr().out
+    assert server.requests == [("/data/some.bin", "")]
+    assert [one.name for one in (tmp_path / "data" / "set").iterdir()] == ["some.bin"]
+
+
+def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None:
+    mine, data = task(tmp_path, address(server)), tmp_path / "data"
+    server.cut_at = 300_000
+    with pytest.raises(DataError, match=r"300,000 of 700,000 bytes are there: the same command goes on"):
+        fetch(mine, data)
+    server.cut_at = None
+    fetch(mine, data)
+    assert (data / "some.bin").read_bytes() == CONTENT
+    assert server.requests[-1] == ("/data/some.bin", "bytes=300000-")
+
+
+def test_a_server_without_ranges_begins_again(server: Server, tmp_path: Path) -> None:
+    mine, data = task(tmp_path, address(server)), tmp_path / "data"
+    server.cut_at, server.no_ranges = 300_000, True
+    with pytest.raises(DataError, match="goes on"):
+        fetch(mine, data)
+    server.cut_at = None
+    fetch(mine, data)
+    assert (data / "some.bin").read_bytes() == CONTENT
+
+
+def test_another_file_is_refused_and_removed(server: Server, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    mine = task(tmp_path, address(server), CONTENT[:-1] + b"!")
+    with pytest.raises(DataError, match=r"gave another file .* sha256 is .*It was removed"):
+        fetch(mine, data)
+    assert list(data.iterdir()) == []
+    with pytest.raises(DataError, match=r"gives more than the 100 bytes"):
+        fetch(task(tmp_path, address(server), CONTENT[:100]), data)
+    with pytest.raises(DataError, match="the connection ended before the file did"):
+        fetch(task(tmp_path, address(server), CONTENT + b"more"), data)
+
+
+def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path) -> None:
+    mine, data = task(tmp_path, address(server)), tmp_path / "data"
+    data.mkdir()
+    (data / ".some.bin.part").write_bytes(b"x" * 1000)
+    with pytest.raises(DataError, match="Try once more"):
+        fetch(mine, data)
+    fetch(mine, data)
+    assert (data / "some.bin").read_bytes() == CONTENT
+
+
+def test_what_is_there_already_is_left_alone(server: Server, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "some.bin").write_bytes(b"mine")
+    with pytest.raises(DataError, match="move it away"):
+        fetch(task(tmp_path, address(server)), data)
+    assert (data / "some.bin").read_bytes() == b"mine" and server.requests == []
+
+
+def test_two_at_once(server: Server, tmp_path: Path) -> None:
+    import fcntl
+
+    data = tmp_path / "data"
+    data.mkdir()
+    with (data / ".some.bin.part").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another grappe fetch is at work"):
+            fetch(task(tmp_path, address(server)), data)
+
+
+def test_a_link_in_the_partial_files_place_is_not_followed(server: Server, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / ".some.bin.part").symlink_to(tmp_path / "other")
+    with pytest.raises(GrappeError, match="is a link"):
+        fetch(task(tmp_path, address(server)), data)
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_other_scheme_host_or_certificate(
+    server: Server, tmp_path: Path, certificate: Path, monkeypatch
+) -> None:
+    data = tmp_path / "data"
+    for url in (address(server, scheme="http"), "file:///etc/hostname", "https:///some.bin", "ftp://a/b"):
+        with pytest.raises(UsageError, match="https alone"):
+            fetch(task(tmp_path, url), data)
+    for target in ("https://127.0.0.1:9/data/some.bin", "http://127.0.0.1/x", "file:///etc/hostname"):
+        server.leads_to = target
+        with pytest.raises(GrappeError, match=r"leads on to|cannot be downloaded"):
+            fetch(task(tmp_path, address(server)), data)
+    server.leads_to = ""
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(DataError, match=r"CERTIFICATE_VERIFY_FAILED|certificate verify failed"):
+        fetch(task(tmp_path, address(server)), data)
+    assert not any(one.stat().st_size for one in data.iterdir())
+
+
+def test_redirections_on_the_same_host_are_followed(server: Server, tmp_path: Path) -> None:
+    class Moved(Handler):
+        def do_GET(self) -> None:
+            if self.path == "/old/some.bin":
+                self.send_response(301)
+                self.send_header("Location", "/data/some.bin")
+                self.end_headers()
+            else:
+                super().do_GET()
+
+    server.RequestHandlerClass = Moved
+    fetch(task(tmp_path, address(server, "/old/some.bin")), tmp_path / "data")
+    assert (tmp_path / "data" / "some.bin").read_bytes() == CONTENT
+
+
+def test_http_where_it_is_asked_for(tmp_path: Path) -> None:
+    for plain in serving(Server(("127.0.0.1", 0), Handler)):
+        mine = task(tmp_path, address(plain, scheme="http"))
+        fetch(mine, tmp_path / "data", schemes=("http",))
+        with pytest.raises(DataError, match=r"the server says 404 Not Found"):
+            fetch(task(tmp_path, address(plain, "/none", "http")), tmp_path / "data", schemes=("http",))
+
+
+def archive(*files: tuple[str, bytes], link: str = "") -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        if link:
+            info = tarfile.TarInfo(link)
+            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            tar.addfile(info)
+    return stream.getvalue()
+
+
+def test_named_members_of_an_archive_are_taken_out_and_no_others(server: Server, tmp_path: Path) -> None:
+    packed = archive(
+        ("set/a.bin", b"aaa"), ("../evil", b"x"), ("set/b.bin", b"bb"), ("set/c", b"c"), link="set/d"
+    )
+    server.files["/set.tar.gz"] = packed
+    data = tmp_path / "data"
+    mine = task(tmp_path, address(server, "/set.tar.gz"), packed, "members={'set/a.bin': 3, 'set/b.bin': 2}")
+    fetch(mine, data)
+    assert sorted(str(one.relative_to(data)) for one in data.rglob("*")) == ["set", "set/a.bin", "set/b.bin"]
+    assert not (tmp_path / "evil").exists()
+    assert fetch(mine, data)[0].was_there and len(server.requests) == 1
+    (data / "set" / "b.bin").write_bytes(b"b")
+    fetch(mine, data)
+    assert (data / "set" / "b.bin").read_bytes() == b"bb"
+    for members, said in (
+        ("{'set/d': 0}", "has no set/d"),
+        ("{'set/a.bin': 4}", "has no set/a.bin of 4 bytes"),
+    ):
+        with pytest.raises(DataError, match=said):
+            fetch(task(tmp_path, address(server, "/set.tar.gz"), packed, f"members={members}"), data)
+    server.files["/set.tar.gz"] = b"nothing"
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        fetch(task(tmp_path, address(server, "/set.tar.gz"), b"nothing", "members={'x': 1}"), data)
+
+
+@pytest.mark.parametrize("more", ["folder='..'", "folder='/tmp'", "members={'../x': 1}"])
+def test_names_that_lead_out_are_refused(tmp_path: Path, more: str) -> None:
+    with pytest.raises(UsageError, match="leads out of the data folder"):
+        fetch(task(tmp_path, "https://127.0.0.1/some.bin", more=more), tmp_path / "data")
+
+
+def test_a_task_without_downloads_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names no files to download"):
+        fetch("digits", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist", "mnist"])
+def test_a_missing_data_set_says_the_command(name: str, tmp_path: Path) -> None:
+    cls = tasks.find(name)
+    with pytest.raises(DataError, match=rf"grappe fetch {name} --data {re.escape(str(tmp_path))}\b"):
+        cls().data("train", tmp_path)
+    assert all(one.url.startswith("https://") and len(one.sha256) == 64 for one in cls.downloads)
+
+
+def test_downloads_lie_where_their_tasks_look(tmp_path: Path) -> None:
+    for name in Cifar10.downloads[0].members:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(3073 * 10))
+    assert len(Cifar10().data("train", tmp_path)) == 45
+    for one in Mnist.downloads:
+        content = np.zeros((12, 28, 28) if "images" in one.url else 12, np.uint8)
+        header = bytes([0, 0, 8, content.ndim]) + struct.pack(f">{content.ndim}I", *content.shape)
+        file = tmp_path / one.folder / one.url.rpartition("/")[2]
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(gzip.compress(header + content.tobytes()))
+    assert len(Mnist().data("train", tmp_path)) == 11
