@@ -27,7 +27,7 @@ class Microbatch(NamedTuple):
     padding: int = 0
     """The number of padding rows. B is not read from a tensor: a batch of graphs has many nodes."""
     sample_ids: SampleIds | None = None
-    """What `grappe.rand_like` draws for."""
+    """The samples that `grappe.rand_like` draws for."""
 
     @property
     def size(self) -> int:

@@ -34,7 +34,7 @@ class SampleIds(NamedTuple):
 
 
 class _Entered:
-    """What is in the model of this process; not per thread, since backward has threads of its own on a GPU."""
+    """The samples in the model of this process; not per thread, since backward has threads of its own on a GPU."""
 
     samples: SampleIds | None = None
 

@@ -19,7 +19,7 @@ from grappe.task import Task
 
 
 class _Slice(NamedTuple):
-    """What a process has seen."""
+    """The sums of one process."""
 
     rank: int
     """Of its data slice."""
