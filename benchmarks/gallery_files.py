@@ -49,7 +49,7 @@ def plain(name: str) -> ModuleType:
 
 
 def known() -> dict[str, Any]:
-    """What was measured last, by part and task."""
+    """Reads the last measurements, by part and task."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 

@@ -33,7 +33,7 @@ def seen(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def work(process: ProcessRank, rendezvous_folder: Path, function: str, request: Any) -> Any:
-    """What verify has its processes do; a message for the user is returned."""
+    """Runs a function of verify in a process; returns a message for the user as it is."""
     module, _, name = function.partition(":")
     try:
         return getattr(importlib.import_module(module), name)(request, process, rendezvous_folder)
