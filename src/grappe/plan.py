@@ -59,13 +59,26 @@ class Plan:
     threads: int | None = None
     """CPU threads of each process; auto: the cores, divided among the node's processes."""
     workers: int | None = None
-    """Data workers of each process; auto: from the number of cores; 0: the process loads its own data."""
+    """Data workers of each process; auto: as measured while it trains; 0: the process loads its own data."""
+    loading: Literal["auto", "threads", "processes"] = "auto"
+    """Kind of data workers: threads, processes, or auto: the quicker ones."""
+    prefetch: int = 2
+    """Batches that each worker process has ready, or all threads together: more where loading times vary."""
+    validation_batch: int | None = None
+    """Samples in each batch of an evaluation, over all processes; auto: twice a microbatch's."""
 
     def __post_init__(self) -> None:
         for name in ("replicate", "shard", "pipeline", "tensor", "microbatches", "per_device"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
-        for name, least in (("threads", 1), ("workers", 0), ("exact", 0), ("stages", 1)):
+        for name, least in (
+            ("threads", 1),
+            ("workers", 0),
+            ("exact", 0),
+            ("stages", 1),
+            ("prefetch", 1),
+            ("validation_batch", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise PlanError(f"{name}={value}: it must be at least {least}")

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "data/images/reader.py": "archives and images that the user names",
     "data/images/shards.py": "the folder of shards that the user names",
     "data/prepare.py": "a lock in the folder of datasets, which the user names",
+    "data/staging.py": "data that the user names, and the folder for its copy",
+    "verbs/data/bench.py": "a temporary folder of its own",
     "engines/deepspeed/library.py": "torch's folder of compiled operators",
     "engines/deepspeed/settings.py": "the settings file that the user names in the plan",
     "launch/child.py": "a link in a folder of this start's own, private to the user",

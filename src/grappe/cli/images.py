@@ -1,4 +1,4 @@
-"""Defines grappe data and its commands: index, check, pack, make-photos."""
+"""Defines grappe data and its commands: index, check, pack, stage, bench, make-photos."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from grappe.cli.arguments import SWITCH
 from grappe.cli.exit import plain_table, show
-from grappe.errors import EXIT_OK
+from grappe.errors import EXIT_OK, UsageError
 from grappe.launch.terminal import say
 
 if TYPE_CHECKING:
@@ -35,9 +35,11 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 def register(app: App) -> None:
     """Adds the commands to `app`."""
     group = App(
-        name="data", help="Index, check and pack folders and archives of images.", help_format="plaintext"
+        name="data",
+        help="Index, check, pack, stage and time folders and archives of images.",
+        help_format="plaintext",
     )
-    for command in (index, check, pack, make_photos):
+    for command in (index, check, pack, stage, bench, make_photos):
         group.command(command)
     app.command(group)
 
@@ -124,6 +126,76 @@ def pack(
     table.add_row("images", f"{done.images:,}, short side at most {short}")
     table.add_row("size", f"{_size(done.bytes)} of {_size(done.source_bytes)}")
     show(table)
+    return EXIT_OK
+
+
+def stage(
+    source: Annotated[Path, Parameter(help="A file or folder, of images or of anything else.")],
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="A folder on a disk of the node, $SLURM_TMPDIR say.")],
+) -> int:
+    """Copy data to a disk of the node, once for all processes that ask for it.
+
+    Every copied file is read again and compared. What is there already stays; killed
+    at any moment, it goes on when the same command is started again.
+    """
+    from grappe.data.staging import copied
+    from grappe.verbs.data.meter import Meter
+
+    meters: list[Meter] = []
+
+    def told(done: int, total: int) -> None:
+        if not meters:
+            meters.append(Meter("copying", max(1, total), unit="bytes"))
+        meters[0].at(done)
+
+    done = copied(source, to, told)
+    for meter in meters:
+        meter.end()
+    table = plain_table("", "")
+    table.add_row("staged", str(done.place))
+    table.add_row("files", f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} copied now")
+    show(table)
+    return EXIT_OK
+
+
+def bench(
+    source: Source,
+    /,
+    *,
+    size: Annotated[int, Parameter(help="Pixels of a sample's side.")] = 224,
+    images: Annotated[int, Parameter(help="Images that are measured.")] = 512,
+    seconds: Annotated[float, Parameter(help="For each of the measurements.")] = 1.0,
+    on: Annotated[
+        Path | None,
+        Parameter(help="A folder for copies of them, removed again. Default: the system's temporary one."),
+    ] = None,
+    labels: Labels = None,
+    numbering: Numbering = None,
+) -> int:
+    """Measure images a second, as they lie, as an archive, as shards, packed, in memory; say what to do."""
+    from grappe.verbs.data.bench import bench as verb
+
+    if images < 1 or seconds <= 0:
+        raise UsageError("--images and --seconds must be above 0")
+    done = verb(source, size=size, images=images, seconds=seconds, on=on, labels=labels, numbering=numbering)
+    heads = (
+        "images/s",
+        "an image",
+        "read, cold",
+        "read",
+        "workers=0",
+        f"{done.cores} threads",
+        f"{done.cores} processes",
+    )
+    table = plain_table(*heads)
+    for row in done.rows:
+        rates = (row.cold, row.read, row.alone, row.threads, row.processes)
+        table.add_row(row.place, _size(row.bytes), *("" if one is None else f"{one:,.0f}" for one in rates))
+    show(table)
+    for sentence in done.advice:
+        say(sentence)
     return EXIT_OK
 
 

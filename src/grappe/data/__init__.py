@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from grappe.data.images.dataset import Images
     from grappe.data.images.normalise import Normalise
     from grappe.data.images.views import CentreCrop, RandomResizedCrop
+    from grappe.data.staging import stage
 
-__all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop"]
+__all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
 _LAZY = {
@@ -18,6 +19,7 @@ _LAZY = {
     "Images": "grappe.data.images.dataset",
     "Normalise": "grappe.data.images.normalise",
     "RandomResizedCrop": "grappe.data.images.views",
+    "stage": "grappe.data.staging",
 }
 
 

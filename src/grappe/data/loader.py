@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.collate import augment, augments, collated, counts_of, on_device
 from grappe.data.draw import sample_keys
-from grappe.data.kinds import refuse_other_kinds
+from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.rand_like import SampleIds, inside
 from grappe.data.rows import at_rows
-from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.data.seeded import SeededDataset
-from grappe.data.shared_memory import explained
-from grappe.data.workers import begin_worker, next_batch, register
-from grappe.errors import TaskError
-from grappe.errors.user_code import at, line_of, user_call
-from grappe.launch.world import World, own_cores
+from grappe.data.source import Samples, Source
+from grappe.data.sources import Sources
+from grappe.data.threads import Request
+from grappe.data.training_order import training_order
+from grappe.errors import PlanError
+from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
@@ -71,6 +70,13 @@ class BatchLoader:
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
         if self._arrays is not None:
             self._arrays.to_device(world.device)
+        seeded = SeededDataset(dataset, seed=order.seed)
+        pin = world.device.type == "cuda"
+        self.sources = Sources(
+            Samples(dataset=seeded, task=task, pin=pin, prefetch=plan.prefetch), plan, world
+        )
+        self.waited = 0.0
+        """Seconds spent waiting for samples."""
 
     def slices(self, start: int, stop: int) -> Iterator[Slice]:
         """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""
@@ -91,18 +97,52 @@ class BatchLoader:
             yield Slice(step, epoch, len(everyone), ids, pieces)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets."""
-        return self._made(start, stop, self._fetch(start, stop, self._workers()))
+        """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets.
+
+        Threads and worker processes are kept for the next call, once all batches were taken.
+        """
+        with inside(None):  # whatever is in the model when the batches end
+            yield from self._made(start, stop)
+
+    def _made(self, start: int, stop: int) -> Iterator[Batch]:
+        if self._arrays is not None:
+            for part in self.slices(start, stop):
+                yield self._batch(part, self._gathered)
+            return
+        source = self._begun(start, stop)
+        exhausted = False
+        try:
+            for part in self.slices(start, stop):
+                yield self._batch(part, lambda _, source=source: source.next())
+                if part.step + 1 < stop and self.sources.changes():
+                    self.sources.end(source, exhausted=False)
+                    source = self._begun(part.step + 1, stop)
+            exhausted = True
+        finally:
+            self.sources.end(source, exhausted=exhausted)
 
     def rehearsed(self) -> Iterator[Batch]:
         """The first batch, loaded by this process: no workers are started for one. Collective likewise."""
-        return self._made(0, 1, self._fetch(0, 1, 0))
+        part = next(self.slices(0, 1))
+        with inside(None):
+            yield self._batch(part, self._loaded_here(part) if self._arrays is None else self._gathered)
 
-    def _made(self, start: int, stop: int, fetch: Fetch) -> Iterator[Batch]:
-        with inside(None):  # whatever is in the model when the batches end
-            for part in self.slices(start, stop):
-                micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
-                yield Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
+    def _begun(self, start: int, stop: int) -> Source:
+        """Begins to load the pieces of steps `start` to `stop`."""
+        # Workers read ahead, so they have the order for themselves.
+        return self.sources.begin(
+            self._request(part, ids)
+            for part in self.slices(start, stop)
+            for ids in ((part.ids,) if self._cuts else part.pieces)
+        )
+
+    def _loaded_here(self, part: Slice) -> Fetch:
+        samples = self.sources.samples
+        return lambda ids: samples.collate(samples.dataset.__getitems__(self._request(part, ids)))
+
+    def _batch(self, part: Slice, fetch: Fetch) -> Batch:
+        micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
+        return Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
 
     def example(self) -> Any:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
@@ -114,7 +154,7 @@ class BatchLoader:
         if self._arrays is not None:
             inputs, targets = self._arrays.gather(ids, self._world.device)
         else:
-            seeded = SeededDataset(self.dataset, seed=self.order.seed)
+            seeded = self.sources.samples.dataset
             inputs, targets = collated(self._task, [seeded[-1, int(index)] for index in ids])
         cpu = torch.device("cpu")
         inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
@@ -125,69 +165,34 @@ class BatchLoader:
         """Each piece's sample ids, inputs and targets."""
         if not self._cuts:
             for ids in part.pieces:
-                yield ids, *fetch(ids)
+                yield ids, *self._awaited(ids, fetch)
             return
         # The task's own collate pads all of a step's microbatches to one length, as a pipeline needs them.
-        count, first, batch = max(1, len(part.ids)), 0, fetch(part.ids)
+        count, first, batch = max(1, len(part.ids)), 0, self._awaited(part.ids, fetch)
         for ids in part.pieces:
             places = range(first, first + len(ids)) if len(ids) else (0,)
             yield ids, *at_rows(batch, places, count)
             first += len(ids)
 
-    def _fetch(self, start: int, stop: int, workers: int) -> Fetch:
-        """Returns a function that loads a piece; call it for the pieces of steps `start` to `stop`, in order."""
-        arrays, device = self._arrays, self._world.device
-        if arrays is not None:
-            return lambda ids: arrays.gather(padded(ids), device)
-        # Workers read ahead, so they have the order for themselves.
-        loader = self._loader(
-            ((part, padded(ids)) for part in self.slices(start, stop) for ids in self._requested(part)),
-            workers,
-        )
-        # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
-        # whose end waits for threads that are not there.
-        gc.freeze()
-        try:
-            loaded = iter(loader)
-        except OSError as error:
-            raise explained(error) from error
-        finally:
-            gc.unfreeze()
-        register(loaded)
-        return lambda ids: next_batch(loaded)
+    def _awaited(self, ids: np.ndarray, fetch: Fetch) -> tuple[Any, Any]:
+        began = time.perf_counter()
+        inputs, targets = fetch(ids)
+        self.waited += time.perf_counter() - began
+        return inputs, targets
 
-    def _requested(self, part: Slice) -> tuple[np.ndarray, ...]:
-        return (part.ids,) if self._cuts else part.pieces
+    def _gathered(self, ids: np.ndarray) -> tuple[Any, Any]:
+        assert self._arrays is not None
+        return self._arrays.gather(padded(ids), self._world.device)
 
-    def _loader(self, requests: Iterator[tuple[Slice, np.ndarray]], workers: int) -> DataLoader:
+    def _request(self, part: Slice, ids: np.ndarray) -> Sequence[Request]:
         # Validation draws the same in every evaluation, so that losses can be compared.
-        sampler = _Requests(
-            ((part.epoch if self._training else -1, int(index)) for index in ids) for part, ids in requests
-        )
-        return DataLoader(
-            SeededDataset(self.dataset, seed=self.order.seed),
-            batch_sampler=sampler,
-            collate_fn=functools.partial(collated, self._task),
-            num_workers=workers,
-            worker_init_fn=begin_worker if workers else None,
-            # Our processes come from a server, and would have one started for their workers: it would neither
-            # know a task file's classes nor have torch imported.
-            multiprocessing_context="fork" if workers else None,
-            pin_memory=self._world.device.type == "cuda",
-            generator=torch.Generator(),  # it draws a seed for its workers, and must not from dropout's stream
-        )
+        epoch = part.epoch if self._training else -1
+        return [(epoch, index) for index in padded(ids).tolist()]
 
     @property
-    def loading(self) -> int | None:
-        """The number of this process's data workers; None: the samples are in memory."""
-        return None if self._arrays is not None else self._workers()
-
-    def _workers(self) -> int:
-        if self._plan.workers is not None:
-            return self._plan.workers
-        mine = own_cores(self._world.process)
-        # Training on a CPU needs the cores itself; beside a GPU the cores only load data.
-        return min(8, max(0, mine - 1)) if self._world.device.type == "cuda" else min(8, mine // 4)
+    def loading(self) -> Loading | None:
+        """Returns the way in which this process loads its samples now; None: they are in memory."""
+        return None if self._arrays is not None else self.sources.loading
 
     def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
         if self._arrays is None:
@@ -242,46 +247,9 @@ class BatchLoader:
         return total
 
 
-class _Requests:
-    """A batch sampler that reads an iterator of requests once."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return (list(batch) for batch in self._batches)
-
-
 def padded(ids: np.ndarray) -> np.ndarray:
     """Returns `ids`; without any, sample 0 as a padding row, since a model cannot take an empty batch."""
     return ids if len(ids) else np.zeros(1, dtype=np.int64)
-
-
-def check(dataset: object, split: str, task: Task) -> int:
-    """Returns the dataset's length.
-
-    Raises:
-        TaskError: the dataset is not map-style, or is empty.
-    """
-    name = type(task).__name__
-    if isinstance(dataset, IterableDataset):
-        raise TaskError(
-            f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
-            "samples are asked for by index. Give a map-style dataset (__len__ and __getitem__)"
-        )
-    refuse_other_kinds(f"{name}.data({split!r})", dataset, at(task, "data"))
-    try:
-        length = len(dataset)  # type: ignore[arg-type]
-    except Exception as error:
-        line = line_of(error)
-        place = f" ({line})" if line else at(type(dataset), "__len__")
-        raise TaskError(
-            f"{name}.data({split!r}) has no length: {error}{place}. __len__ must return how many samples there are"
-        ) from error
-    if length == 0:
-        place = at(type(dataset), "__len__") or at(task, "data")
-        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split{place}")
-    return length
 
 
 def training_loader(
@@ -294,40 +262,24 @@ def training_loader(
     return BatchLoader(task, dataset, order, plan, world, training=True)
 
 
-def training_order(task: Task, dataset: Dataset) -> SampleOrder:
-    """Returns the order of the training samples, as the task's seed and `sampling` say."""
-    drawn = drawn_samples(task, dataset)
-    length = len(dataset) if drawn is None else drawn.samples  # type: ignore[arg-type]
-    return SampleOrder(seed=task.seed, length=length, batch_size=task.batch_size, sampling=drawn)
-
-
-def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
-    """Returns what an epoch has as the task's `sampling` says; None: each sample once.
-
-    Raises:
-        TaskError: sampling() fails, or does not fit the dataset.
-    """
-    if not overrides(task, "sampling"):
-        return None
-    sampling = user_call(task, "sampling", dataset)
-    if sampling is None:
-        return None
-    if not isinstance(sampling, Sampling):
-        raise TaskError(
-            f"{type(task).__name__}.sampling() returned {type(sampling).__name__}: return a grappe.Sampling, or None"
-            + at(task, "sampling")
-        )
-    return DrawnSamples(sampling, len(dataset))  # type: ignore[arg-type]
-
-
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
     """Loads all samples once, in order, in batches of twice a training microbatch, since no gradients are kept.
 
     A loss of the whole batch has the batches of the training, under any plan.
+
+    Raises:
+        PlanError: the plan's validation_batch, of such a loss.
     """
     ways = plan.exact or plan.data_parallel
     micro = -(-task.batch_size // (ways * plan.microbatches))
-    batch_size = task.batch_size if task.whole_batch_loss else max(2, 2 * micro) * ways
+    if task.whole_batch_loss and plan.validation_batch is not None:
+        raise PlanError(
+            f"validation_batch={plan.validation_batch}: {type(task).__name__}'s loss compares the samples of a batch, "
+            "so an evaluation has the training's batches: leave it out"
+        )
+    batch_size = (
+        task.batch_size if task.whole_batch_loss else plan.validation_batch or max(2, 2 * micro) * ways
+    )
     order = SampleOrder(
         seed=task.seed,
         length=len(dataset),  # type: ignore[arg-type]

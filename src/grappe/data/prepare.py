@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grappe.data.arrays import one_by_one
-from grappe.data.loader import check
-from grappe.errors import GrappeError, TaskError
+from grappe.data.kinds import check
+from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import user_call
 from grappe.task import Task, overrides
 
@@ -30,6 +31,19 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
     dataset = user_call(task, "data", split, folder)
     check(dataset, split, task)
     return one_by_one(dataset) if overrides(task, "collate") else dataset
+
+
+def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
+    """Raises DataError on all processes where one has other numbers of samples, by split. Collective."""
+    gathered = world.gather((platform.node(), dict(lengths)))
+    first_host, first = gathered[0]
+    for rank, (host, theirs) in enumerate(gathered):
+        for split, count in theirs.items():
+            if count != first[split]:
+                raise DataError(
+                    f"process {rank} on {host} has {count:,} {split} samples, process 0 on {first_host} has "
+                    f"{first[split]:,}: a file or shard is missing on one of them. Stage or copy the data anew"
+                )
 
 
 def prepare(task: Task, folder: Path, world: World | None = None) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
+from grappe.data.arrays import Copies
 from grappe.data.draw import mix
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
@@ -22,12 +23,19 @@ class SeededDataset(Dataset[Any]):
     Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
     `mix(seed, epoch, id)`; after each batch the three are restored, since dropout draws from torch's in the
     same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not. A
-    generator that the dataset made for itself cannot be reached.
+    generator that the dataset made for itself cannot be reached. A keyed dataset is given its key, and nothing is
+    seeded: threads may load its samples.
     """
 
     def __init__(self, dataset: Dataset[Any], *, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
+        self._keyed = keyed_sample(dataset)
+
+    @property
+    def keyed(self) -> Callable[[tuple[int, int]], Any] | None:
+        """A function that loads the sample of a request (epoch, id), in any thread; None: the dataset is not keyed."""
+        return None if self._keyed is None else self._by_key
 
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
@@ -41,6 +49,8 @@ class SeededDataset(Dataset[Any]):
 
         One by one, even if the dataset has its own `__getitems__`, in which single samples could not be seeded.
         """
+        if self._keyed is not None:
+            return [self._by_key(request) for request in requests]
         samples = []
         with _generators_kept():
             for epoch, index in requests:
@@ -51,12 +61,37 @@ class SeededDataset(Dataset[Any]):
                 samples.append(sample)
         return samples
 
+    def _by_key(self, request: tuple[int, int]) -> Any:
+        epoch, index = request
+        assert self._keyed is not None
+        sample = self._keyed(int(index), mix(self.seed, epoch, index))
+        if sample is None:
+            self._refuse_none(int(index))
+        return sample
+
     def _refuse_none(self, index: int) -> NoReturn:
         raise TaskError(
             f"sample {index} of data() is None: is a `return` missing? A sample that is to be left out must "
             "not be counted in __len__ either: every sample is seen once"
             + at(type(self.dataset), "__getitem__")
         )
+
+
+def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:
+    """Returns the function of (index, key) that loads a sample of a keyed dataset; None: it is none.
+
+    A dataset is keyed if it says so, `keyed = True`, and has a method `sample(index, key)` that depends on its
+    arguments alone.
+    """
+    if isinstance(dataset, Copies):
+        inner, length = keyed_sample(dataset.dataset), len(dataset)
+        return None if inner is None else lambda index, key: inner(index % length, key)
+    if type(dataset) is Subset:
+        inner, chosen = keyed_sample(dataset.dataset), dataset.indices
+        return None if inner is None else lambda index, key: inner(chosen[index], key)
+    if getattr(dataset, "keyed", False) is not True:
+        return None
+    return lambda index, key: dataset.sample(index, mix(key, index))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ def explained(error: BaseException) -> BaseException:
     if not full and not any(word in str(error) for word in WORDS):
         return error
     return PlanError(
-        "/dev/shm is full, through which data workers hand over their samples: take workers=0, or fewer workers, or "
+        "/dev/shm is full, through which data workers hand over their samples: take workers=0, or loading=threads, "
+        "or fewer workers, or "
         "give the container more (docker --shm-size=1g, --ipc=host)"
     )

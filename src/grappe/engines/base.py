@@ -22,7 +22,9 @@ from grappe.step.result import After, StepResult, loop
 from grappe.step.scores import Scores
 from grappe.task import Task
 
-COMMON = frozenset({"device", "backend", "threads", "workers", "per_device"})
+COMMON = frozenset(
+    {"device", "backend", "threads", "workers", "loading", "prefetch", "validation_batch", "per_device"}
+)
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -139,10 +139,14 @@ class Chronometer:
         # Not when UPDATE begins: DeepSpeed puts its partitions' gradients together after that.
         self._held_hook = optimizer.register_step_pre_hook(self._before_step)
 
+    def spent(self) -> tuple[int, list[float]]:
+        """Returns the number of steps so far, and their host seconds by phase."""
+        self._fold()
+        return self._steps, list(self._totals)
+
     def window(self) -> tuple[int, dict[str, float]]:
         """Returns the number of steps, and their host seconds by phase, since the last call."""
-        self._fold()
-        (before, earlier), self._window = self._window, (self._steps, list(self._totals))
+        (before, earlier), self._window = self._window, self.spent()
         spent = {name: now - then for name, now, then in zip(PHASES, self._totals, earlier, strict=True)}
         return self._steps - before, spent
 

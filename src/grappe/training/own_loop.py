@@ -28,6 +28,7 @@ from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch
+from grappe.data.kinds import check
 from grappe.data.rand_like import entering
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
@@ -44,7 +45,19 @@ from grappe.step.fast_paths import seed_dropout
 from grappe.task import Task
 
 SUPPORTED_KEYS = frozenset(
-    {"engine", "device", "backend", "replicate", "shard", "zero", "threads", "workers", "per_device"}
+    {
+        "engine",
+        "device",
+        "backend",
+        "replicate",
+        "shard",
+        "zero",
+        "threads",
+        "workers",
+        "loading",
+        "prefetch",
+        "per_device",
+    }
 )
 Batches = Iterator[Any]
 EXIT_SECONDS = 0.05  # ten times Python's switch interval
@@ -142,7 +155,7 @@ class Loop:
         Collective.
         """
         task = Task(batch_size=batch_size, epochs=epochs, seed=self._seed)
-        loader.check(dataset, "train", task)
+        check(dataset, "train", task)
         source = loader.training_loader(task, dataset, self.plan, self.world)
         total = epochs * source.order.steps_per_epoch
         self.chronometer.begin()

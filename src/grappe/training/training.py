@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from grappe.data.batch import Batch
@@ -14,10 +14,12 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.summary import StepTimes
 from grappe.step.host_copy import HostCopy
 from grappe.step.result import StepResult
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
+from grappe.training.headspace import Headspace
 from grappe.training.sample_log import LoggedLoader
 from grappe.training.saving import Saving
 from grappe.training.watchdog import Watchdog
@@ -54,11 +56,12 @@ class Training:
         watchdog: Watchdog,
         stop_signal: StopSignal,
         average: WeightAverage,
+        headspace: Callable[[StepTimes], Headspace],
     ) -> None:
         self.engine, self.chronometer, self.saving = engine, chronometer, saving
         self._loader, self._info, self._world, self._evaluation = loader, info, world, evaluation
         self._watchers, self._watchdog, self._stop_signal = watchers, watchdog, stop_signal
-        self._average = average
+        self._average, self._headspace = average, headspace
         self._evaluate_every = evaluation.every or math.inf
         self._save_every = saving.every or math.inf
         self._pending: Pending | None = None
@@ -188,11 +191,13 @@ class Training:
 
     def _outcome(self) -> Outcome:
         finished = "finished" if self.step >= self._info.total_steps else "paused"
+        timing = self.chronometer.timing()
         return Outcome(
             status=self._stop or finished,
             step=self.step,
             scores=self._evaluation.scores,
             peaks=self._world.gather({**memory.peak(self._world.device), **self.chronometer.held}),
-            timing=self.chronometer.timing(),
+            timing=timing,
+            headspace=self._headspace(timing),
             remarks=self.engine.remarks(),
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +17,8 @@ from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
 from grappe.data.order import SampleOrder
-from grappe.data.prepare import dataset_of, prepare
+from grappe.data.prepare import dataset_of, prepare, refuse_differing_lengths
+from grappe.data.workers import explaining_ended_workers
 from grappe.engines.base import EngineSetup, Named
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
@@ -33,6 +36,7 @@ from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
 from grappe.training.first_step import naming_overwritten
 from grappe.training.gradients import GradientsHook
+from grappe.training.headspace import headspace
 from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
 from grappe.training.out_of_memory import explained
@@ -77,7 +81,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     task = request.task.resolve()
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
-    data = _data(task, request.data)
+    data = _data(task, request.data, world)
 
     with open_run(_open_request(request, task, data, world), world) as opened:
         if process.launcher == "grappe":
@@ -85,9 +89,17 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             redirect(log, process, early_log(rendezvous_folder, process))
         memory = explained(task, plan, process.rank)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        with naming_user_line(task), memory, chronometer, waits_counted(chronometer):
-            batches = loader.training_loader(task, data.train, plan, world, data.order)
-            validation = loader.evaluation_loader(task, data.validation, plan, world)
+        loaders = _loaders(task, data, plan, world, opened.run, None if options.bare else chronometer)
+        with (
+            naming_user_line(task),
+            memory,
+            chronometer,
+            waits_counted(chronometer),
+            loaders as (
+                batches,
+                validation,
+            ),
+        ):
             info = _run_info(request, task, batches, opened, world)
             if terminal is not None:
                 _announce(terminal, task, info, plan, opened, world)
@@ -117,7 +129,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             engine = engine_class(setup)
 
             meter = Meter(
-                world, chronometer, per_device=plan.per_device, began=began, workers=batches.loading
+                world, chronometer, per_device=plan.per_device, began=began, loading=lambda: batches.loading
             )
             sample_log = SampleLog(enabled=options.log_samples)
             watchers = WatcherList(
@@ -169,6 +181,9 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 watchdog=watchdog,
                 stop_signal=stop_signal,
                 average=average,
+                headspace=lambda timing: headspace(
+                    timing, (batches, validation), world, tuned=batches.sources.tuned
+                ),
             )
             hook = GradientsHook(watchers, lambda: training.step, chronometer)
             with hook, naming_overwritten(task, batches, plan):
@@ -181,8 +196,32 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
 
 
-def _data(task: Task, folder: Path) -> Data:
+@contextlib.contextmanager
+def _loaders(
+    task: Task, data: Data, plan: Plan, world: World, run: Run, chronometer: Chronometer | None
+) -> Iterator[tuple[loader.BatchLoader, loader.BatchLoader]]:
+    """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
+    batches = loader.training_loader(task, data.train, plan, world, data.order)
+    validation = loader.evaluation_loader(task, data.validation, plan, world)
+
+    def chosen(found: Mapping[str, Any]) -> None:
+        if world.rank == 0:
+            run.describe(loading=dict(found))
+
+    if chronometer is not None and batches.loading is not None:
+        batches.sources.tune(chronometer.spent, run.read_description().get("loading"), chosen)
+        validation.sources.like = batches.sources
+    try:
+        with explaining_ended_workers():
+            yield batches, validation
+    finally:
+        batches.sources.close()
+        validation.sources.close()
+
+
+def _data(task: Task, folder: Path, world: World) -> Data:
     train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
+    refuse_differing_lengths(world, {"training": len(train), "validation": len(validation)})
     with naming_user_line(task):
         order = loader.training_order(task, train)
     return Data(train=train, validation=validation, order=order)
@@ -267,6 +306,12 @@ def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> No
     if world.rank == 0:
         costs = [dataclasses.asdict(one) for one in usages]
         so_far = used(usages, run.read_description().get("used", {}))
-        run.describe(step=outcome.step, status=outcome.status, used=so_far, costs=costs)
+        run.describe(
+            step=outcome.step,
+            status=outcome.status,
+            used=so_far,
+            costs=costs,
+            headspace=outcome.headspace.as_json(),
+        )
         if outcome.status in ("finished", "stopped"):
             run.finish()

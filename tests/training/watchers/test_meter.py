@@ -21,6 +21,7 @@ ONE = Usage(
     cores=8,
     threads=1,
     workers=None,
+    loading="",
     gpus=1,
     peak={},
     held={},

@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from grappe.errors import DataError, UsageError
 from grappe.verbs.data.check import check
 from grappe.verbs.data.pack import Packing, pack, smaller
 from tests.data.images.pictures import CLASSES, archive, files, folder, jpeg, part, pixels, png
+from tests.faults.test_crash_states import states
+from tests.faults.trace import rebuild, recording
 
 FORM = Packing(short=64, per_shard=7)
 
@@ -164,3 +167,27 @@ def test_small_pictures_stay_and_odd_ones_become_jpeg() -> None:
 def test_forms_that_cannot_be_are_refused(form: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         Packing(**form)
+
+
+def test_every_state_that_a_crash_can_leave_packs_to_the_same_bytes(tmp_path: Path) -> None:
+    """As for checkpoints: any subset of what was not flushed may be lost; the same command makes all of it whole."""
+    source = archive(tmp_path / "train.tar", dict(sorted(files().items())[:4]))
+    form = Packing(short=16, per_shard=2)
+    whole = tree(pack(source, tmp_path / "whole", form).folder)
+    root = tmp_path / "root"
+    root.mkdir()
+    with recording(root) as recorder:
+        pack(source, root / "to", form)
+    found = 0
+    for number, (_, state) in enumerate(states(recorder)):
+        place = tmp_path / f"state-{number}"
+        rebuild(state, place)
+        to = place / "to"
+        if (to / MANIFEST).is_file():  # it says that all is there: then it is
+            assert {name: digest for name, digest in tree(to).items() if name in whole} == whole
+            assert len(Images(to, CentreCrop(size=8))) == 4
+        pack(source, to, form)
+        assert tree(to) == whole
+        shutil.rmtree(place)
+        found += 1
+    assert found > 20

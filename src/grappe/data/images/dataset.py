@@ -87,6 +87,11 @@ class Images(Dataset[tuple[Tensor, int]]):
         # In a training each sample is asked for behind a seed of its own: torch's generator has the sample's key.
         return self.sample(index, mix(torch.initial_seed(), index))
 
+    @property
+    def keyed(self) -> bool:
+        """Returns whether samples depend on their keys alone, as the view says; then threads may load them."""
+        return getattr(self.view, "keyed", False) is True
+
     def sample(self, index: int, key: int) -> tuple[Tensor, int]:
         """Returns a sample as its key says, the same for the same key; threads may call it at once.
 
@@ -107,6 +112,10 @@ class Images(Dataset[tuple[Tensor, int]]):
     def read(self, index: int) -> bytes:
         """Returns the content of an image's file, JPEG or PNG."""
         return self._reader.read(self._place(index))
+
+    def forget(self, index: int) -> None:
+        """Has the system drop an image's bytes from memory, so that the next read is the disk's: for measuring."""
+        self._reader.forget(self._place(index))
 
     def name(self, index: int) -> str:
         """The name of an image below the source, fit to print."""

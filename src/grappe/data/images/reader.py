@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import OrderedDict
@@ -38,6 +39,16 @@ class Reader:
         if len(content) != BLOCK + size or mark_of(content[:BLOCK]) != mark:
             raise self._changed(place)
         return content[BLOCK:]
+
+    def forget(self, place: int) -> None:
+        """Has the system drop an image's bytes from memory: the next read is the disk's. Changes nothing else."""
+        offset, size, _, file, _ = self._index.entries[place].item()
+        if self._index.kind == "folder":
+            handle, offset = _Handle(self._source / os.fsdecode(self._index.name(place))), 0
+        else:
+            handle = self._handle(file)
+        first = offset - offset % mmap.PAGESIZE  # parts of pages would stay
+        os.posix_fadvise(handle.number, first, offset + size - first + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
 
     def name(self, place: int) -> str:
         """The image's name, for messages."""

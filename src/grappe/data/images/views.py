@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,8 @@ class RandomResizedCrop:
     A picture twice as large as needed or more is scaled down while it is decoded.
     """
 
+    keyed: ClassVar[bool] = True
+    """Says that it draws from the key alone, so that threads may load samples."""
     size: int = 224
     """Pixels of each side of a sample."""
     area: tuple[float, float] = (0.08, 1.0)
@@ -103,6 +105,8 @@ class RandomResizedCrop:
 class CentreCrop:
     """The middle of the picture, after its short side is resized: what networks are evaluated on."""
 
+    keyed: ClassVar[bool] = True
+    """Says that it draws from the key alone, so that threads may load samples."""
     size: int = 224
     """Pixels of each side of a sample."""
     short: int | None = None

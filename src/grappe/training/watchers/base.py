@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from grappe.profiling.summary import StepTimes
     from grappe.step.scores import Scores
+    from grappe.training.headspace import Headspace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,8 @@ class Outcome:
     """Scores of the last evaluation."""
     timing: StepTimes
     """Summary of this process's time."""
+    headspace: Headspace
+    """Cost of waiting for data."""
     peaks: Sequence[Mapping[str, int]] = ()
     """By rank: peak bytes ("host", "device"), and bytes of parameters, gradients and optimizer state."""
     remarks: Sequence[str] = ()

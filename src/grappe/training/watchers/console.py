@@ -124,6 +124,7 @@ class Console(Watcher):
         total = sum(spent.values())
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows.append(("data", str(outcome.headspace)))
         rows += _memory(outcome)
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))

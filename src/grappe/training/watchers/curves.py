@@ -43,6 +43,9 @@ class Curves(Watcher):
         self._flush()
 
     def ended(self, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            self._flush()
+            self._write({"kind": "data", "step": outcome.step, **outcome.headspace.as_json()})
         self._flush()
         if self._file is not None:
             self._file.close()

@@ -7,9 +7,10 @@ import json
 import os
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
+from grappe.data.loading import Loading
 from grappe.launch import files as safe
 from grappe.launch.world import World, cores
 from grappe.profiling import energy, memory
@@ -39,6 +40,8 @@ class Usage:
     threads: int
     workers: int | None
     """The process's data workers; None: the samples are in memory."""
+    loading: str
+    """Way in which samples were loaded at the end, as in a plan; "": they are in memory."""
     gpus: int
     """1 if the process is the first on its GPU, else 0."""
     peak: Mapping[str, int]
@@ -62,13 +65,19 @@ class Meter(Watcher):
     Args:
         per_device: processes that share a GPU.
         began: when the process began, by time.perf_counter.
-        workers: this process's data workers; None: the samples are in memory.
+        loading: says how this process loads its samples; None: they are in memory.
     """
 
     def __init__(
-        self, world: World, chronometer: Chronometer, *, per_device: int, began: float, workers: int | None
+        self,
+        world: World,
+        chronometer: Chronometer,
+        *,
+        per_device: int,
+        began: float,
+        loading: Callable[[], Loading | None],
     ) -> None:
-        self._world, self._chronometer, self._began, self._workers = world, chronometer, began, workers
+        self._world, self._chronometer, self._began, self._loading = world, chronometer, began, loading
         process = world.process
         self._first_of_node = process.local_rank == 0
         self._first_on_gpu = world.device.type == "cuda" and process.local_rank % per_device == 0
@@ -140,6 +149,7 @@ class Meter(Watcher):
 
     def usage(self) -> Usage:
         """Returns this process's use so far."""
+        loading = self._loading()
         return Usage(
             rank=self._world.rank,
             host=os.uname().nodename,
@@ -148,7 +158,8 @@ class Meter(Watcher):
             cpu_seconds=_cpu_seconds(),
             cores=cores() if self._first_of_node else 0,
             threads=self._world.threads,
-            workers=self._workers,
+            workers=None if loading is None else loading.workers,
+            loading="" if loading is None else str(loading),
             gpus=int(self._first_on_gpu),
             peak=memory.peak(self._world.device),
             held=self._chronometer.held,

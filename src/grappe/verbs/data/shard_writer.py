@@ -56,7 +56,7 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
         _check_begun(folder, text)
         for one in safe.names(folder):
             if one.startswith(
-                (".shard-", ".pack.json.", f".{MANIFEST}.", f".{CLASSES}.")
+                (".shard-", f".{BEGUN}.", f".{MANIFEST}.", f".{CLASSES}.")
             ):  # of a process that was killed
                 safe.remove(folder / one)
         yield
@@ -71,7 +71,7 @@ def _check_begun(folder: Path, text: bytes) -> None:
                 "or remove this one"
             )
         return
-    there = [one for one in safe.names(folder) if one != _LOCK and not one.startswith(".pack.json.")]
+    there = [one for one in safe.names(folder) if one != _LOCK and not one.startswith(f".{BEGUN}.")]
     if there:
         raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
     safe.replace(folder / BEGUN, text, durable=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
+from grappe.data.loading import workers_needed
 from grappe.plan import Plan
 from grappe.verbs.measure.points import COMPUTING, Point, efficiency, lost
 
@@ -15,7 +15,6 @@ IMBALANCE = 0.10
 COMMUNICATING = 0.25
 DEARER = 1.25  # a sample's computing, beside that in larger slices
 FASTER = 1.05  # less than 5 % may be noise
-SPARE = 1.1  # of data workers beyond what the average needs
 MOST_WORKERS = 16
 
 
@@ -69,9 +68,7 @@ def advised_workers(point: Point) -> int | None:
     waits = point.share("data", "transfer")
     if waits < WAITING or point.workers is None:
         return None
-    # Workers that cannot keep up load all the time: a batch takes them (workers x step) seconds.
-    batch = waits if point.workers == 0 else point.workers * 1.0
-    needed = math.ceil(SPARE * batch / max(1e-9, 1 - waits))
+    needed = workers_needed(waits, point.workers)
     return needed if needed > point.workers else None
 
 

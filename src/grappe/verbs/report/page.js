@@ -91,9 +91,15 @@ function memory() {
   level("GPU utilisation", "share of time with a kernel", (line) => line.gpu, short);
   const rows = DATA.runs.filter((run) => run.used?.seconds).map((run) => {
     const joules = Object.entries(run.used.joules || {}).map(([name, value]) => `${name}: ${known(value) ? `${short(value)} J (${short(value / Math.max(1, run.used.samples))} J a sample)` : `not measurable here${run.used.why?.[name] ? `: ${run.used.why[name]}` : ""}`}`);
-    return [run.name, seconds(run.used.seconds), short(run.used.core_hours), short(run.used.cpu_hours), short(run.used.gpu_hours), joules.join("; ")];
+    return [run.name, seconds(run.used.seconds), short(run.used.core_hours), short(run.used.cpu_hours), short(run.used.gpu_hours), joules.join("; "), waited(run.description.headspace)];
   });
-  if (rows.length) table(grid.parentNode, ["run", "wall time, all starts", "core-hours lent", "core-hours busy", "GPU-hours lent", "energy"], rows);
+  if (rows.length) table(grid.parentNode, ["run", "wall time, all starts", "core-hours lent", "core-hours busy", "GPU-hours lent", "energy", "waiting for data, last start"], rows);
+}
+
+function waited(headspace) {
+  if (!known(headspace?.share)) return "";
+  const advice = headspace.advice ? `: ${headspace.advice}` : "";
+  return `${short(100 * headspace.share)} % of the time${advice}`;
 }
 
 function scaling() {

@@ -16,7 +16,7 @@ from grappe.verbs.verify.runner import Runner
 KEPT = frozenset(
     {
         "engine", "device", "backend", "replicate", "shard", "pipeline", "tensor",
-        "per_device", "threads", "workers", "exact",
+        "per_device", "threads", "workers", "loading", "prefetch", "exact",
     }
 )  # fmt: skip
 """Keys of a plan without which it would be another."""

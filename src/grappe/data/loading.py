@@ -1,0 +1,107 @@
+"""Loading: how a process loads its samples: by itself, by threads or by worker processes, and by how many."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import own_cores
+from grappe.plan import Plan
+
+Kind = Literal["threads", "processes"]
+
+ENOUGH = 0.02  # of a step's time: who waits less for data has nothing to gain
+FASTER = 0.95  # of the best so far; less than that may be noise
+FIRST = 8  # workers beside a GPU before anything is measured
+SPARE = 1.1  # of data workers beyond what the average needs
+MOST = 1024  # workers that a run's description may ask for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loading:
+    """A way to load samples; none changes a sample."""
+
+    kind: Kind = "processes"
+    workers: int = 0
+    """Threads or processes; 0: the process loads its samples itself, when it needs them."""
+
+    def __str__(self) -> str:
+        """Writes it as a plan does."""
+        return f"workers={self.workers}" + (f",loading={self.kind}" if self.workers else "")
+
+
+class Cost(NamedTuple):
+    """Cost of a step under a way to load."""
+
+    seconds: float
+    waits: float
+    """The share of it that is spent waiting for data."""
+
+
+def before_measuring(plan: Plan, process: ProcessRank, device: str) -> Loading:
+    """Returns the way to load that a training begins with."""
+    kind: Kind = "threads" if plan.loading == "threads" else "processes"
+    if plan.workers is not None:
+        return Loading(kind=kind, workers=plan.workers)
+    mine = own_cores(process)
+    # Training on a CPU needs the cores itself; beside a GPU the cores only load data.
+    return Loading(kind=kind, workers=min(FIRST, mine - 1 if device == "cuda" else mine // 4))
+
+
+def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:
+    """Returns the kinds of workers that a plan allows for a dataset; threads need one that is keyed."""
+    if plan.loading != "auto":
+        return (plan.loading,)
+    return ("threads", "processes") if keyed else ("processes",)
+
+
+def search(first: Loading, kinds: Sequence[Kind], most: int) -> Generator[Loading, Cost, Loading]:
+    """Yields ways to load, is sent the cost of each, and returns the quickest.
+
+    Each kind is tried with as few workers as `first` has, then twice as many of the quicker one, until that is no
+    gain; nothing is tried once a step hardly waits. With `most` workers as the first has, kinds alone are compared.
+    """
+    best, cost = first, (yield first)
+    few = max(1, first.workers)
+    for kind in kinds:
+        one = Loading(kind=kind, workers=few)
+        if one != first and cost.waits > ENOUGH and few <= most:
+            best, cost, _ = yield from _tried(one, best, cost)
+    while cost.waits > ENOUGH and 0 < best.workers < most:
+        one = dataclasses.replace(best, workers=min(2 * best.workers, most))
+        best, cost, better = yield from _tried(one, best, cost)
+        if not better:
+            break
+    return best
+
+
+def _tried(one: Loading, best: Loading, cost: Cost) -> Generator[Loading, Cost, tuple[Loading, Cost, bool]]:
+    found = yield one
+    better = found.seconds < FASTER * cost.seconds
+    return (one, found, True) if better else (best, cost, False)
+
+
+def workers_needed(waits: float, workers: int) -> int:
+    """Estimates the data workers that keep up, of a process that waits a share `waits` of its steps with `workers`."""
+    # Workers that cannot keep up load all the time: a batch takes them (workers x step) seconds.
+    batch = waits if workers == 0 else workers * 1.0
+    return math.ceil(SPARE * batch / max(1e-9, 1 - waits))
+
+
+def record(loading: Loading, cores: int, device: str) -> dict[str, Any]:
+    """Returns JSON for a run's description: what was measured to be quickest, and where."""
+    return {"kind": loading.kind, "workers": loading.workers, "cores": cores, "device": device}
+
+
+def recorded(found: object, kinds: Sequence[Kind], cores: int, device: str) -> Loading | None:
+    """Reads what `record` wrote; None if there is none, or it was measured on another number of cores."""
+    if not isinstance(found, Mapping) or (found.get("cores"), found.get("device")) != (cores, device):
+        return None
+    kind = next((one for one in kinds if one == found.get("kind")), None)
+    workers = found.get("workers")
+    if kind is None or type(workers) is not int or not 0 <= workers <= MOST:
+        return None
+    return Loading(kind=kind, workers=workers)

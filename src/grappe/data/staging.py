@@ -1,0 +1,224 @@
+"""Stages data: copies a file or a folder to a disk of the node, once for all of its processes, with checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from grappe.data.images.places import INDEX, QUARANTINE
+from grappe.errors import DataError, UsageError
+from grappe.errors.foreign_text import printable
+from grappe.launch import files as safe
+
+_CHUNK = 1 << 22  # bytes
+_SPARE = 1 << 20  # bytes that a disk is to have left
+_UNFINISHED = ".staging"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A copy of data that is whole."""
+
+    place: Path
+    """Place of the copy."""
+    files: int
+    bytes: int
+    copied: int
+    """Files that this call has copied; the others were there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _File:
+    name: str
+    """Below the source's own folder."""
+    size: int
+    mtime: int
+    """Nanoseconds."""
+
+
+def stage(source: Path | str, to: Path | str) -> Path:
+    """Copies a file or folder into the folder `to`, on a disk of the node, and returns the copy's place.
+
+    For a task's `data`: all processes of a node may call it at once; one copies, the others wait. What is there
+    already, of the same sizes and times, is not copied again. An index or quarantine beside the source goes along.
+
+    Raises:
+        DataError: the source is missing, changes meanwhile, or was read wrongly; or the disk is too small.
+        UsageError: `to` lies in the source, or has something else of its name.
+    """
+    return copied(Path(source), Path(to)).place
+
+
+def copied(source: Path, to: Path, told: Callable[[int, int], None] = lambda done, total: None) -> Staged:
+    """Copies as `stage` does; `told` is told how many bytes of how many are there."""
+    source, to = source.absolute(), to.absolute()
+    if to == source or to.is_relative_to(source) or to == source.parent:
+        raise UsageError(f"--to {to}: this is where the source lies")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        with _alone(to / f".{source.name}.stage.lock"):
+            return _copied(source, to, told)
+    except OSError as error:
+        raise DataError(
+            f"{source} cannot be staged to {to}: {error.strerror or error}. What was copied whole stays: make room and "
+            "start the same command again"
+        ) from None
+
+
+def _copied(source: Path, to: Path, told: Callable[[int, int], None]) -> Staged:
+    found = _files(source)
+    record = to / f".{source.name}.staged.json"
+    known = _known(record)
+    _remove_others(to, source, {one.name for one in found}, known)
+    missing = [one for one in found if known is None or not _is_there(to, one)]
+    total, needed = (sum(one.size for one in some) for some in (found, missing))
+    room = shutil.disk_usage(to).free
+    if room < needed + _SPARE:
+        raise DataError(
+            f"{source} does not fit into {to}: {needed / 1e9:.1f} GB are needed, {room / 1e9:.1f} GB are free"
+        )
+    names = {one.name for one in found}
+    if known != names:  # before the first file: what a killed process leaves is known to be a copy
+        safe.replace(record, json.dumps(sorted(names | (known or set()))).encode(), durable=True)
+    done = total - needed
+    for one in missing:
+        _copy(source.parent / one.name, to / one.name, one)
+        done += one.size
+        told(done, total)
+    if source.is_dir() and missing:
+        _set_folder_times(source, to / source.name)
+    return Staged(place=to / source.name, files=len(found), bytes=total, copied=len(missing))
+
+
+def _files(source: Path) -> list[_File]:
+    """Lists the source's files, and those that belong to it and lie beside it.
+
+    Raises:
+        DataError: it is missing, or has something that is no file.
+    """
+    if not source.exists():
+        raise DataError(f"{source}: there is no such file or folder")
+    beside = [source.with_name(source.name + ending) for ending in (INDEX, QUARANTINE)]
+    places = [*_walk(source), *(one for one in beside if one.is_file())]
+    found = []
+    for place in places:
+        facts = place.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise DataError(f"{printable(place)} is no file: it cannot be staged")
+        name = str(place.relative_to(source.parent))
+        found.append(_File(name=name, size=facts.st_size, mtime=facts.st_mtime_ns))
+    return found
+
+
+def _walk(source: Path) -> Iterator[Path]:
+    if not source.is_dir():
+        yield source
+        return
+    for folder, folders, names in os.walk(source):
+        folders.sort()
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise DataError(
+                    f"{printable(Path(folder) / name)} is a link to a folder: stage that folder by its own name"
+                )
+        yield from (Path(folder) / name for name in sorted(names))
+
+
+def _is_there(to: Path, one: _File) -> bool:
+    """Returns whether a file was copied: it has its name and its time only once its content was read to be right."""
+    try:
+        facts = (to / one.name).stat()
+    except OSError:
+        return False
+    return (facts.st_size, facts.st_mtime_ns) == (one.size, one.mtime)
+
+
+def _remove_others(to: Path, source: Path, names: set[str], known: set[str] | None) -> None:
+    """Removes what an earlier copy had and the source has no more; refuses what no copy has made."""
+    place = to / source.name
+    if not place.exists():
+        return
+    if known is None:
+        raise UsageError(f"{place} is there and was not staged by grappe: name another folder with --to")
+    for one in _walk(place):
+        name = str(one.relative_to(to))
+        if one.name.endswith(_UNFINISHED) or name in known - names:
+            one.unlink()
+        elif name not in names:
+            raise UsageError(
+                f"{printable(one)} was not staged by grappe: remove it, or name another folder with --to"
+            )
+
+
+def _set_folder_times(source: Path, copy: Path) -> None:
+    """Gives the copy's folders their times: an index of images knows them."""
+    for folder, _, _ in os.walk(copy):
+        facts = (source / Path(folder).relative_to(copy)).stat()
+        os.utime(folder, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+
+
+def _copy(source: Path, place: Path, one: _File) -> None:
+    """Copies a file, and reads the copy: it is there whole and right, or not at all.
+
+    Raises:
+        DataError: the file changes while it is copied, or the copy reads otherwise.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}{_UNFINISHED}")
+    digest = xxhash.xxh3_128()
+    try:
+        with source.open("rb") as stream, beside.open("xb") as copy:
+            while content := stream.read(_CHUNK):
+                digest.update(content)
+                copy.write(content)
+            copy.flush()
+            if one.size > _CHUNK:
+                os.fsync(copy.fileno())  # else the copy would be read from memory
+            facts = os.fstat(stream.fileno())
+        if (facts.st_size, facts.st_mtime_ns) != (one.size, one.mtime):
+            raise DataError(f"{printable(source)} changes while it is copied: wait until it is whole")
+        if _hash(beside) != digest.hexdigest():
+            raise DataError(f"{printable(place)} reads otherwise than it was written: this disk is damaged")
+        os.utime(beside, ns=(one.mtime, one.mtime))
+        beside.rename(place)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _hash(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        with contextlib.suppress(OSError, AttributeError):  # from the disk, where the system can be asked to
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while content := stream.read(_CHUNK):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _known(record: Path) -> set[str] | None:
+    """Reads which files a copy has begun with; None: there was none."""
+    try:
+        found = json.loads(safe.read_bytes(record))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return set()
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Context that a node's processes enter one after the other."""
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

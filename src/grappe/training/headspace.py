@@ -1,0 +1,99 @@
+"""Headspace: what waiting for data has cost a training, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Subset
+
+from grappe.data.arrays import Copies
+from grappe.data.images.dataset import Images
+from grappe.data.loader import BatchLoader
+from grappe.data.loading import workers_needed
+from grappe.launch.world import World, own_cores
+from grappe.profiling.phases import IN_A_STEP, PHASES, START
+from grappe.profiling.summary import StepTimes
+
+WORTH_SAYING = 0.05  # of the time
+LARGE = 50_000  # bytes of a picture's file: one of short side 256 has about 20 kB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Headspace:
+    """Time that steps and evaluations of a training waited for samples, in the process that waited most."""
+
+    waited: float
+    """Seconds."""
+    share: float
+    """Of the training's time, without its start."""
+    advice: str = ""
+    """Advice on what to change; "": the share is small."""
+
+    @property
+    def faster(self) -> float:
+        """Computes by how much infinitely fast data would make the training faster: 0.3, at 1.3 times the rate."""
+        return self.share / (1 - self.share) if self.share < 1 else math.inf
+
+    def __str__(self) -> str:
+        """Says it in a sentence."""
+        if self.share < WORTH_SAYING:
+            return f"waiting for samples took {self.waited:.1f} s, {self.share:.1%} of the time"
+        return (
+            f"with infinitely fast data this run would be {self.faster:.0%} faster ({self.share:.0%} of its time went "
+            f"into waiting for samples): {self.advice}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the content of a record of the curves, and of run.json."""
+        return {
+            "waited": round(self.waited, 3),
+            "share": round(self.share, 4),
+            "faster": round(min(self.faster, 1e9), 4),
+            "advice": self.advice,
+        }
+
+
+def headspace(timing: StepTimes, loaders: Sequence[BatchLoader], world: World, *, tuned: bool) -> Headspace:
+    """Computes it from a process's times and what its `loaders` waited. Collective.
+
+    Args:
+        tuned: whether the quickest way to load was found by measuring.
+    """
+    waited = sum(loader.waited for loader in loaders)
+    whole = sum(timing.totals.values()) - timing.totals[PHASES[START]]
+    if timing.clock == "device":
+        # The host's waits cost nothing while the device has work.
+        steps = sum(timing.totals[name] for name in IN_A_STEP)
+        idle = timing.means["data"] / (sum(timing.means.values()) or 1.0)
+        waited = idle * steps + sum(loader.waited for loader in loaders[1:])
+    found = world.gather((waited, max(whole, 1e-9)))
+    waited, whole = max(found, key=lambda one: one[0] / one[1])
+    share = min(1.0, waited / whole)
+    advice = _advice(share, loaders[0], world, tuned=tuned) if share >= WORTH_SAYING else ""
+    return Headspace(waited=waited, share=share, advice=advice)
+
+
+def _advice(share: float, loader: BatchLoader, world: World, *, tuned: bool) -> str:
+    if loader.loading is None:
+        return "the samples are in memory, so make `transform` cheaper"
+    cores, workers = own_cores(world.process), loader.loading.workers
+    needed = workers_needed(share, workers)
+    if not tuned and workers < min(needed, cores):
+        parts = [f"use workers={min(needed, cores)}"]
+    else:
+        parts = [f"ask for {cores + max(1, needed - workers)} cores for each process"]
+    images = _images(loader.dataset)
+    if images is None:
+        parts.append("store the samples decoded and smaller, or on a disk of the node (grappe data stage)")
+    elif images.total_bytes() > LARGE * len(images):
+        parts.append("pack to short side 256 (grappe data pack)")
+    return ", or ".join(parts)
+
+
+def _images(dataset: Any) -> Images | None:
+    while isinstance(dataset, Copies | Subset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, Images) else None

@@ -1,0 +1,256 @@
+"""Ways to load: no way changes a sample, workers outlive an evaluation, and the quickest way is found and kept."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from grappe import Task
+from grappe.data import threads
+from grappe.data.loader import evaluation_loader, training_loader
+from grappe.data.loading import Cost, Loading, kinds_of, record, recorded, search
+from grappe.data.tuning import STEPS, WARM, Tuner
+from grappe.errors import GrappeError, PlanError, TaskError
+from grappe.plan import Plan
+from grappe.profiling.phases import DATA, FORWARD, PHASES
+from tests.data.test_loader import world
+
+WAYS = (
+    "workers=0",
+    "workers=1",
+    "workers=3",
+    "workers=1,loading=threads",
+    "workers=3,loading=threads,prefetch=5",
+)
+
+
+class Drawn(Dataset):
+    """Keyed samples: what is drawn depends on the key alone."""
+
+    keyed = True
+
+    def __len__(self) -> int:
+        return 37
+
+    def sample(self, index: int, key: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3, generator=torch.Generator().manual_seed(key)), index
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise AssertionError("a keyed dataset is asked by key")
+
+
+class Pids(Dataset):
+    """Samples that say which process has loaded them."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([os.getpid()]), index
+
+
+class Ten(Task):
+    """A batch size: nothing is trained."""
+
+    batch_size: int = 10
+
+
+def rows(plan: str, data: Dataset, make=training_loader, passes: int = 1) -> list[list[float]]:
+    loader = make(Ten(), data, Plan.parse(plan), world(0, 1))
+    steps = loader.order.steps_per_epoch
+    found = [
+        micro.inputs.flatten().tolist()
+        for _ in range(passes)
+        for batch in loader.batches(0, 2 * steps if make is training_loader else steps)
+        for micro in batch.microbatches
+    ]
+    loader.sources.close()
+    return found
+
+
+@pytest.mark.parametrize("data", [Drawn(), Subset(Drawn(), list(range(5, 30)))])
+@pytest.mark.parametrize("make", [training_loader, evaluation_loader])
+def test_no_way_to_load_changes_a_sample(data: Dataset, make: Callable) -> None:
+    first, *others = (rows(plan, data, make, passes=2) for plan in WAYS)
+    assert all(other == first for other in others)
+    assert len({value for row in first for value in row}) > 70
+
+
+@pytest.mark.parametrize("plan", ["workers=2", "workers=2,loading=threads"])
+def test_workers_outlive_an_evaluation(plan: str) -> None:
+    data = Drawn() if "threads" in plan else Pids()
+    loader = evaluation_loader(Ten(), data, Plan.parse(plan), world(0, 1))
+
+    def evaluated() -> set[object]:
+        values = {
+            value
+            for batch in loader.batches(0, 1)
+            for value in batch.microbatches[0].inputs.flatten().tolist()
+        }
+        return values if data.__class__ is Pids else set(threading.enumerate())
+
+    assert evaluated() == evaluated() == evaluated()
+    loader.sources.close()
+    names = [one.name for one in threading.enumerate()]
+    assert not any(name.startswith("grappe-data") for name in names)
+
+
+def test_a_pass_that_is_broken_off_leaves_no_worker() -> None:
+    loader = training_loader(Ten(), Pids(), Plan.parse("workers=1"), world(0, 1))
+    batches = loader.batches(0, 2)
+    pid = int(next(batches).microbatches[0].inputs[0])
+    batches.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert len(list(loader.batches(0, 2))) == 2
+    two = list(itertools.islice(zip(loader.batches(0, 2), loader.batches(0, 2), strict=True), 2))
+    assert all(bool((one.ids == other.ids).all()) for one, other in two)  # two passes at once
+
+
+def test_threads_keep_the_training_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found: list[int] = []
+        one = threads.ThreadedBatches(
+            lambda _: found.append(torch.get_num_threads()), list, workers=2, ahead=1
+        )
+        one.begin(iter([[(0, index) for index in range(8)]]))
+        one.next()
+        one.close()
+        assert torch.get_num_threads() == 2
+        assert set(found) == {1}
+    finally:
+        torch.set_num_threads(before)
+
+
+class Failing(Drawn):
+    """A sample fails."""
+
+    def sample(self, index: int, key: int) -> tuple[torch.Tensor, int]:
+        if index == 7:
+            raise TaskError("sample 7 is bad")
+        return super().sample(index, key)
+
+
+def test_what_a_thread_raises_is_raised_once_and_no_thread_is_left() -> None:
+    loader = training_loader(Ten(), Failing(), Plan.parse("workers=3,loading=threads"), world(0, 1))
+    with pytest.raises(TaskError, match="sample 7 is bad"):
+        list(loader.batches(0, 4))
+    assert not any(one.name.startswith("grappe-data") for one in threading.enumerate())
+
+
+def test_threads_need_a_keyed_dataset() -> None:
+    loader = training_loader(Ten(), Pids(), Plan.parse("workers=1,loading=threads"), world(0, 1))
+    with pytest.raises(TaskError, match=r"Pids draws .* `keyed = True` and a method sample"):
+        next(loader.batches(0, 1))
+    assert kinds_of(Plan(), keyed=False) == ("processes",)
+    assert kinds_of(Plan(), keyed=True) == ("threads", "processes")
+
+
+class Killing(Pids):
+    """A sample ends its worker, as the kernel does when memory is short."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_killed_worker_ends_the_training_with_one_message() -> None:
+    loader = training_loader(Ten(), Killing(), Plan.parse("workers=2"), world(0, 1))
+    with pytest.raises(GrappeError, match=r"a data worker was ended by SIGKILL.*workers="):
+        list(loader.batches(0, 2))
+
+
+def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
+    sizes = [len(one) for one in rows("validation_batch=5", Pids(), evaluation_loader)]
+    assert sizes == [5, 5, 2]
+
+    class Whole(Ten):
+        whole_batch_loss = True
+
+    with pytest.raises(PlanError, match="compares the samples"):
+        evaluation_loader(Whole(), Pids(), Plan.parse("validation_batch=5"), world(0, 1))
+
+
+def quickest(
+    first: Loading, kinds: tuple, most: int, costs: dict[str, tuple[float, float]]
+) -> tuple[str, list[str]]:
+    """Runs the search where each way costs (seconds, share of waiting); its result, and the ways tried."""
+    tried = []
+    going = search(first, kinds, most)
+    now = next(going)
+    try:
+        while True:
+            tried.append(str(now))
+            now = going.send(Cost(*costs[str(now)]))
+    except StopIteration as end:
+        return str(end.value), tried
+
+
+def test_the_search_finds_the_quickest_and_tries_no_more_than_it_must() -> None:
+    both, nothing = ("threads", "processes"), Loading()
+    idle = {"workers=0": (1.0, 0.01)}
+    assert quickest(nothing, both, 4, idle) == ("workers=0", ["workers=0"])
+    costs = {
+        "workers=0": (2.0, 0.5),
+        "workers=1,loading=threads": (1.5, 0.3),
+        "workers=1,loading=processes": (1.8, 0.4),
+        "workers=2,loading=threads": (1.2, 0.1),
+        "workers=4,loading=threads": (1.19, 0.1),
+    }
+    assert quickest(nothing, both, 64, costs) == ("workers=2,loading=threads", list(costs))
+    many = {f"workers={count},loading=processes": (1.0 / count, 0.9) for count in (8, 16, 32, 48)}
+    assert quickest(Loading(workers=8), ("processes",), 48, many)[0] == "workers=48,loading=processes"
+    said = {"workers=3,loading=processes": (1.0, 0.5), "workers=3,loading=threads": (0.9, 0.5)}
+    assert quickest(Loading(workers=3), both, 3, said) == ("workers=3,loading=threads", list(said))
+
+
+def test_a_tuner_changes_the_way_between_steps_and_says_what_it_chose() -> None:
+    steps, spent, chosen = 0, [0.0] * len(PHASES), []
+    costs = {"workers=0": 1.0, "workers=1,loading=processes": 0.1}
+    tuner = Tuner(
+        first=Loading(),
+        kinds=("processes",),
+        most=1,
+        spent=lambda: (steps, list(spent)),
+        device="cpu",
+        chosen=chosen.append,
+        seconds=0.0,
+    )
+    now, changes = Loading(), []
+    while not chosen:
+        steps += 1
+        spent[DATA] += costs[str(now)]
+        spent[FORWARD] += 1.0
+        if (another := tuner.step()) is not None:
+            now = another
+            changes.append(steps)
+    assert chosen == [Loading(workers=1)]
+    assert changes == [WARM + STEPS]
+
+
+def test_a_run_remembers_what_was_measured_where_it_was() -> None:
+    known = record(Loading(kind="threads", workers=4), 8, "cpu")
+    kinds = ("threads", "processes")
+    assert recorded(known, kinds, 8, "cpu") == Loading(kind="threads", workers=4)
+    assert recorded(known, kinds, 16, "cpu") is None
+    assert recorded(known, kinds, 8, "cuda") is None
+    assert recorded(known, ("processes",), 8, "cpu") is None
+    for damage in (
+        None,
+        [],
+        {**known, "workers": "4"},
+        {**known, "workers": 10**9},
+        {**known, "kind": ["x"]},
+    ):
+        assert recorded(damage, kinds, 8, "cpu") is None
