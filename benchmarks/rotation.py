@@ -87,7 +87,7 @@ class Contender:
 
 
 def rotate(modules: Sequence[str], size: int, pace: Pace, folder: Path) -> dict[int, list[list[Block]]]:
-    """By place in `modules`, a list of rounds: the blocks of a round's processes.
+    """By place in `modules` ("NAME", or "NAME:ARGUMENT"), a list of rounds: the blocks of a round's processes.
 
     Each round lets every contender take its turn, beginning with another one each time. What a contender
     writes goes below `folder`, under its place.
@@ -125,7 +125,8 @@ def _sit(module: str, seat: Seat, pace: Pace, pipe: Connection, port: int) -> No
     torch.set_num_threads(1)
     pacer = Pacer(pipe, pace.warmup, pace.block)
     try:
-        importlib.import_module(f"benchmarks.contenders.{module}").run(seat, pacer)
+        name, *further = module.split(":")
+        importlib.import_module(f"benchmarks.contenders.{name}").run(seat, pacer, *further)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from grappe.plan import Plan
 from grappe.verbs.catalogue import plan_markdown
@@ -49,22 +50,91 @@ def optimizers() -> str:
     return "\n".join(lines)
 
 
-PARTS: dict[str, tuple[str, Callable[[], str]]] = {
-    "README.md": ("rooms", rooms),
-    "docs/plans.md": ("plan keys", plan_markdown),
-    "docs/parity.md": ("parity", parity),
-    "docs/optimizers.md": ("optimizers", optimizers),
+def gallery_tasks() -> str:
+    """A line for every task of the gallery: what its first line says it shows, and a command."""
+    lines = ["| what you have | command |", "|---|---|"]
+    for path in _gallery():
+        if path.suffix == ".py":
+            says = ast.get_docstring(ast.parse(path.read_text())) or ""
+            command = f"grappe train {path.relative_to(ROOT)}"
+        else:
+            says = json.loads(path.read_text())["cells"][0]["source"][-1]
+            command = f"jupyter lab {path.relative_to(ROOT)}"
+        lines.append(f"| {says.partition(chr(10))[0]} | [`{command}`](../{path.relative_to(ROOT)}) |")
+    return "\n".join(lines)
+
+
+def gallery_parity() -> str:
+    """A line for every task of the gallery, a column for every plan, and the reasons below."""
+    found = _measured("verify")
+    plans = list(next(iter(found.values())))
+    lines = [f"| task | {' | '.join(f'`{plan}`' for plan in plans)} |", "|---" * (len(plans) + 1) + "|"]
+    reasons: list[str] = []
+    for name, judged in found.items():
+        cells = []
+        for one in judged.values():
+            word = one["verdict"].replace("these", "…").replace("failed", "refused")
+            if word != "same":
+                reason = f"`{name}`: {'; '.join(one['why'])}"
+                reasons += [reason] * (reason not in reasons)
+                word += f" ({reasons.index(reason) + 1})"
+            cells.append(word)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
+
+
+def gallery_speed() -> str:
+    """A line for every task of the gallery: its length and speed beside the plain loop's."""
+    measured = _measured("speed")
+    head = ["task", "lines", "plain loop", *(["speed of one process", "by CPU time"] if measured else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for path in _gallery():
+        plain = ROOT / "examples" / "gallery" / "plain" / f"{path.stem}.py"
+        cells = [path.stem, *(str(len(_code(one).splitlines())) for one in (path, plain))]
+        if measured:
+            found = measured.get(path.stem)
+            cells += [
+                "{:.2f} ({:.2f} to {:.2f})".format(*found[what]) if found else "" for what in ("speed", "cpu")
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _code(path: Path) -> str:
+    """A file's text; of a notebook the first two cells of code, which have the task."""
+    if path.suffix == ".py":
+        return path.read_text()
+    cells = [one for one in json.loads(path.read_text())["cells"] if one["cell_type"] == "code"]
+    return "\n".join("".join(one["source"]) for one in cells[:2])
+
+
+def _gallery() -> list[Path]:
+    paths = (ROOT / "examples" / "gallery").iterdir()
+    return sorted((path for path in paths if path.suffix in (".py", ".ipynb")), key=lambda path: path.stem)
+
+
+def _measured(part: str) -> dict[str, Any]:
+    return json.loads((ROOT / "docs" / "gallery.json").read_text()).get(part, {})
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"rooms": rooms},
+    "docs/plans.md": {"plan keys": plan_markdown},
+    "docs/parity.md": {"parity": parity},
+    "docs/optimizers.md": {"optimizers": optimizers},
+    "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},
 }
-"""By page: the name of its generated part, which stands between `<!-- NAME -->` and `<!-- end -->`, and its text."""
+"""By page: the names of its generated parts, each between `<!-- NAME -->` and `<!-- end -->`, and their text."""
 
 
 def renewed(page: str) -> str:
-    """The page's text, its generated part made anew."""
-    name, make = PARTS[page]
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    """The page's text, its generated parts made anew."""
     text = (ROOT / page).read_text()
-    assert pattern.search(text), f"{page} has no part '{name}'"
-    return pattern.sub(lambda match: f"{match[1]}{make()}\n{match[2]}", text)
+    for name, make in PARTS[page].items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert pattern.search(text), f"{page} has no part '{name}'"
+        text = pattern.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
+    return text
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ FOLDERS = (
     "profiling/test_chronometer.py",
     "slurm",
     "tasks/test_coatnet.py",
-    "test_gallery.py",
+    "gallery",
     "training/test_average.py",
     "training/test_saving.py",
     "training/watchers/test_loggers.py",

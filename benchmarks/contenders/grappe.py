@@ -25,22 +25,23 @@ TERMINAL = "terminal"
 WAITING = 10_000  # steps: more than a second's, which is how late curves may be written
 
 
-def run(seat: Seat, pacer: Pacer) -> None:
-    """Steps for ever; the pacer ends it."""
-    if seat.rank == 0:
+def run(seat: Seat, pacer: Pacer, task: str = "") -> None:
+    """Steps for ever, of the tiny network, or of a task's file without a terminal; the pacer ends it."""
+    if seat.rank == 0 and not task:
         os.environ["GRAPPE_TERMINAL"] = str(terminal(seat.folder / TERMINAL))
     with_behind_each_step(pacer.tick)
-    train(seat)
+    train(seat, task=task)
 
 
-def train(seat: Seat, steps: int | None = None) -> None:
+def train(seat: Seat, steps: int | None = None, task: str = "") -> None:
     """A training of `worker`'s own making, without evaluation and saving until it ends: after `steps`, or never."""
     plan = "device=cpu,threads=1" + (f",replicate={seat.size}" if seat.size > 1 else "")
-    task = TinyTask(epochs=NEVER, batch_size=tiny.BATCH * seat.size)
+    if task:
+        reference = TaskReference.of(task, {"epochs": str(NEVER)})
+    else:
+        reference = TaskReference.of(TinyTask(epochs=NEVER, batch_size=tiny.BATCH * seat.size))
     options = Options(evaluate_every=NEVER, save_every=NEVER, steps=steps)
-    request = Request(
-        task=TaskReference.of(task), plan=as_plan(plan), run=seat.folder / "run", options=options
-    )
+    request = Request(task=reference, plan=as_plan(plan), run=seat.folder / "run", options=options)
     process = ProcessRank(
         rank=seat.rank, size=seat.size, local_rank=seat.rank, local_size=seat.size, launcher="torchrun"
     )

@@ -26,6 +26,7 @@ class MaskedLM(grappe.Task):
         model = BertForMaskedLM(config)
         model.bert.embeddings.requires_grad_(False)
         model.bert.encoder.layer[0].requires_grad_(False)
+        model.cls.predictions.bias.requires_grad_(False)  # the decoder has one of its own
         return model
 
     def data(self, split, folder):

@@ -29,7 +29,7 @@ def load(
     """Loads the model of one of a run's checkpoints, on the CPU, in evaluation mode.
 
     Where a newer checkpoint is passed over, that is said on standard error. The model's `grappe_checkpoint` is the
-    path of the one that was taken.
+    path of the one that was taken. In another task's `model()`, as its frozen teacher say, it is read once a run.
 
     Args:
         task: needed where the run was not trained here by this user, or its task came from a notebook or a script:
@@ -51,6 +51,8 @@ def load(
     found = taken(run, checkpoint)
     with naming_user_line(made):
         model = model_of(made)
+    if torch.get_default_device().type == "meta":
+        return model.eval()  # a part of another task's model, whose own checkpoint has the values
     fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()

@@ -120,8 +120,18 @@ class ReferenceModel:
 def _together(whole: Any, *parts: Any) -> Any:
     """A leaf of the parts' outputs, like that of `whole`: rows after rows, or what has none, as it is."""
     if isinstance(whole, Tensor) and whole.dim() and parts[0].shape != whole.shape:
-        return torch.cat(parts)
+        rows = whole.split([len(part) for part in parts])
+        return torch.cat([_padded(part, like) for part, like in zip(parts, rows, strict=True)])
     return parts[0]
+
+
+def _padded(part: Tensor, like: Tensor) -> Tensor:
+    """A part that is padded to its own longest sequence, padded as `like` is."""
+    if part.shape == like.shape:
+        return part
+    padded = like.clone()
+    padded[tuple(map(slice, part.shape))] = part
+    return padded
 
 
 def _with_own_buffers(model: nn.Module) -> nn.Module:

@@ -1,0 +1,63 @@
+"""The gallery's tasks, and their plain loops trained on the same batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gallery_files import file, plain
+from torch import Tensor, nn
+
+import grappe
+from grappe import tasks
+from grappe.data.draw import sample_keys
+from grappe.data.order import SampleOrder
+from grappe.data.rand_like import SampleIds, inside
+
+
+def task(name: str) -> grappe.Task:
+    """A task of the gallery with its defaults."""
+    return tasks.find(file(name))()
+
+
+class Batches:
+    """A task's sample order and random numbers, for its plain loop."""
+
+    def __init__(self, seed: int, length: int, batch_size: int) -> None:
+        self._order = SampleOrder(seed=seed, length=length, batch_size=batch_size)
+        self._keys = torch.zeros(0, dtype=torch.int64)
+
+    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+        """Ids of each batch of an epoch."""
+        for step in range(self._order.steps_per_epoch):
+            ids = self._order.ids(epoch, step)
+            self._keys = torch.from_numpy(sample_keys(self._order.seed, epoch, ids))
+            with inside(SampleIds(self._order.seed, epoch, ids)):  # what grappe.rand_like draws then
+                yield torch.from_numpy(ids)
+
+    def rand(self, rows: int, numbers: int) -> Tensor:
+        """Stands for torch.rand: the numbers that `augment` draws of the batch's keys."""
+        assert rows == len(self._keys)
+        return grappe.draw(self._keys, numbers)
+
+
+def train_plain(name: str, steps: int) -> tuple[list[float], nn.Module]:
+    """The losses of a plain loop's first steps, on a task's batches, and what is evaluated then."""
+    by_hand, one = plain(name), task(name)
+    torch.manual_seed(one.seed)
+    net = by_hand.network()
+    average = None if one.ema is None else by_hand.copy.deepcopy(net)
+    batches = Batches(one.seed, len(one.data("train", Path())), one.batch_size)  # type: ignore[arg-type]
+    offered = {
+        "rand": batches.rand,
+        "randn_like": grappe.randn_like,
+        "rand_like": lambda like: grappe.rand_like(like, salt=1),
+        "average": average,
+    }
+    wanted = inspect.signature(by_hand.train).parameters
+    further: dict[str, Any] = {key: value for key, value in offered.items() if key in wanted}
+    training = by_hand.train(net, batches.shuffled, one.epochs, **further)
+    return [next(training) for _ in range(steps)], average or net

@@ -1,0 +1,62 @@
+"""Tasks of all kinds learn the same under every plan, and docs/gallery.json has them all."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from benchmarks import gallery_files
+
+from tests.gallery import table
+from tests.gallery.cell import seen
+from tests.parity.cell import TOLERANCE, difference
+from tests.processes import Pool
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("torch_geometric")
+
+STEPS = 3
+PLANS = ("replicate=2", "shard=2", "replicate=2,microbatches=2", "exact=2,replicate=2",
+         "engine=lightning,replicate=2")  # fmt: skip
+FURTHER = {"causal_lm": ["recompute", "engine=textbook,replicate=2"], "unet": ["pipeline=2,microbatches=2"],
+           "tabular": ["pipeline=2,microbatches=2"], "lora": ["recompute"],
+           "masked_lm": ["engine=deepspeed,replicate=2"]}  # fmt: skip
+NORMALISED = {"image_classification"}
+"""Tasks with batch normalisation: the plan must ask for the global batch's statistics, which microbatches have not."""
+CELLS = [(name, plan) for name in gallery_files.NAMES for plan in (*PLANS, *FURTHER.get(name, []))
+         if not (name in NORMALISED and "microbatches" in plan)]  # fmt: skip
+
+
+@functools.cache
+def _plain(pool: Pool, name: str, plan: str) -> dict[str, Any]:
+    return pool.run("tests.gallery.cell:train", 1, gallery_files.file(name), plan, STEPS)[0]
+
+
+@pytest.mark.parametrize(("name", "plan"), CELLS)
+def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
+    exact = "exact" in plan and name in NORMALISED
+    alone = _plain(pool, name, "exact=2" if exact else "")
+    asked = f"{plan},batchnorm=sync" if name in NORMALISED and not exact else plan
+    found = pool.run(
+        "tests.gallery.cell:train", 1 if plan == "recompute" else 2, gallery_files.file(name), asked, STEPS
+    )[0]
+    gap, worst = difference(seen(alone["weights"]), seen(found["weights"]))
+    assert gap <= TOLERANCE, f"{worst} is {gap:.1e} away"
+    assert found["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
+
+
+def test_verify_takes_outputs_that_are_padded_to_the_longest_of_a_batch(pool: Pool) -> None:
+    found = table.verified(pool, "ctc", ("replicate=2",))
+    assert found["replicate=2"]["verdict"] == "same"
+
+
+def test_every_task_and_plan_is_in_the_table() -> None:
+    found = gallery_files.known()["verify"]
+    assert tuple(found) == gallery_files.NAMES
+    for name, plans in found.items():
+        assert tuple(plans) == table.PLANS
+        for plan, one in plans.items():
+            assert one["verdict"] in ("same", "same but for these", "failed"), f"{name} {plan}"
+            assert one["verdict"] == "same" or one["why"], f"{name} {plan}"
