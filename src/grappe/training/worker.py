@@ -96,10 +96,8 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             tensors = opened.checkpoint.read_tensors()
             average = WeightAverage(task.ema)
 
-            facts = start_facts(
-                world, info, plan, loading=batches.loading, tensors=tensors, example=batches.example()
-            )
-
+            example = batches.example()
+            facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
             setup = EngineSetup(
                 task=task,
@@ -113,7 +111,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                     chronometer.on_optimizer, average.watch, functools.partial(note_optimizer, facts)
                 ),
                 on_output=training_scores.add,
-                sample_inputs=batches.example(),
+                sample_inputs=example,
                 samples=info.samples,
             )
             engine = engine_class(setup)

@@ -40,11 +40,11 @@ class StagedModel:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         task, plan, world = setup.task, setup.plan, setup.world
+        _check_once(setup)
         sketch = on_meta(task)
         parts = cut(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)
         if any(isinstance(module, BatchNormBase) for module in sketch.modules()) and setup.samples:
             check_even(plan, task.batch_size, setup.samples)
-        _check_once(setup)
         self._everywhere = trained_parameters(sketch)
         self.stages: list[Stage] = []
 

@@ -212,8 +212,9 @@ def _metrics(scores: Scores | None) -> str:
 def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
     if isinstance(value, list):
         return ", ".join(f"{one:.4f}" for one in value)
-    if name == "accuracy":
-        return f"{value:.2%} ({round(value * scores.samples)} of {scores.samples})"
+    hits = value * scores.samples
+    if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # else it counts something else: pixels, say
+        return f"{value:.2%} ({round(hits)} of {scores.samples})"
     return f"{value:.4f}" if name.startswith("training_") else f"{value:.4f} (over {scores.samples})"
 
 
