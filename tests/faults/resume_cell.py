@@ -161,6 +161,7 @@ def curves(run: Path) -> list[dict]:
     return [
         {name: value for name, value in one.items() if name != "seconds"}
         for one in sorted(Run(run).records(), key=lambda one: (one["step"], one["kind"]))
+        if one["kind"] in ("step", "evaluation")  # the others are times
     ]
 
 

@@ -57,10 +57,15 @@ PLANS = [
 ]
 
 
-def evaluations(pool: Pool, task: Images, plan: str, folder: Path, **options: bool) -> list[dict]:
+def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: bool) -> list[dict]:
     made = Options(**options)
     pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, folder, made, None)
     return list(Run(folder).records())
+
+
+def evaluated(records: list[dict]) -> dict:
+    """The last evaluation."""
+    return [one for one in records if one["kind"] == "evaluation"][-1]
 
 
 FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
@@ -73,7 +78,7 @@ FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=
 def test_losses_add_up_and_metrics_see_every_training_sample_once(
     pool: Pool, tmp_path: Path, kind: type[Several], plan: str
 ) -> None:
-    records = evaluations(pool, kind(), plan, tmp_path / "run", training_metrics=True)
+    records = trained(pool, kind(), plan, tmp_path / "run", training_metrics=True)
     scored = [one for one in records if one["kind"] == "evaluation"]
     assert len(scored) == 2
     for number, one in enumerate(scored):
@@ -90,7 +95,7 @@ def test_losses_add_up_and_metrics_see_every_training_sample_once(
 
 def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
     found = [
-        evaluations(pool, Weighted(), plan, tmp_path / f"run-{number}", training_metrics=True)[-1]
+        evaluated(trained(pool, Weighted(), plan, tmp_path / f"run-{number}", training_metrics=True))
         for number, plan in enumerate(("", "replicate=2,microbatches=2", "pipeline=2,microbatches=2"))
     ]
     for one in found[1:]:
@@ -100,9 +105,9 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_without_the_option_there_are_only_losses(pool: Pool, tmp_path: Path) -> None:
-    last = evaluations(pool, Several(), "replicate=2", tmp_path / "run")[-1]
+    last = evaluated(trained(pool, Several(), "replicate=2", tmp_path / "run"))
     assert "training_loss_size" in last and "training_accuracy" not in last
-    plain = evaluations(pool, Images(), "replicate=2", tmp_path / "plain")[-1]
+    plain = evaluated(trained(pool, Images(), "replicate=2", tmp_path / "plain"))
     assert not any(name.startswith(("loss_", "training_")) for name in plain)
 
 
@@ -128,7 +133,7 @@ def test_what_is_no_dictionary_of_losses_is_refused(given: dict, words: str) -> 
 
 def test_a_metric_and_a_loss_of_one_name_are_refused(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="both called 'loss_size'"):
-        evaluations(pool, Clashing(), "", tmp_path / "run")
+        trained(pool, Clashing(), "", tmp_path / "run")
 
 
 class Clashing(Several):
