@@ -12,7 +12,7 @@ from grappe.cli.commands import main
 from grappe.errors import RunError, UsageError
 from grappe.verbs.race import Target, board, race, target_of
 
-ACCURACY = Target(name="accuracy", value=0.9)
+ACCURACY = Target(name="accuracy", value=0.9, falls=False)
 
 
 def make(base: Path, name: str, scores: dict[int, float], seconds: float = 0.5, **more: Any) -> None:
@@ -40,7 +40,7 @@ def test_costs_are_those_until_the_crossing(tmp_path: Path) -> None:
         {"time": 7.5, "samples": 150, "gpu-hours": 1.5, "core-hours": 3.0, "energy": 37.5}
     )
     assert entry.best == 1.0 and entry.hardware == "2 x a core"
-    [entry] = race(tmp_path, Target(name="loss", value=0.1))
+    [entry] = race(tmp_path, target_of("loss=0.1"))
     assert entry.costs is not None and entry.costs["time"] == pytest.approx(7.5) and entry.best == 0.0
 
 
@@ -70,8 +70,17 @@ def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
         file.write(
             '{"kind": "evaluation", "step": "x", "accuracy": NaN}\n{"kind": "evaluation", "accuracy": []}\n{'
         )
+        file.write(f'\n{{"kind": "evaluation", "step": 30, "accuracy": {"9" * 400}}}\n')
     [entry] = race(tmp_path, ACCURACY)
-    assert entry.costs is not None and entry.costs["gpu-hours"] is None
+    assert entry.costs is not None and entry.costs["gpu-hours"] is None and entry.best == 1.0
+
+
+def test_a_direction_may_be_said(tmp_path: Path) -> None:
+    assert target_of("perplexity<=20") == Target(name="perplexity", value=20.0, falls=True)
+    assert target_of("loss >= 2").falls is False and target_of("training_loss_box=1").falls
+    make(tmp_path, "one", {10: 0.2, 20: 0.1})
+    [entry] = race(tmp_path, target_of("accuracy<=0.1"))
+    assert entry.costs is not None and entry.costs["time"] == 10.0 and entry.best == 0.1
 
 
 @pytest.mark.parametrize("text", ["accuracy", "accuracy=", "=0.9", "accuracy=much", "accuracy=nan"])
@@ -83,7 +92,7 @@ def test_what_is_no_target_is_refused(text: str) -> None:
 def test_a_score_that_no_run_has_is_answered_with_those_there_are(tmp_path: Path) -> None:
     make(tmp_path, "one", {10: 0.8})
     with pytest.raises(RunError, match="called 'acuracy': there are accuracy, loss"):
-        race(tmp_path, Target(name="acuracy", value=0.9))
+        race(tmp_path, target_of("acuracy=0.9"))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def submit(
 def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:  # noqa: RET503 - salloc takes over
     """Becomes salloc; without a terminal, or with --show, prints the line."""
     from grappe.launch.command import become
-    from grappe.verbs.job_resources import allocation
+    from grappe.verbs.job_resources import allocation, line_in_allocation
 
     submission = (
         read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
@@ -99,7 +99,7 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
             "a shell needs a terminal, and this is none: run the line above in one, or add --show"
         )
     if words:
-        complain(f"grappe: in that shell, start it with srun: srun grappe {shlex.join(words)}")
+        complain(f"grappe: in that shell, start it so: {shlex.join(line_in_allocation(submission))}")
     become(line)
 
 

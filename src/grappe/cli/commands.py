@@ -141,7 +141,7 @@ def runs(
     base: BaseFolder = Path("runs"),
     race: Annotated[
         str | None,
-        Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, loss=0.1."),
+        Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, 'perplexity<=20'."),
     ] = None,
     by: Annotated[
         Literal["time", "samples", "gpu-hours", "core-hours", "energy"],

@@ -10,9 +10,9 @@ from cyclopts import App, CycloptsError
 
 from grappe.cli.exit import usage_error
 from grappe.errors import UsageError
-from grappe.verbs.submission import SCRIPT, TUNE, JobOptions, Submission
+from grappe.verbs.submission import SCRIPT, TPE, TUNE, JobOptions, Submission
 
-NOT_IN_JOBS = ("submit", "queue", "logs", "wait", "cancel", "sites")
+NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
 USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
 
@@ -76,6 +76,7 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
         run=found.get("run"),
         data=str(data) if data is not None else None,
         parallel=found.get("parallel", 1),
+        sampler=found.get("sampler", TPE) if words[0] == TUNE else "",
         study=found.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         job=job,

@@ -65,10 +65,11 @@ def augments(task: Task, *, training: bool) -> bool:
 
 def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bool = True) -> tuple[Any, Any]:
     """The task's augmentation of a batch."""
-    if _takes_training(task):
-        batch = task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
-    else:
-        batch = task.augment(inputs, targets, keys)
+    with torch.autocast(keys.device.type, enabled=False):  # evaluation asks for batches inside the model's
+        if _takes_training(task):
+            batch = task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
+        else:
+            batch = task.augment(inputs, targets, keys)
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise TaskError(

@@ -21,7 +21,7 @@ from grappe.data.pieces import ExactPieces
 from grappe.data.rand_like import SampleIds, inside
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
-from grappe.data.source import Samples, Source
+from grappe.data.source import Samples, Source, for_threads
 from grappe.data.sources import Sources
 from grappe.data.threads import Request
 from grappe.data.training_order import training_order
@@ -71,6 +71,8 @@ class BatchLoader:
         if self._arrays is not None:
             self._arrays.to_device(world.device)
         seeded = SeededDataset(dataset, seed=order.seed)
+        if self._arrays is None and plan.loading == "threads" and plan.workers != 0:
+            for_threads(seeded)  # now, and not at the first evaluation
         pin = world.device.type == "cuda"
         self.sources = Sources(
             Samples(dataset=seeded, task=task, pin=pin, prefetch=plan.prefetch), plan, world
@@ -159,7 +161,9 @@ class BatchLoader:
         cpu = torch.device("cpu")
         inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
         # A model may take what augment makes of the samples, and nothing else.
-        return self._augmented(inputs, targets, -1, ids, cpu)
+        if not self._augments:
+            return inputs, targets
+        return self._augmented(inputs, targets, SampleIds(self.order.seed, -1, ids), cpu)
 
     def _loaded(self, part: Slice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Each piece's sample ids, inputs and targets."""
@@ -199,8 +203,9 @@ class BatchLoader:
             inputs, targets = self._to_device((inputs, targets))
         # Evaluations draw the same, so that losses can be compared.
         epoch = part.epoch if self._training else -1
+        drawn_for = SampleIds(self.order.seed, epoch, padded(ids))
         if self._augments:
-            inputs, targets = self._augmented(inputs, targets, epoch, padded(ids), self._world.device)
+            inputs, targets = self._augmented(inputs, targets, drawn_for, self._world.device)
         if self._plan.channels_last:
             inputs = tree_map(_channels_last, inputs)
         weights = None
@@ -208,16 +213,14 @@ class BatchLoader:
             weights = counts_of(self._task, targets)
             if weights is not None:
                 weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
-        drawn_for = SampleIds(self.order.seed, epoch, padded(ids))
         return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1, drawn_for)
 
     def _augmented(
-        self, inputs: Any, targets: Any, epoch: int, ids: np.ndarray, device: torch.device
+        self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device
     ) -> tuple[Any, Any]:
-        if not self._augments:
-            return inputs, targets
-        keys = torch.from_numpy(sample_keys(self.order.seed, epoch, ids)).to(device)
-        return augment(self._task, inputs, targets, keys, training=self._training)
+        keys = torch.from_numpy(sample_keys(*samples)).to(device)
+        with inside(samples):
+            return augment(self._task, inputs, targets, keys, training=self._training)
 
     def _to_device(self, batch: Any) -> Any:
         device = self._world.device

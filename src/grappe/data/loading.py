@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from grappe.launch.rank import ProcessRank
@@ -58,11 +58,16 @@ def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:
     return ("threads", "processes") if keyed else ("processes",)
 
 
-def search(first: Loading, kinds: Sequence[Kind], most: int) -> Generator[Loading, Cost, Loading]:
+def search(
+    first: Loading, kinds: Sequence[Kind], most: int, allowed: Callable[[Loading], bool] = lambda one: True
+) -> Generator[Loading, Cost, Loading]:
     """Yields ways to load, is sent the cost of each, and returns the quickest.
 
     Each kind is tried with as few workers as `first` has, then twice as many of the quicker one, until that is no
     gain; nothing is tried once a step hardly waits. With `most` workers as the first has, kinds alone are compared.
+
+    Args:
+        allowed: says whether there is memory for more workers.
     """
     best, cost = first, (yield first)
     few = max(1, first.workers)
@@ -72,6 +77,8 @@ def search(first: Loading, kinds: Sequence[Kind], most: int) -> Generator[Loadin
             best, cost, _ = yield from _tried(one, best, cost)
     while cost.waits > ENOUGH and 0 < best.workers < most:
         one = dataclasses.replace(best, workers=min(2 * best.workers, most))
+        if not allowed(one):
+            break
         best, cost, better = yield from _tried(one, best, cost)
         if not better:
             break

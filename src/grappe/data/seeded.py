@@ -89,9 +89,17 @@ def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:
     if type(dataset) is Subset:
         inner, chosen = keyed_sample(dataset.dataset), dataset.indices
         return None if inner is None else lambda index, key: inner(chosen[index], key)
-    if getattr(dataset, "keyed", False) is not True:
+    if getattr(dataset, "keyed", False) is not True or not claims(type(dataset), "sample", "__getitem__"):
         return None
     return lambda index, key: dataset.sample(index, mix(key, index))
+
+
+def claims(kind: type, claim: str, method: str) -> bool:
+    """Returns whether a class says `claim` where it defines `method`, or below: an override ends a base's claim."""
+    order = [vars(one) for one in kind.__mro__]
+    said = next((number for number, names in enumerate(order) if claim in names), None)
+    defined = next((number for number, names in enumerate(order) if method in names), len(order))
+    return said is not None and said <= defined
 
 
 @contextmanager

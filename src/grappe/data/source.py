@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,15 +63,24 @@ def source_of(samples: Samples, loading: Loading) -> Source:
         return ThisProcess(samples)
     if loading.kind == "processes":
         return WorkerProcesses(samples, loading.workers)
-    sample = samples.dataset.keyed
-    if sample is None:
-        name = type(samples.dataset.dataset).__name__
+    sample = for_threads(samples.dataset)
+    return ThreadedBatches(sample, samples.collate, workers=loading.workers, ahead=samples.prefetch)
+
+
+def for_threads(dataset: SeededDataset) -> Callable[[Request], Any]:
+    """Returns the function that loads a sample in any thread.
+
+    Raises:
+        TaskError: the dataset's samples depend on global generators, which threads share.
+    """
+    if dataset.keyed is None:
+        name = type(dataset.dataset).__name__
         raise TaskError(
             f"loading=threads: {name} draws from generators that all threads share, as far as can be known: use "
             f"loading=processes, or give {name} `keyed = True` and a method sample(index, key) that draws from the key "
             "alone"
         )
-    return ThreadedBatches(sample, samples.collate, workers=loading.workers, ahead=samples.prefetch)
+    return dataset.keyed
 
 
 class ThisProcess:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grappe.data.loading import Loading, before_measuring, kinds_of, record, recorded
+from grappe.data.shared_memory import is_half_free
 from grappe.data.source import Samples, Source, source_of
 from grappe.data.threads import Request
 from grappe.data.tuning import Spent, Tuner
@@ -29,6 +30,7 @@ class Sources:
         self._idle: Source | None = None
         self._busy: list[Source] = []
         self._tuner: Tuner | None = None
+        self._note: Callable[[Loading], None] = lambda loading: None
         self.like: Sources | None = None
         """Of another loader: it is loaded as there, from the next pass on, as far as the dataset allows it."""
         self.loading = before_measuring(plan, world.process, self._device)
@@ -57,7 +59,11 @@ class Sources:
     def changes(self) -> bool:
         """Counts a step; returns whether the next ones are to be loaded in another way: by a source begun anew."""
         loading = None if self._tuner is None else self._tuner.step()
-        return loading is not None and self._load_as(loading)
+        if loading is None:
+            return False
+        if self._tuner is not None and not self._tuner.done:
+            self._note(self.loading)  # what works is known if the next way ends the training
+        return self._load_as(loading)
 
     def close(self) -> None:
         """Ends all threads and worker processes."""
@@ -84,9 +90,14 @@ class Sources:
             self.tuned = True
             return
 
+        def noted(loading: Loading) -> None:
+            chosen(record(loading, self._cores, self._device))
+
         def tuned(loading: Loading) -> None:
             self._tuner, self.tuned = None, True
-            chosen(record(loading, self._cores, self._device))
+            noted(loading)
+
+        self._note = noted
 
         self._tuner = Tuner(
             first=self.loading,
@@ -95,6 +106,7 @@ class Sources:
             spent=spent,
             device=self._device,
             chosen=tuned,
+            allowed=lambda one: one.kind == "threads" or is_half_free(),
         )
 
     def _load_as(self, loading: Loading) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import xxhash
 
@@ -69,8 +71,10 @@ def copied(source: Path, to: Path, told: Callable[[int, int], None] = lambda don
         with _alone(to / f".{source.name}.stage.lock"):
             return _copied(source, to, told)
     except OSError as error:
+        full = "make room and " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        where = f": {printable(error.filename)}" if error.filename else ""
         raise DataError(
-            f"{source} cannot be staged to {to}: {error.strerror or error}. What was copied whole stays: make room and "
+            f"{source} cannot be staged to {to}{where}: {error.strerror or error}. What was copied whole stays: {full}"
             "start the same command again"
         ) from None
 
@@ -83,7 +87,7 @@ def _copied(source: Path, to: Path, told: Callable[[int, int], None]) -> Staged:
     missing = [one for one in found if known is None or not _is_there(to, one)]
     total, needed = (sum(one.size for one in some) for some in (found, missing))
     room = shutil.disk_usage(to).free
-    if room < needed + _SPARE:
+    if missing and room < needed + _SPARE:
         raise DataError(
             f"{source} does not fit into {to}: {needed / 1e9:.1f} GB are needed, {room / 1e9:.1f} GB are free"
         )
@@ -95,7 +99,7 @@ def _copied(source: Path, to: Path, told: Callable[[int, int], None]) -> Staged:
         _copy(source.parent / one.name, to / one.name, one)
         done += one.size
         told(done, total)
-    if source.is_dir() and missing:
+    if source.is_dir():
         _set_folder_times(source, to / source.name)
     return Staged(place=to / source.name, files=len(found), bytes=total, copied=len(missing))
 
@@ -124,7 +128,7 @@ def _walk(source: Path) -> Iterator[Path]:
     if not source.is_dir():
         yield source
         return
-    for folder, folders, names in os.walk(source):
+    for folder, folders, names in os.walk(source, onerror=_raised):
         folders.sort()
         for name in folders:
             if (Path(folder) / name).is_symlink():
@@ -132,6 +136,11 @@ def _walk(source: Path) -> Iterator[Path]:
                     f"{printable(Path(folder) / name)} is a link to a folder: stage that folder by its own name"
                 )
         yield from (Path(folder) / name for name in sorted(names))
+
+
+def _raised(error: OSError) -> NoReturn:
+    """Raises what os.walk would pass over: a folder that cannot be read is not one without files."""
+    raise error
 
 
 def _is_there(to: Path, one: _File) -> bool:
@@ -146,18 +155,33 @@ def _is_there(to: Path, one: _File) -> bool:
 def _remove_others(to: Path, source: Path, names: set[str], known: set[str] | None) -> None:
     """Removes what an earlier copy had and the source has no more; refuses what no copy has made."""
     place = to / source.name
+    beside = [source.name, *(source.name + ending for ending in (INDEX, QUARANTINE))]
+    for one in sorted(to.iterdir()):  # of a single file, copies that a killed process has left lie here
+        if any(one.name.startswith(f".{name}.") for name in beside) and _is_unfinished(one, to, names):
+            one.unlink()
+    for name in beside[1:]:
+        if known is not None and name in known - names:
+            (to / name).unlink(missing_ok=True)
+    if place.is_symlink():
+        raise UsageError(f"{place} is a link: name another folder with --to")
     if not place.exists():
         return
     if known is None:
         raise UsageError(f"{place} is there and was not staged by grappe: name another folder with --to")
     for one in _walk(place):
         name = str(one.relative_to(to))
-        if one.name.endswith(_UNFINISHED) or name in known - names:
+        if _is_unfinished(one, to, names) or name in known - names:
             one.unlink()
         elif name not in names:
             raise UsageError(
                 f"{printable(one)} was not staged by grappe: remove it, or name another folder with --to"
             )
+
+
+def _is_unfinished(one: Path, to: Path, names: set[str]) -> bool:
+    """Returns whether a file is a copy that was not ended: of our own form of name, and none of the source's."""
+    ours = one.name.startswith(".") and one.name.endswith(_UNFINISHED)
+    return ours and str(one.relative_to(to)) not in names
 
 
 def _set_folder_times(source: Path, copy: Path) -> None:
@@ -219,6 +243,6 @@ def _known(record: Path) -> set[str] | None:
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Context that a node's processes enter one after the other."""
-    with lock.open("w") as stream:
+    with safe.appender(lock) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from grappe.errors import PlanError
+
 Request = tuple[int, int]
 _PARTS = 4  # of a batch for each thread: samples differ in size
 
@@ -111,6 +113,7 @@ class _Batch:
                 last = self.parts == 0
             if last:
                 batch = self._collate(self._samples)
+                self._samples = []  # they are in the batch
                 with contextlib.suppress(InvalidStateError):
                     self.loaded.set_result(batch)
         except BaseException as error:
@@ -132,9 +135,16 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     """Starts threads whose tensor operations run on themselves alone, as those of a data worker do."""
     mine, started = torch.get_num_threads(), threading.Barrier(workers + 1)
     pool = ThreadPoolExecutor(workers, "grappe-data", initializer=_begin_thread)
-    for _ in range(workers):
-        pool.submit(started.wait)
-    started.wait()
+    try:
+        for _ in range(workers):
+            pool.submit(started.wait)
+        started.wait()
+    except BaseException as error:
+        started.abort()  # else those that were started would wait for the others for ever
+        pool.shutdown(wait=True, cancel_futures=True)
+        if isinstance(error, RuntimeError) and not isinstance(error, threading.BrokenBarrierError):
+            raise PlanError(f"{workers} threads cannot be started ({error}): use fewer workers=") from error
+        raise
     # OpenMP's number of threads is each thread's own; MKL's and the one for new threads are the process's.
     torch.set_num_threads(mine)
     return pool

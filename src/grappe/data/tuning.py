@@ -28,6 +28,7 @@ class Tuner:
         spent: what steps have cost, of the training's chronometer.
         device: "cpu" or "cuda".
         chosen: told the quickest, once it is known.
+        allowed: says whether there is memory for more workers.
         seconds: that a way is measured for at least.
     """
 
@@ -40,9 +41,10 @@ class Tuner:
         spent: Spent,
         device: str,
         chosen: Callable[[Loading], None],
+        allowed: Callable[[Loading], bool] = lambda one: True,
         seconds: float = SECONDS,
     ) -> None:
-        self._search = search(first, kinds, most)
+        self._search = search(first, kinds, most, allowed)
         self._now = next(self._search)
         self._spent, self._chosen, self._on_cpu = spent, chosen, device == "cpu"
         self._seconds, self._steps = seconds, 0

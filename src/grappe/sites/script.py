@@ -193,10 +193,16 @@ def _options(script: Script) -> list[str]:
         "--open-mode=append",
         f"--array=1-{script.chain}%1" if script.chain else "--requeue",
     ]
-    if script.plan.per_device > 1 and layout.gpus:
-        for mps in site.job.mps:  # a constraint of theirs takes the place of the site's
-            options = [one for one in options if one.partition("=")[0] != mps.partition("=")[0]] + [mps]
+    options = with_mps(options, site, layout, script.plan)
     return [f"#SBATCH {option}" for option in merged(options, script.sbatch)]
+
+
+def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list[str]:
+    """Adds the options by which processes may share a GPU (MPS), where the plan has them share one."""
+    for mps in site.job.mps if plan.per_device > 1 and layout.gpus else ():
+        # a constraint of theirs takes the place of the site's
+        options = [one for one in options if one.partition("=")[0] != mps.partition("=")[0]] + [mps]
+    return options
 
 
 def _environment(script: Script) -> str:

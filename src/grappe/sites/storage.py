@@ -46,7 +46,7 @@ def storage_of(site: Site, folder: Path, environment: Mapping[str, str]) -> Stor
     inside = []
     for one in site.storage:
         place = _expanded(one.place, environment)
-        if place is not None and folder.is_relative_to(place):
+        if place is not None and any(folder.is_relative_to(one) for one in (place, place.resolve())):
             inside.append((len(place.parts), one))
     return max(inside, key=lambda pair: pair[0])[1] if inside else None
 

@@ -79,8 +79,8 @@ class TrainingScores:
         found: dict[str, Number] = {}
         if slices:
             count = sum(one.count for one in slices) or 1.0
-            for name in slices[0].sums:
-                found[f"loss_{name}"] = math.fsum(one.sums[name] for one in slices) / count
+            for name in dict.fromkeys(name for one in slices for name in one.sums):
+                found[f"loss_{name}"] = math.fsum(one.sums.get(name, 0.0) for one in slices) / count
             if self._metrics is not None:
                 found.update(self._metrics.computed([one.states for one in slices]))
         if self._metrics is not None:

@@ -107,7 +107,7 @@ def _optimizer(known: Mapping[str, Any] | None) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(one) for one in value]
-    return float(value) if isinstance(value, Tensor | float) else value
+    return value.item() if hasattr(value, "item") else value  # of a tensor, of NumPy's
 
 
 def _count(number: int, what: str) -> str:

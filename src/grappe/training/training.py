@@ -151,7 +151,8 @@ class Training:
         samples = epoch * info.samples + min(within, info.samples)
         size = None if norm is None else float(norm.read())
         # By position, as names take a microsecond.
-        record = Record(step + 1, epoch, samples, loss, result.lr, seconds, size, result.skipped, flag)
+        # A schedule of NumPy's numbers makes the rate one of them, which JSON does not know.
+        record = Record(step + 1, epoch, samples, loss, float(result.lr), seconds, size, result.skipped, flag)
         if not (math.isfinite(loss) or record.skipped):
             self._diverged(record, batch)
         self._settled.append(record)

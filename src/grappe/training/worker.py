@@ -85,7 +85,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             redirect(log, process, early_log(rendezvous_folder, process))
         memory = explained(task, plan, process.rank)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        loaders = _loaders(task, data, plan, world, opened.run, None if options.bare else chronometer)
+        loaders = _loaders(task, data, plan, world, opened, None if options.bare else chronometer)
         watched = waits_counted(chronometer)
         with naming_user_line(task), memory, chronometer, watched, loaders as (batches, validation):
             info = _run_info(request, task, batches, opened, world)
@@ -193,7 +193,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
 
 @contextlib.contextmanager
 def _loaders(
-    task: Task, data: Data, plan: Plan, world: World, run: Run, chronometer: Chronometer | None
+    task: Task, data: Data, plan: Plan, world: World, opened: Opened, chronometer: Chronometer | None
 ) -> Iterator[tuple[loader.BatchLoader, loader.BatchLoader]]:
     """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
     batches = loader.training_loader(task, data.train, plan, world, data.order)
@@ -201,10 +201,12 @@ def _loaders(
 
     def chosen(found: Mapping[str, Any]) -> None:
         if world.rank == 0:
-            run.describe(loading=dict(found))
+            opened.check_lease()
+            with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
+                opened.run.describe(loading=dict(found))
 
     if chronometer is not None and batches.loading is not None:
-        batches.sources.tune(chronometer.spent, run.read_description().get("loading"), chosen)
+        batches.sources.tune(chronometer.spent, opened.run.read_description().get("loading"), chosen)
         validation.sources.like = batches.sources
     try:
         with explaining_ended_workers():

@@ -12,8 +12,8 @@ from grappe.plan import Plan
 from grappe.sites import sbatch, sinfo, slurm
 from grappe.sites.layout import Layout, ResourceRequest, fit, layout
 from grappe.sites.schema import Site
-from grappe.sites.script import resource_options
-from grappe.verbs.submission import SCRIPT, SPREAD, TRAIN, TUNE, WITHOUT_MODEL, JobOptions, Submission
+from grappe.sites.script import resource_options, with_mps
+from grappe.verbs.submission import ON_CPU, SCRIPT, SPREAD, TRAIN, TUNE, JobOptions, Submission
 
 OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor")
 """Fields of JobOptions that say what a job's script does."""
@@ -71,12 +71,26 @@ def allocation(submission: Submission) -> list[str]:
     wanted = list(requests(submission))
     if len(wanted) > 1:
         raise UsageError("--interactive opens one shell: give one number of --gpus")
-    found, site, _ = laid_out(submission, wanted[0])
-    options = resource_options(site, found, job.account)
+    found, site, plan = laid_out(submission, wanted[0])
+    options = with_mps(resource_options(site, found, job.account), site, found, plan)
     return [
         "salloc",
         *sbatch.merged([f"--job-name={job.name or 'interactive'}", *options], sbatch_options(job)),
     ]
+
+
+def line_in_allocation(submission: Submission) -> list[str]:
+    """Returns the line by which `submission`'s command is started in the shell that `allocation` opens."""
+    found, _, plan = laid_out(submission, next(requests(submission)))
+    words = ["python" if submission.command == SCRIPT else "grappe"]
+    words += [] if submission.command == SCRIPT else [submission.command]
+    words += submission.arguments
+    if submission.command in (TRAIN, "evaluate") and submission.plans == ("",) and str(plan):
+        words += ["--plan", str(plan)]  # as --gpus has made it
+    if submission.command not in SPREAD:
+        return words  # it starts its processes by itself
+    bind = ["--gpu-bind=none"] if found.gpus else []
+    return ["srun", f"--cpus-per-task={found.cores}", *bind, *words]
 
 
 def sbatch_options(job: JobOptions) -> tuple[str, ...]:
@@ -108,7 +122,7 @@ def _plan(submission: Submission, resources: ResourceRequest) -> Plan:
     if job.processes is not None:
         raise UsageError("--processes is for a script of your own; of this command the plan says how many")
     plans = [Plan.parse(text) for text in submission.plans] or [Plan()]
-    if submission.command in WITHOUT_MODEL:
+    if submission.command in ON_CPU:
         plans = [Plan(device="cpu")]
     largest = max(plans, key=lambda plan: plan.processes / plan.per_device)
     if submission.command == TUNE and resources.gpus:

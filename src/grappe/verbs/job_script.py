@@ -22,7 +22,7 @@ from grappe.training.run import DONE, Run, new_folder
 from grappe.verbs.job_resources import laid_out, sbatch_options
 from grappe.verbs.packages.imports import imported
 from grappe.verbs.packages.of_job import job_packages
-from grappe.verbs.submission import SCRIPT, TRAIN, TUNE, WITHOUT_MODEL, Submission
+from grappe.verbs.submission import ON_CPU, SCRIPT, TRAIN, TUNE, Submission
 
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
 SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when it is told to
@@ -193,7 +193,7 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
         anew = OWN_OPTIONS
     elif (
         len(submission.plans) == 1
-        and submission.command not in WITHOUT_MODEL
+        and submission.command not in ON_CPU
         and plan != Plan.parse(submission.plans[0])
     ):
         anew = ("--plan",)  # --gpus has changed it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,15 +23,12 @@ class Target:
 
     name: str
     value: float
-
-    @property
-    def is_loss(self) -> bool:
-        """Returns whether the score is a loss, which is to fall."""
-        return self.name.removeprefix("training_").startswith("loss")
+    falls: bool
+    """Whether the score is to fall, as a loss is."""
 
     def reached(self, score: float) -> bool:
         """Returns whether `score` is as good as the target."""
-        return score <= self.value if self.is_loss else score >= self.value
+        return score <= self.value if self.falls else score >= self.value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Entry:
 
 
 def target_of(text: str) -> Target:
-    """Reads `accuracy=0.97`.
+    """Reads `accuracy=0.97`, or with a direction `perplexity<=20`; a score whose name begins with loss is to fall.
 
     Raises:
         UsageError: it is no name and number.
@@ -58,9 +56,13 @@ def target_of(text: str) -> Target:
         found = float(value)
     except ValueError:
         found = math.nan
-    if not name.strip() or not math.isfinite(found):
-        raise UsageError(f"--race={text}: give a score and a number that it is to reach, as in accuracy=0.97")
-    return Target(name=name.strip(), value=found)
+    sign, name = name[-1:], name.rstrip("<> ").strip()
+    if not name or not math.isfinite(found):
+        raise UsageError(
+            f"--race={text}: give a score and a number that it is to reach, as in accuracy=0.97 or 'perplexity<=20'"
+        )
+    falls = sign == "<" or (sign != ">" and name.removeprefix("training_").startswith("loss"))
+    return Target(name=name, value=found, falls=falls)
 
 
 def race(base: Path, target: Target) -> list[Entry]:
@@ -89,8 +91,8 @@ def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
     for record in run.records("evaluation"):
         known.update(record)
         step, score = record.get("step"), record.get(target.name)
-        if isinstance(step, int) and isinstance(score, int | float) and math.isfinite(score):
-            scored.append((step, float(score)))
+        if all(isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in (step, score)):
+            scored.append((int(step), float(score)))
     if not scored:
         return None
     crossing = _crossing(scored, target)
@@ -101,7 +103,7 @@ def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
         task=Path(str(about.get("task"))).stem,
         plan=str(about.get("plan") or "one process"),
         hardware=f"{processes} x {about.get('processor') or about.get('device')}",
-        best=min(scores) if target.is_loss else max(scores),
+        best=min(scores) if target.falls else max(scores),
         costs=None if crossing is None else _costs(run, about, crossing),
     )
 
@@ -146,7 +148,7 @@ def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float 
 
 def board(entries: list[Entry], target: Target, by: By) -> Table:
     """Makes the board: those that reached the target by their costs, then the others by their best score."""
-    sign = "<=" if target.is_loss else ">="
+    sign = "<=" if target.falls else ">="
     table = Table(
         "", "run", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours", "core-hours",
         "energy", "plan", "hardware", box=None, padding=(0, 2, 0, 0),
@@ -154,7 +156,7 @@ def board(entries: list[Entry], target: Target, by: By) -> Table:
 
     def order(entry: Entry) -> tuple[bool, float]:
         if entry.costs is None:
-            return True, entry.best if target.is_loss else -entry.best
+            return True, entry.best if target.falls else -entry.best
         cost = entry.costs[by]
         return False, math.inf if cost is None else cost
 

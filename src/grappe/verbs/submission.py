@@ -13,8 +13,9 @@ from grappe.fields import CountsFromZero, Names, at_least
 TRAIN = "train"
 SCRIPT = "script"
 TUNE = "tune"
-WITHOUT_MODEL = ("data", "curves", "engines", "prune", "report", "runs", "tasks")
-"""Commands that train and evaluate nothing: their jobs have no GPU."""
+TPE = "tpe"  # the default sampler of tune, of the extra of that name
+ON_CPU = ("data", "curves", "engines", "export", "predict", "prune", "report", "runs", "tasks")
+"""Commands that use no GPU, and take no plan: their jobs have none."""
 SPREAD = (TRAIN, "evaluate", SCRIPT)
 """Commands that Slurm starts once for each process; other commands start their processes by themselves, on one node."""
 
@@ -108,6 +109,8 @@ class Submission:
     data: str | None = None
     parallel: int = 1
     """Number of a search's trials that are trained at a time, each under the plan."""
+    sampler: str = ""
+    """A search's sampler."""
     study: Path | None = None
     """A search's folder; None: in the job's."""
     loggers: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from grappe.data.images.places import open_index
 from grappe.data.images.quarantine import quarantined
 from grappe.data.images.reader import Reader
 from grappe.data.images.views import View
+from grappe.data.seeded import claims
 from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
@@ -90,7 +91,8 @@ class Images(Dataset[tuple[Tensor, int]]):
     @property
     def keyed(self) -> bool:
         """Returns whether samples depend on their keys alone, as the view says; then threads may load them."""
-        return getattr(self.view, "keyed", False) is True
+        view = self.view
+        return getattr(view, "keyed", False) is True and claims(type(view), "keyed", "__call__")
 
     def sample(self, index: int, key: int) -> tuple[Tensor, int]:
         """Returns a sample as its key says, the same for the same key; threads may call it at once.

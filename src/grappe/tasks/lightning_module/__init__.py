@@ -124,9 +124,8 @@ class Carried(Task):
             path, _, leaf = name.removeprefix("module.").rpartition(".")
             module_parameters(module.get_submodule(path))[leaf] = parameter
             given[id(parameter)] = parameter
-        refusals = Refusals(type(module).__name__, ())
-        found = unsupported.optimizers(module.configure_optimizers(), refusals)
-        refusals.check()
+        # from_lightning has refused what is not carried over, or was told to leave it out.
+        found = unsupported.optimizers(module.configure_optimizers(), Refusals(type(module).__name__, ()))
         assert found is not None
         optimizer, schedule = found
         for (
@@ -177,7 +176,7 @@ def from_lightning(
         raise TaskError(f"from_lightning({name}): give a LightningModule, of the package lightning")
     refusals = Refusals(name, without)
     if not module.automatic_optimization:
-        refusals.add("automatic_optimization", LOOP)
+        refusals.add("automatic_optimization", LOOP, needed=True)
     unsupported.overridden(module, LightningModule, refusals)
     data = _data_of(module, datamodule)
     if isinstance(data, LightningDataModule):

@@ -52,10 +52,10 @@ class Refusals:
         self._found: list[str] = []
         self._features: set[str] = set()
 
-    def add(self, what: str, why: str = "it is not carried over") -> None:
-        """Refuses `what`, unless the user leaves it out."""
+    def add(self, what: str, why: str = "it is not carried over", *, needed: bool = False) -> None:
+        """Refuses `what`, unless the user leaves it out; what is needed cannot be left out."""
         self._features.add(what)
-        if what not in self._without:
+        if needed or what not in self._without:
             self._found.append(f"{what} ({WHY.get(what, why)})")
 
     def check(self) -> None:
@@ -97,10 +97,10 @@ def loader(found: Any, what: str, training: bool, refusals: Refusals) -> DataLoa
     if isinstance(found, list | tuple) and len(found) == 1:
         found = found[0]
     if not isinstance(found, DataLoader):
-        refusals.add(what, f"it gives {type(found).__name__}, and not one torch DataLoader")
+        refusals.add(what, f"it gives {type(found).__name__}, and not one torch DataLoader", needed=training)
         return None
     if isinstance(found.dataset, IterableDataset):
-        refusals.add(what, "its IterableDataset cannot be shuffled, cut or resumed exactly")
+        refusals.add(what, "its IterableDataset cannot be shuffled, cut or resumed exactly", needed=training)
         return None
     sampler = found.sampler
     if found.batch_size is None or type(found.batch_sampler) is not torch.utils.data.BatchSampler:
@@ -131,7 +131,7 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
         schedule = configured.get("lr_scheduler")
         configured = configured.get("optimizer")
     if not isinstance(configured, Optimizer):
-        refusals.add("configure_optimizers", "it gives something else than one optimizer")
+        refusals.add("configure_optimizers", "it gives something else than one optimizer", needed=True)
         return None
     if schedule is None:
         return configured, None
@@ -142,7 +142,8 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
         refusals.add(
             "lr_scheduler", f"{type(scheduler).__name__} is not stepped by the number of steps alone"
         )
-    elif schedule.get("frequency", 1) != 1:
+        return configured, None  # left out, if at all
+    if schedule.get("frequency", 1) != 1:
         refusals.add("frequency", "of the schedule: every step or every epoch is carried over")
     return configured, {"scheduler": scheduler, "interval": schedule.get("interval", "epoch")}
 

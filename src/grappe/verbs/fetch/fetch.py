@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from grappe import tasks
 from grappe.errors import DataError, UsageError
+from grappe.errors.foreign_text import printable
 from grappe.launch import files as safe
 from grappe.launch.terminal import progress
 from grappe.task import Download
@@ -59,15 +61,20 @@ def fetch(
 
 def _check(download: Download, schemes: tuple[str, ...]) -> None:
     """Raises UsageError where an address or a name cannot be right."""
-    parts = urlsplit(download.url)
+    try:
+        parts = urlsplit(download.url)
+    except ValueError as error:
+        raise UsageError(f"{printable(download.url)} is no address: {error}") from None
+    if not download.url.isascii():
+        raise UsageError(f"{printable(download.url)}: write what is no letter of ASCII as %xx")
     if parts.scheme not in schemes or not parts.hostname:
         raise UsageError(f"{download.url}: files are downloaded over {' or '.join(schemes)} alone")
     for name in (_name(download), *download.members):
         path = PurePosixPath(download.folder, name)
         if not name or path.is_absolute() or ".." in path.parts:
             raise UsageError(f"{download.url}: the name '{path}' leads out of the data folder")
-    if len(download.sha256) != hashlib.sha256().digest_size * 2:
-        raise UsageError(f"{download.url}: its sha256 must have 64 hexadecimal digits")
+    if not re.fullmatch("[0-9a-f]{64}", download.sha256):
+        raise UsageError(f"{download.url}: its sha256 must have 64 hexadecimal digits, in small letters")
 
 
 def _one(download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]) -> Fetched:

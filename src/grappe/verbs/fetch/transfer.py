@@ -39,8 +39,10 @@ def received(
     with safe.appender(partial) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise DataError(f"{partial}: another grappe fetch is at work on it: wait for it") from None
+        except OSError:
+            pass  # a file system without locks
         there = partial.stat().st_size
         if there > download.size:
             stream.truncate(there := 0)
@@ -48,6 +50,12 @@ def received(
             if there < download.size:
                 _append(download, stream, there, tell, schemes)
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code == _BEYOND:
+                stream.truncate(0)
+                raise DataError(
+                    f"{download.url} has fewer bytes than the {download.size:,} that the task names: it is another "
+                    "file. What had come was removed"
+                ) from None
             raise DataError(
                 f"{download.url} cannot be downloaded: {_reason(error)}. {partial.stat().st_size:,} of "
                 f"{download.size:,} bytes are there: the same command goes on from there. A compute node "

@@ -11,7 +11,7 @@ from grappe.sites.schema import Site
 from grappe.training.run import Run
 from grappe.verbs.packages.needed import Needs, prepare
 from grappe.verbs.packages.resolve import Wheelhouse
-from grappe.verbs.submission import Submission
+from grappe.verbs.submission import TPE, Submission
 
 
 def job_packages(
@@ -38,7 +38,7 @@ def job_packages(
     needs = Needs(
         task=submission.task or _task_of_run(submission.run),
         script=submission.script,
-        features=(plan.engine, *submission.loggers),
+        features=(plan.engine, *submission.loggers, *(["tune"] if submission.sampler == TPE else [])),
         requested=job.with_,
         file=job.requirements,
     )
