@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from grappe import sites
 from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
+from grappe.plan import Plan
+from grappe.verbs.job_resources import allocation, laid_out, line_in_allocation, requests
+from grappe.verbs.packages.of_job import job_packages
 from grappe.verbs.submission import SCRIPT, JobOptions
 
 JOB = JobOptions()
@@ -104,3 +108,57 @@ def test_interactive_allocations(
     said = capsys.readouterr().out
     assert said.startswith("salloc --job-name=interactive --account=def-me ")
     assert expected in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("site", "words", "expected"),
+    [
+        (
+            "narval",
+            "--gpus 2 -- train digits",
+            "srun --cpus-per-task=12 --gpu-bind=none grappe train digits --plan replicate=2",
+        ),
+        (
+            "narval",
+            "--gpus 1 -- grappe train digits --plan shard=1",
+            "srun --cpus-per-task=12 --gpu-bind=none grappe train digits --plan shard=1",
+        ),
+        ("narval", "-- measure digits --plan replicate=2", "grappe measure digits --plan replicate=2"),
+    ],
+)
+def test_the_line_to_start_in_an_allocation(site: str, words: str, expected: str) -> None:
+    options, _, command = words.partition("-- ")
+    gpus = tuple(int(word) for word in options.split()[1:])
+    submission = read_submission(command.split(), JobOptions(site=site, account="def-me", gpus=gpus), app)
+    assert " ".join(line_in_allocation(submission)) == expected
+
+
+def test_an_allocation_of_shared_gpus_has_mps() -> None:
+    words = ["train", "digits", "--plan", "replicate=2,per_device=2"]
+    line = allocation(read_submission(words, JobOptions(site="jean-zay-v100", account="abc@v100"), app))
+    assert "--exclusive" in line and any("mps" in one for one in line)
+
+
+@pytest.mark.parametrize(("sampler", "wanted"), [((), True), (("--sampler", "grid"), False)])
+def test_a_search_needs_its_samplers_package(sampler: tuple[str, ...], wanted: bool) -> None:
+    words = ["tune", "digits", "lr=0.1|1", "--trials", "2", *sampler]
+    submission = read_submission(words, JobOptions(site="narval", account="def-me"), app)
+    site = sites.find("narval")
+    packages, _ = job_packages(submission, site, Plan(), show=True)
+    assert packages is not None
+    assert any(b"optuna" in one for one in packages.files.values()) == wanted
+
+
+@pytest.mark.parametrize("command", ["predict run x.npy", "export run --to out"])
+def test_what_computes_on_the_cpu_has_no_gpu(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    submission = read_submission(command.split(), JobOptions(site="narval", account="def-me"), app)
+    layout, _, _ = laid_out(submission, next(requests(submission)))
+    assert layout.gpus == 0
+
+
+def test_downloads_are_for_the_login_node() -> None:
+    with pytest.raises(UsageError, match="login node"):
+        read_submission(["fetch", "mnist"], JobOptions(), app)

@@ -17,6 +17,7 @@ from grappe import Task
 from grappe.data import threads
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.data.loading import Cost, Loading, kinds_of, record, recorded, search
+from grappe.data.seeded import keyed_sample
 from grappe.data.tuning import STEPS, WARM, Tuner
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.plan import Plan
@@ -148,12 +149,60 @@ def test_what_a_thread_raises_is_raised_once_and_no_thread_is_left() -> None:
     assert not any(one.name.startswith("grappe-data") for one in threading.enumerate())
 
 
-def test_threads_need_a_keyed_dataset() -> None:
-    loader = training_loader(Ten(), Pids(), Plan.parse("workers=1,loading=threads"), world(0, 1))
+@pytest.mark.parametrize("make", [training_loader, evaluation_loader])
+def test_threads_need_a_keyed_dataset_and_say_so_at_once(make) -> None:
     with pytest.raises(TaskError, match=r"Pids draws .* `keyed = True` and a method sample"):
-        next(loader.batches(0, 1))
+        make(Ten(), Pids(), Plan.parse("workers=1,loading=threads"), world(0, 1))
     assert kinds_of(Plan(), keyed=False) == ("processes",)
     assert kinds_of(Plan(), keyed=True) == ("threads", "processes")
+
+
+def test_a_subclass_with_samples_of_its_own_is_not_keyed_by_its_base() -> None:
+    class Relabelled(Drawn):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.zeros(3), index + 100
+
+    class Forwarding(Dataset):
+        def __init__(self) -> None:
+            self.inner = Drawn()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.__dict__["inner"], name)
+
+        def __len__(self) -> int:
+            return 37
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.zeros(3), index + 100
+
+    for data in (Relabelled(), Forwarding()):
+        assert keyed_sample(data) is None
+        assert rows("workers=0", data)[0] == [0.0] * 30
+
+    class Again(Relabelled):
+        keyed = True
+
+        def sample(self, index: int, key: int) -> tuple[torch.Tensor, int]:
+            return torch.ones(3), index
+
+    assert keyed_sample(Again()) is not None
+
+
+def test_threads_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, real = [], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("grappe-data"):
+            started.append(thread)
+            if len(started) == 3:
+                raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    loader = training_loader(Ten(), Drawn(), Plan.parse("workers=4,loading=threads"), world(0, 1))
+    with pytest.raises(PlanError, match="4 threads cannot be started"):
+        next(loader.batches(0, 1))
+    assert not any(one.name.startswith("grappe-data") for one in threading.enumerate())
 
 
 class Killing(Pids):
@@ -213,6 +262,16 @@ def test_the_search_finds_the_quickest_and_tries_no_more_than_it_must() -> None:
     assert quickest(Loading(workers=8), ("processes",), 48, many)[0] == "workers=48,loading=processes"
     said = {"workers=3,loading=processes": (1.0, 0.5), "workers=3,loading=threads": (0.9, 0.5)}
     assert quickest(Loading(workers=3), both, 3, said) == ("workers=3,loading=threads", list(said))
+
+
+def test_the_search_takes_no_more_workers_than_there_is_memory_for() -> None:
+    going, tried = search(Loading(workers=2), ("processes",), 64, lambda one: one.workers <= 4), []
+    now = next(going)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            tried.append(now.workers)
+            now = going.send(Cost(1.0 / now.workers, 0.9))
+    assert tried == [2, 4] and end.value.value.workers == 4
 
 
 def test_a_tuner_changes_the_way_between_steps_and_says_what_it_chose() -> None:

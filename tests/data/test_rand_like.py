@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 import grappe
 from grappe.data.batch import Microbatch
+from grappe.data.loader import training_loader
 from grappe.data.rand_like import SampleIds, entered, entering, first_rows, inside
 from grappe.errors import TaskError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.plan import Plan
+from tests.parity.tasks import Images
 
 
 def samples(*ids: int, epoch: int = 0, seed: int = 3) -> SampleIds:
@@ -88,6 +95,27 @@ def test_a_microbatch_is_entered_and_cut() -> None:
             assert torch.equal(grappe.rand_like(torch.empty(2, 2)), whole[:2])
         assert torch.equal(grappe.rand_like(torch.empty(3, 2)), whole)
     assert entered() is None
+
+
+class Noised(Images):
+    """Images with noise from augment, in evaluation too."""
+
+    def augment(self, inputs, targets, keys, training=True):
+        assert not torch.is_autocast_enabled("cpu")
+        return grappe.randn_like(inputs), targets
+
+
+def test_augment_draws_for_its_own_samples() -> None:
+    task, found = Noised(), []
+    data = task.data("train", Path())
+    for plan in ("", "microbatches=3"):
+        world = World(process=ProcessRank(), device=torch.device("cpu"))
+        loader = training_loader(task, data, Plan.parse(plan), world)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            batches = list(loader.batches(0, 3))
+        found.append(torch.cat([micro.inputs for batch in batches for micro in batch.microbatches]))
+    assert torch.equal(*found)
+    assert len(found[0].flatten(1).unique(dim=0)) == 29
 
 
 def test_compiled_code_draws_for_the_batch_of_the_call() -> None:

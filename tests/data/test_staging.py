@@ -15,7 +15,7 @@ import pytest
 
 from grappe.data import CentreCrop, Images, stage
 from grappe.data.staging import copied
-from grappe.errors import DataError, UsageError
+from grappe.errors import DataError, GrappeError, UsageError
 from tests.data.images.pictures import archive, files, folder, shards
 from tests.patience import PATIENCE_SECONDS
 
@@ -147,3 +147,70 @@ def test_a_killed_copy_goes_on(tmp_path: Path) -> None:
     started.communicate()
     done = copied(source, node)
     assert contents(done.place) == contents(source)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_and_removes_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "here" / "photos"
+    folder(source, files())
+    whole = contents(copied(source, tmp_path / "node").place)
+    bad, real = sorted(one for one in source.iterdir() if one.is_dir())[0], os.scandir
+
+    def broken(path):
+        if Path(path) == bad:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    with patch("os.scandir", broken), pytest.raises(DataError, match=rf"{bad.name}: Input/output error"):
+        stage(source, tmp_path / "node")
+    assert contents(tmp_path / "node" / "photos") == whole
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    source, other = tmp_path / "here" / "photos", tmp_path / "other"
+    folder(source, files())
+    place = copied(source, tmp_path / "node").place
+    place.rename(other)
+    place.symlink_to(other)
+    before = contents(other)
+    next(one for one in source.rglob("*") if one.is_file()).unlink()
+    with pytest.raises(UsageError, match="is a link"):
+        stage(source, tmp_path / "node")
+    assert contents(other) == before
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    lock = tmp_path / "node" / ".photos.stage.lock"
+    lock.unlink()
+    lock.symlink_to(mine)
+    with pytest.raises(GrappeError):
+        stage(source, tmp_path / "node")
+    assert mine.read_text() == "mine"
+
+
+def test_a_killed_copy_of_a_single_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    source, node = tmp_path / "here" / "data.tar", tmp_path / "node"
+    source.parent.mkdir()
+    source.write_bytes(b"content")
+    node.mkdir()
+    (node / ".data.tar.0123abcd.staging").write_bytes(b"half")
+    (node / ".other.tar.0123abcd.staging").write_bytes(b"of another")
+    assert copied(source, node).copied == 1
+    assert {one.name for one in node.iterdir() if one.name.endswith(".staging")} == {
+        ".other.tar.0123abcd.staging"
+    }
+
+
+def test_the_sources_own_files_may_be_called_so(tmp_path: Path) -> None:
+    source = tmp_path / "here" / "photos"
+    folder(source, files())
+    (source / ".mine.staging").write_text("mine")
+    (source / "notes.staging").write_text("mine")
+    assert copied(source, tmp_path / "node").copied == len(contents(source))
+    assert copied(source, tmp_path / "node").copied == 0
+
+
+def test_a_whole_copy_on_a_full_disk_is_taken(tmp_path: Path) -> None:
+    source = tmp_path / "here" / "photos"
+    folder(source, files())
+    copied(source, tmp_path / "node")
+    with patch("shutil.disk_usage", return_value=type("", (), {"free": 0})):
+        assert copied(source, tmp_path / "node").copied == 0

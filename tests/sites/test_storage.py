@@ -27,6 +27,14 @@ def test_the_innermost_storage_holds_a_folder() -> None:
         assert (found.place if found else None) == place
 
 
+def test_a_place_behind_a_link_is_found_by_both_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "real" / "me").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "real")
+    for folder in (tmp_path / "home" / "me" / "runs", tmp_path / "real" / "me" / "runs"):
+        found = storage_of(sites.find("narval"), folder, {**PLACES, "HOME": str(tmp_path / "home" / "me")})
+        assert found is not None and found.place == "$HOME"
+
+
 def test_what_lies_in_the_wrong_place_is_told_the_right_one() -> None:
     narval = sites.find("narval")
     said = misplaced(narval, "runs", Path("/home/me/runs"), PLACES)

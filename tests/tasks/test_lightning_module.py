@@ -149,6 +149,20 @@ def test_what_is_left_out_knowingly_is_not_refused() -> None:
     assert set(ranked().metrics()) == {"val_accuracy"}
 
 
+def test_a_schedule_that_is_left_out_is_left_out_of_the_training_too() -> None:
+    task = grappe.from_lightning(modules.Plateau(), Data(), without=["lr_scheduler"])()
+    optimizer = task.optimizer(list(task.model().named_parameters()))
+    assert task.schedule(optimizer, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "feature"), [("TwoOptimizers", "configure_optimizers"), ("Manual", "automatic_optimization")]
+)
+def test_what_a_task_cannot_do_without_is_refused_all_the_same(module: str, feature: str) -> None:
+    with pytest.raises(TaskError, match=feature):
+        grappe.from_lightning(getattr(modules, module)(), Data(), without=[feature])
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [("shuffel", "no such feature"), ("on_train_epoch_ends", "did you mean on_train_epoch_end?")],

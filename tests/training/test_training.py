@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,16 @@ class Averaged(Images):
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return super().loss(output, target).mean()
+
+
+class Rated(Images):
+    """Learning rates that are NumPy's numbers."""
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD([one for _, one in named_parameters], lr=np.float32(0.1))  # type: ignore[arg-type]
+
+    def schedule(self, optimizer, total_steps: int):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / total_steps))
 
 
 def train(folder: Path, task: Images | None = None, plan: str = "threads=1", **options) -> Result:
@@ -195,3 +206,11 @@ def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_goes_on(
     found, wanted = (list(Run(folder).records("evaluation")) for folder in (tmp_path / "run", whole.run))
     assert found == wanted
     assert same(weights(whole.run), weights(tmp_path / "run"))
+
+
+def test_numpys_learning_rates_are_numbers_in_the_curves(tmp_path: Path) -> None:
+    train(tmp_path / "run", Rated(epochs=2))
+    run = Run(tmp_path / "run")
+    rates = [one["lr"] for one in run.records("step")]
+    assert rates == pytest.approx([0.1 * np.cos(step / 6) for step in range(6)])
+    assert run.read_description()["start"]["optimizer"]["lr"] == pytest.approx(0.1)

@@ -104,6 +104,22 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-5), name
 
 
+class Sometimes(Several):
+    """A loss that only some batches have."""
+
+    def loss(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:  # pyrefly: ignore
+        found = super().loss(output, target)
+        return found if bool((target == 4).any()) else {"classes": found["classes"]}
+
+
+def test_a_loss_that_only_some_batches_have(pool: Pool, tmp_path: Path) -> None:
+    found = [
+        evaluated(trained(pool, Sometimes(samples=12, batch_size=4), plan, tmp_path / f"run-{number}"))
+        for number, plan in enumerate(("", "replicate=3", "microbatches=4"))
+    ]
+    assert all("training_loss_size" in one for one in found)
+
+
 def test_without_the_option_there_are_only_losses(pool: Pool, tmp_path: Path) -> None:
     last = evaluated(trained(pool, Several(), "replicate=2", tmp_path / "run"))
     assert "training_loss_size" in last and "training_accuracy" not in last
