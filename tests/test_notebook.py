@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nbclient
@@ -11,6 +12,8 @@ import pytest
 from grappe import slurm
 from grappe.errors import UsageError
 from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[1]
 
 
 def executed(cells: list[str], folder: Path) -> list[str]:
@@ -23,6 +26,7 @@ def executed(cells: list[str], folder: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         # With it ipykernel leaves out what other processes write, which a notebook of a user's shows.
         patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         client.execute()
     return [
         "".join(output.text for output in cell.outputs if output.output_type == "stream")

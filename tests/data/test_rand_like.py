@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import grappe
-from grappe.data.batch import Microbatch
+from grappe.data.batch import Microbatch, SampleIds
 from grappe.data.loader import training_loader
-from grappe.data.rand_like import SampleIds, entered, entering, first_rows, inside
+from grappe.data.rand_like import entered, entering, first_rows, inside
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World

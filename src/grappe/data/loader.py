@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, SampleIds
 from grappe.data.collate import augment, augments, collated, counts_of, on_device
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
-from grappe.data.rand_like import SampleIds, inside
+from grappe.data.rand_like import inside
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Samples, Source, for_threads

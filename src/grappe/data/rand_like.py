@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from grappe.data.batch import Microbatch, SampleIds
 from grappe.data.draw import draw, mix, sample_keys
 from grappe.errors import TaskError
 
-if TYPE_CHECKING:
-    from grappe.data.batch import Microbatch
-
 _PURPOSE = 0x72616E646E  # other numbers than those that augment() draws with the same samples' keys
-
-
-class SampleIds(NamedTuple):
-    """The samples of a microbatch, rows of padding included: what their random numbers depend on."""
-
-    seed: int
-    epoch: int
-    """-1 in evaluation, so that every evaluation draws the same."""
-    ids: np.ndarray
-    """int64 (B,)."""
-
-    def keys(self, salt: int) -> np.ndarray:
-        """Returns a key for each sample, int64 (B,)."""
-        return sample_keys(mix(self.seed, _PURPOSE, salt), self.epoch, self.ids)
 
 
 class _Entered:
@@ -108,6 +91,6 @@ def _uniform(like: Tensor, salt: int, samples: SampleIds, each: int) -> Tensor:
             f"grappe.rand_like and randn_like draw a row for each sample, and were given {list(like.shape)} in a batch "
             f"of {size}: give a tensor with {size} rows, or draw in augment() and hand the numbers on with the inputs"
         )
-    keys = torch.from_numpy(samples.keys(salt)).to(like.device)
-    numbers = draw(keys, each * like[0].numel())
+    keys = sample_keys(mix(samples.seed, _PURPOSE, salt), samples.epoch, samples.ids)
+    numbers = draw(torch.from_numpy(keys).to(like.device), each * like[0].numel())
     return numbers.view(*like.shape, each) if each > 1 else numbers.view(like.shape)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from grappe.data.rand_like import SampleIds, entered, inside
+from grappe.data.batch import SampleIds
+from grappe.data.rand_like import entered, inside
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase
 

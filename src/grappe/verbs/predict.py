@@ -54,7 +54,8 @@ def predict(
     import numpy as np
     import torch
 
-    from grappe.data.rand_like import SampleIds, inside
+    from grappe.data.batch import SampleIds
+    from grappe.data.rand_like import inside
 
     run = run if isinstance(run, Run) else Run(run)
     if isinstance(inputs, str | Path) and str(inputs) not in SPLITS:

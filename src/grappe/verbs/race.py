@@ -91,8 +91,13 @@ def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
     for record in run.records("evaluation"):
         known.update(record)
         step, score = record.get("step"), record.get(target.name)
-        if all(isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in (step, score)):
-            scored.append((int(step), float(score)))
+        if (
+            isinstance(step, int)
+            and isinstance(score, int | float)
+            and _is_finite(step)
+            and _is_finite(score)
+        ):
+            scored.append((step, float(score)))
     if not scored:
         return None
     crossing = _crossing(scored, target)
@@ -106,6 +111,11 @@ def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
         best=min(scores) if target.falls else max(scores),
         costs=None if crossing is None else _costs(run, about, crossing),
     )
+
+
+def _is_finite(value: float) -> bool:
+    """Returns whether a number is finite as a float, which an integer of 400 digits is not."""
+    return abs(value) <= sys.float_info.max
 
 
 def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:

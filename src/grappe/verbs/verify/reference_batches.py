@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from grappe.data.arrays import in_memory, with_copies
+from grappe.data.batch import SampleIds
 from grappe.data.collate import augment, collated, on_device
 from grappe.data.draw import mix, sample_keys
 from grappe.data.order import cut
 from grappe.data.permute import permute
-from grappe.data.rand_like import SampleIds
 from grappe.data.seeded import SeededDataset
 from grappe.data.training_order import drawn_samples
 from grappe.private_api.torch import tree_leaves, tree_map
