@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +31,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def reader(file: Path, levels: int = IN_RUN) -> BinaryIO:
+def reader(file: Path, levels: int = IN_RUN) -> BufferedReader:
     """Opens a regular file for reading.
 
     Raises:

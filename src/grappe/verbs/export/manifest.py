@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,17 @@ PART = 1 << 20  # bytes that are read at a time
 
 def sha256(file: Path) -> str:
     """Hashes a file; no link is followed."""
-    digest = hashlib.sha256()
-    for part in _parts(file):
-        digest.update(part)
-    return digest.hexdigest()
+    with safe.reader(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def crc32(file: Path) -> int:
     """Computes a file's CRC-32, by which the C++ program knows its package."""
     found = 0
-    for part in _parts(file):
-        found = zlib.crc32(part, found)
-    return found
-
-
-def _parts(file: Path) -> Iterator[bytes]:
     with safe.reader(file) as stream:
         while part := stream.read(PART):
-            yield part
+            found = zlib.crc32(part, found)
+    return found
 
 
 def write_manifest(folder: Path, files: Iterable[str], known: Mapping[str, Any], readme: str) -> None:

@@ -122,11 +122,8 @@ def _check_sum(download: Download, partial: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with safe.reader(file) as stream:
-        while chunk := stream.read(_MEGABYTE):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _size(file: Path) -> int | None:
