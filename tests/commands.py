@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.patience import PATIENCE_SECONDS
 
+MARK = "GRAPPE_TEST"  # the variable by which all that descends from a command is found
 GRAPPE = str(Path(sys.executable).with_name("grappe"))
 SLOW = str(Path(__file__).with_name("slow.py"))
 
@@ -24,7 +25,7 @@ class Command:
     """A command in a session of its own; `members` finds all that descends from it, orphans too."""
 
     def __init__(self, *arguments: str, cwd: Path, text: str | None = None, **variables: str) -> None:
-        self._mark = f"GRAPPE_TEST={uuid.uuid4()}"
+        self._mark = f"{MARK}={uuid.uuid4()}"
         self.temp = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short, as names of sockets must be
         name, _, value = self._mark.partition("=")
         with _signals_as_in_a_terminal():

@@ -10,6 +10,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -143,6 +144,24 @@ def seconds(text: str, name: str) -> float:
     return found
 
 
+def part(text: str, name: str) -> float:
+    """Converts a part of a whole to a number above 0, at most 1: 0.25, 1/9.
+
+    Args:
+        name: the option's name, for the message.
+
+    Raises:
+        UsageError: the text is no such part.
+    """
+    try:
+        found = float(Fraction(text.strip()))
+    except (ValueError, ZeroDivisionError):
+        found = 0.0
+    if not 0 < found <= 1:
+        raise UsageError(f"{name}={text}: give a part of the whole, above 0 and at most 1: 0.5, 1/9")
+    return found
+
+
 def with_variables(text: str) -> str:
     """The text with `$NAME` and `${NAME}` in it expanded from the environment.
 
@@ -184,6 +203,7 @@ class TextForm:
 
 
 Duration = Annotated[float, TextForm(seconds)]
+Part = Annotated[float, TextForm(part)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
 Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
 CountsFromZero = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]

@@ -63,6 +63,10 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
     found: dict[str, Any] = bound.arguments
     plans = found.get("plan") or ""
     data, options = found.get("data"), found.get("options")
+    if words[0] == TUNE and getattr(found.get("job"), "site", None) is not None:
+        raise UsageError(
+            "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
+        )
     if words[0] == TUNE and (found.get("task") is None or found.get("show_") is not None):
         raise UsageError(
             "grappe tune --show reads a study and needs no job; a search names its task: tune TASK …"

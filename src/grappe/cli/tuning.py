@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
 from grappe.cli.arguments import OPTIONS, DataFolder, PlanText
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
 from grappe.training.options import Options
+from grappe.verbs.submission import JobOptions
 
 if TYPE_CHECKING:
     from grappe.verbs.tune.coordinator import SearchProgress
 
 DEFAULTS = Options()
+NO_JOB = JobOptions()
+JOBS = Group("Trials as Slurm jobs, with --site")
 
 
 def register(app: App) -> None:
@@ -52,9 +56,20 @@ def tune(
         Literal["tpe", "random", "grid"],
         Parameter(help="tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."),
     ] = "tpe",
+    halving: Annotated[
+        int | None,
+        Parameter(
+            help="Successive halving (ASHA): trials are first trained in part, and of 3, say, the best goes on."
+        ),
+    ] = None,
+    rungs: Annotated[
+        int | None,
+        Parameter(help="How often a training stops to be compared, its end included. Default: 3, with --halving."),
+    ] = None,
     seed: Annotated[int, Parameter(help="Of the sampler; the task's own seed is a field.")] = 0,
     data: DataFolder = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
+    job: Annotated[JobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
     show_: Annotated[
         Path | None, Parameter(name="--show", help="Show this study, and train nothing.")
     ] = None,
@@ -71,10 +86,20 @@ def tune(
     from grappe.launch.exit import interrupted
     from grappe.verbs.tune.tune import Wanted
 
+    if job.site is None and job != NO_JOB:
+        given = next(one.name for one in dataclasses.fields(job) if getattr(job, one.name) != one.default)
+        raise UsageError(f"--{given.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs")
     texts = split(fields)
     direction = None if maximize is None else "maximize" if maximize else "minimize"
     wanted = Wanted(
-        metric=metric, direction=direction, sampler=sampler, seed=seed, trials=trials, parallel=parallel
+        metric=metric,
+        direction=direction,
+        sampler=sampler,
+        seed=seed,
+        trials=trials,
+        parallel=parallel,
+        halving=halving,
+        rungs=rungs,
     )
     preflight([plan], task)
     from grappe.plan import as_plan
@@ -82,10 +107,20 @@ def tune(
 
     with _watched() as watch:
         found, complete = search(
-            task, texts, as_plan(plan), wanted, study, data=data, options=options, watch=watch
+            task,
+            texts,
+            as_plan(plan),
+            wanted,
+            study,
+            data=data,
+            options=options,
+            jobs=job if job.site else None,
+            watch=watch,
         )
     code = _show(found.folder)
     if not complete:
+        if job.site:
+            complain("grappe: the trials' jobs go on without this command; grappe cancel RUN ends one")
         complain(f"grappe: stopped; the same command with --study {found.folder} goes on")
         return interrupted()
     return code
@@ -143,7 +178,7 @@ class _Lines:
     def __call__(self, progress: SearchProgress) -> None:
         from grappe.verbs.tune.table import line, summary
 
-        ended = {trial.number: trial for trial in progress.trials if trial.state != "open"}
+        ended = {one.number: one for one in progress.trials if one.state in ("complete", "failed")}
         if self._said is None:
             complain(f"study {progress.study.folder}: {summary(progress)}")
             self._said = set(ended)

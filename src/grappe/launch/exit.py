@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from grappe.launch.rank import ProcessRank, rank_from_environment
 
 LEAVING_SECONDS = 2.0
 FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
+WHY = ".why"  # of the file beside it, with the error
 
 
 def reported_once(error: Exception, process: ProcessRank) -> BaseException:
@@ -28,7 +30,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     if ours or not lost_another(str(error)):
-        _leave_code(code)
+        _leave_code(code, error)
     if not claims_error_report(process):
         return SystemExit(code)
     name = f"process {process.rank} of {process.size} on {os.uname().nodename}"
@@ -41,10 +43,15 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     return reported
 
 
-def _leave_code(code: int) -> None:
-    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
+def _leave_code(code: int, error: Exception) -> None:
+    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed.
+
+    Beside it, for whoever submitted the job, what the error was.
+    """
     if file := os.environ.get(FAILURE):
+        why = {"error": type(error).__name__, "message": str(error)}
         with contextlib.suppress(OSError, RunError):
+            safe.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
             safe.replace(Path(file), str(code).encode(), IN_PART)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from grappe.fields import Duration, Names, Ranks, at_least
+from grappe.fields import Duration, Names, Part, Ranks, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class Options:
     """Early stopping: stop after this number of evaluations without a lower loss."""
     steps: int | None = None
     """Stop after this number of steps in total."""
+    part: Part | None = None
+    """Stop after this part of all steps: 0.5, 1/9. The same command without it trains the rest."""
     keep: int = 3
     """Number of newest checkpoints to keep, besides the best."""
     time_limit: Duration | None = None
@@ -45,3 +48,24 @@ class Options:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "evaluate_every", "save_every", "patience", "steps", "keep", "profile_steps")
+
+    def last_step(self, total: int) -> int:
+        """Returns the step at which a training of `total` steps stops."""
+        whole = min(total, self.steps or total)
+        # Less a little: a ninth is no float.
+        return whole if self.part is None else max(1, math.ceil(self.part * whole - 1e-6))
+
+
+def option_words(options: Options) -> list[str]:
+    """Returns the words of the command line that say `options`; what has its default is not said."""
+    words = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value == field.default:
+            continue
+        name = f"--{field.name.replace('_', '-')}"
+        if value is True:
+            words.append(name)
+        else:
+            words += [name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return words

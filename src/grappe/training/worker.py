@@ -184,7 +184,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
-        _write_outcome(opened.run, outcome, meter, world)
+        _write_outcome(opened.run, outcome, info.total_steps, meter, world)
         engine.close()
         world.barrier()
     world.leave()
@@ -244,10 +244,10 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
 def _run_info(
     request: Request, task: Task, batches: loader.BatchLoader, opened: Opened, world: World
 ) -> RunInfo:
-    order, steps = batches.order, request.options.steps
+    order, options = batches.order, request.options
     total = task.epochs * order.steps_per_epoch
-    if request.options.bare:
-        total = max(total, steps or 0)
+    if options.bare:
+        total = max(total, options.steps or 0)
     return RunInfo(
         folder=opened.run.folder,
         task=request.task.name,
@@ -257,7 +257,7 @@ def _run_info(
         world_size=world.size,
         device=world.device.type,
         start=opened.checkpoint.step,
-        last_step=min(total, steps or total),
+        last_step=options.last_step(total),
         total_steps=total,
         steps_per_epoch=order.steps_per_epoch,
         batch_size=order.batch_size,
@@ -276,7 +276,7 @@ def _each(*callbacks: Callable[[Optimizer, Named], None]) -> Callable[[Optimizer
     return call
 
 
-def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> None:
+def _write_outcome(run: Run, outcome: Outcome, total_steps: int, meter: Meter, world: World) -> None:
     """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
     if world.rank == 0:
@@ -284,6 +284,7 @@ def _write_outcome(run: Run, outcome: Outcome, meter: Meter, world: World) -> No
         so_far = used(usages, run.read_description().get("used", {}))
         run.describe(
             step=outcome.step,
+            total_steps=total_steps,
             status=outcome.status,
             used=so_far,
             costs=costs,

@@ -116,7 +116,7 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
     while True:
         if (run / DONE).exists():
             return EXIT_OK
-        if (code := _written_code(exit_file)) is not None:
+        if (code := written_code(exit_file)) is not None:
             return code
         now = time.monotonic()
         if not queried or now - queried >= query_every:
@@ -134,7 +134,8 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
         time.sleep(FILE_SECONDS)
 
 
-def _written_code(file: Path) -> int | None:
+def written_code(file: Path) -> int | None:
+    """The exit code that a job has left in `file`, logs/job-ID.end; None: none so far."""
     try:
         text = safe.read_text(file, IN_PART).strip()
     except FileNotFoundError:

@@ -4,24 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from grappe.errors import RunError
+from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.verbs.tune.study import Study, Trial
 
 
-def ended(study: Study, trial: Trial) -> Trial:
-    """The trial with its objective, the metric at its training's last evaluation; failed, if that is no number."""
+def reached(study: Study, trial: Trial, part: float) -> bool:
+    """Returns whether the trial's training has come to `part` of its steps and was evaluated there; or has ended."""
+    folder = study.run_folder(trial.number)
+    if not Run.is_run(folder):
+        return False
+    run = Run(folder)
+    if run.is_finished():
+        return True
+    found = run.read_description()
+    step, target = found.get("step"), _target(study, found, part)
+    if not isinstance(step, int) or target is None or step < target:
+        return False
+    return any(one.get("step") == target for one in run.records("evaluation"))
+
+
+def ended(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) -> Trial:
+    """The trial with the metric at the end of `part` of its training, a rung; failed, if that is no number."""
     run, name = Run(study.run_folder(trial.number)), study.search.metric
-    reached = run.read_description().get("step")
-    evaluations = [one for one in run.records("evaluation") if one.get("step") == reached]
+    found = run.read_description()
+    step, target = found.get("step"), _target(study, found, part)
+    # Patience may have ended the training before; an older run does not say how many steps there are.
+    at = step if target is None or (isinstance(step, int) and step < target) else target
+    evaluations = [one for one in run.records("evaluation") if one.get("step") == at]
     if not evaluations:
-        return failed(trial, f"metrics.jsonl has no readable evaluation of the last step, {reached}")
+        return failed(trial, f"metrics.jsonl has no readable evaluation of the last step, {at}")
     value = evaluations[-1].get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         shown = "not a finite number" if value is None else value
-        return failed(trial, f"{name} is {shown} at step {reached}")
-    return dataclasses.replace(trial, state="complete", value=float(value), step=reached, reason="")
+        return failed(trial, f"{name} is {shown} at step {at}")
+    rungs, last = (*trial.rungs[:rung], float(value)), rung + 1 == study.search.rungs
+    return dataclasses.replace(
+        trial,
+        state="complete" if last else "paused",
+        value=rungs[-1] if last else None,
+        step=at,
+        rungs=rungs,
+        reason="",
+    )
+
+
+def _target(study: Study, description: Mapping[str, Any], part: float) -> int | None:
+    """The step at which `part` of a training ends."""
+    total = description.get("total_steps")
+    return Options(part=part, steps=study.search.steps).last_step(total) if isinstance(total, int) else None
 
 
 def failed(trial: Trial, reason: str) -> Trial:

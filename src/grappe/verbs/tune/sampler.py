@@ -27,7 +27,11 @@ class Told(Protocol):
 
     @property
     def value(self) -> float | None:
-        """The objective; None: the trial failed."""
+        """The objective; None: the trial failed, or was stopped at a rung."""
+
+    @property
+    def rungs(self) -> tuple[float, ...]:
+        """The objective at each rung so far; without successive halving there is one rung, the training's end."""
 
 
 def draw(
@@ -115,13 +119,16 @@ def _tpe(
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP, constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
     for trial, known in [*((one, True) for one in told), *((one, False) for one in pending)]:
-        ended = state.FAIL if trial.value is None else state.COMPLETE
+        # Of trials that were stopped at a rung, those that came further are the better ones to TPE.
+        stopped = state.PRUNED if trial.rungs else state.FAIL
+        ended = stopped if trial.value is None else state.COMPLETE
         study.add_trial(
             optuna.trial.create_trial(
                 state=ended if known else state.RUNNING,
                 params={name: _number(axis, trial.fields[name]) for name, axis in space.items()},
                 distributions=distributions,
                 value=trial.value if known else None,
+                intermediate_values=dict(enumerate(trial.rungs)) if known else None,
             )
         )
     asked = study.ask(distributions).params

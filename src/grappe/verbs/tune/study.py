@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError
@@ -20,7 +20,8 @@ TRIALS = "trials"
 KIND = "tune"
 ADOPTED = ("given", "lag", "threads")  # of a study that goes on: whatever --parallel and the machine are now
 
-State = Literal["open", "complete", "failed"]
+State = Literal["open", "paused", "complete", "failed"]
+STATES = get_args(State)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,10 @@ class Search:
     steps: int | None = None
     patience: int | None = None
     evaluate_every: int | None = None
+    halving: int | None = None
+    """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained whole."""
+    rungs: int = 1
+    """How often a training stops to be compared, its end included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +61,14 @@ class Trial:
     fields: dict[str, str]
     """The searched fields, as texts."""
     state: State = "open"
-    """open: not ended; complete: it has an objective; failed: it has none, and `reason` says why."""
+    """open: to be trained, or being trained; paused: stopped at a checkpoint, at a rung; complete: it has an objective;
+    failed: it has none, and `reason` says why."""
     value: float | None = None
     """The objective: the metric at the training's last evaluation."""
     step: int | None = None
-    """Of that evaluation."""
+    """Of that evaluation; of a paused trial, of its last rung's."""
+    rungs: tuple[float, ...] = ()
+    """The metric at each rung so far, the last one's included."""
     reason: str = ""
 
 
@@ -129,7 +137,8 @@ def open_study(folder: Path) -> Study:
         )
     found = read_json(folder / FILE, largest=LARGEST_LIST)
     names = {field.name for field in dataclasses.fields(Search)}
-    wrong = found.pop("kind", None) != KIND or found.keys() != names
+    needed = {field.name for field in dataclasses.fields(Search) if field.default is dataclasses.MISSING}
+    wrong = found.pop("kind", None) != KIND or not needed <= found.keys() <= names
     if wrong or not all(isinstance(found[name], dict) for name in ("space", "fields", "given")):
         raise RunError(f"{folder / FILE} is damaged, or not of this version of grappe")
     return Study(folder, Search(**found))
@@ -196,21 +205,31 @@ def _trial(number: int, found: Mapping[str, Any], search: Search) -> Trial | Non
     fields, state, value = found.get("fields"), found.get("state"), found.get("value")
     if not isinstance(fields, dict) or fields.keys() != search.space.keys():
         return None
-    if not all(isinstance(one, str) for one in fields.values()) or state not in (
-        "open",
-        "complete",
-        "failed",
-    ):
+    if not all(isinstance(one, str) for one in fields.values()) or state not in STATES:
         return None
-    known = isinstance(value, int | float) and math.isfinite(value)
-    if known != (state == "complete"):
+    if _is_number(value) != (state == "complete"):
+        return None
+    rungs = found.get("rungs", [value] if state == "complete" else [])
+    if not isinstance(rungs, list) or not all(map(_is_number, rungs)) or not _fits(state, rungs, search.rungs):
         return None
     step = found.get("step")
     return Trial(
         number=number,
         fields=fields,
         state=state,
-        value=float(value) if isinstance(value, int | float) and known else None,
+        value=float(value) if state == "complete" else None,
         step=step if isinstance(step, int) else None,
+        rungs=tuple(map(float, rungs)),
         reason=str(found.get("reason") or ""),
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fits(state: str, rungs: list[Any], most: int) -> bool:
+    """Whether a trial of this state can have been told so many rungs."""
+    if state == "complete":
+        return len(rungs) == most
+    return len(rungs) < most and (state != "paused" or bool(rungs))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from grappe.verbs.tune.coordinator import SearchProgress
+from grappe.verbs.tune.schedule import parts
 from grappe.verbs.tune.study import Search, Study, Trial, best_of
 
 LIVE_ROWS = 15
@@ -21,10 +22,12 @@ def table(
     found = Table("trial", study.search.metric, *names, "", box=None, padding=(0, 2, 0, 0))
     best = best_of(study.search, trials)
     for trial in trials[-most:] if most else trials:
-        value = "" if trial.value is None else f"{trial.value:.6g}"
+        value = f"{trial.rungs[-1]:.6g}" if trial.rungs and trial.state != "failed" else ""
         what = trial.reason or trial.state
-        if trial.state == "open":
-            what = "running" if trial.number in running else "open"
+        if trial.number in running:
+            what = "running"
+        elif trial.state == "paused":
+            what = f"stopped after {parts(study.search)[len(trial.rungs) - 1]}"
         elif trial.state == "complete":
             what = "best" if trial is best else ""
         elif trial.state == "failed":
@@ -36,14 +39,17 @@ def table(
 def summary(progress: SearchProgress) -> str:
     """One line: how far the study is."""
     states = [trial.state for trial in progress.trials]
-    parts = [f"{len(states) - states.count('open')} of {progress.total} trials ended"]
+    ended = states.count("complete") + states.count("failed")
+    words = [f"{ended} of {progress.total} trials ended"]
     if states.count("failed"):
-        parts.append(f"{states.count('failed')} failed")
+        words.append(f"{states.count('failed')} failed")
+    if states.count("paused"):
+        words.append(f"{states.count('paused')} stopped early")
     if progress.running:
-        parts.append(f"{len(progress.running)} running")
+        words.append(f"{len(progress.running)} running")
     if progress.waiting:
-        parts.append(f"waiting: {progress.waiting}")
-    return ", ".join(parts)
+        words.append(f"waiting: {progress.waiting}")
+    return ", ".join(words)
 
 
 def line(trial: Trial, search: Search, total: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grappe.errors import UsageError, nearest
+from grappe.fields import at_least
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
@@ -16,12 +17,18 @@ from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
+from grappe.verbs.jobs import QUERY_SECONDS
+from grappe.verbs.submission import JobOptions
 from grappe.verbs.tune import sampler as samplers
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress
+from grappe.verbs.tune.local_trainings import LocalTrainings
+from grappe.verbs.tune.schedule import fewest_trials
+from grappe.verbs.tune.slurm_trainings import SlurmTrainings
 from grappe.verbs.tune.space import Space, as_texts, read
 from grappe.verbs.tune.study import Search, Study, make_study
 from grappe.verbs.tune.trial_task import with_fields
 
+RUNGS = 3
 TRIALS = 20
 """Of a search without an end of its own, as a grid has."""
 
@@ -38,12 +45,16 @@ class Wanted:
     trials: int | None = None
     """None: 20; of a grid all cells."""
     parallel: int = 1
+    halving: int | None = None
+    """Successive halving: of so many trials one goes on, at each rung. None: all are trained whole."""
+    rungs: int | None = None
+    """How often a training stops to be compared, its end included. None: 3, with halving."""
 
     def __post_init__(self) -> None:
-        for name in ("trials", "parallel"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name}={value}: it must be at least 1")
+        at_least(self, 1, "trials", "parallel")
+        at_least(self, 2, "halving", "rungs")
+        if self.rungs is not None and self.halving is None:
+            raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
         if self.direction is None and self.metric != "loss":
             raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
 
@@ -59,6 +70,8 @@ def tune(
     metric: str = "loss",
     direction: Literal["minimize", "maximize"] | None = None,
     sampler: Literal["tpe", "random", "grid"] = "tpe",
+    halving: int | None = None,
+    rungs: int | None = None,
     seed: int = 0,
     data: Path | str | None = None,
     fields: Mapping[str, str] | None = None,
@@ -79,6 +92,9 @@ def tune(
         metric: the objective: loss, or one of the task's metrics, at the last evaluation.
         direction: needed for a metric other than the loss.
         sampler: "tpe" (by Optuna), "random" or "grid".
+        halving: successive halving (ASHA): a trial is first trained in part, and of `halving` trials the best goes on
+            from its checkpoint. None: all are trained whole.
+        rungs: how often a training stops to be compared, its end included; None: 3, with halving.
         data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
         fields: texts for the task's other fields, if the task is given by name.
 
@@ -89,7 +105,14 @@ def tune(
         GrappeError: an argument is wrong, or differs from what the study has.
     """
     wanted = Wanted(
-        metric=metric, direction=direction, sampler=sampler, seed=seed, trials=trials, parallel=parallel
+        metric=metric,
+        direction=direction,
+        sampler=sampler,
+        seed=seed,
+        trials=trials,
+        parallel=parallel,
+        halving=halving,
+        rungs=rungs,
     )
     folder = Path(study) if study else None
     found, _ = search(
@@ -107,22 +130,30 @@ def search(
     *,
     data: Path | str | None = None,
     options: Options | None = None,
+    jobs: JobOptions | None = None,
+    query_every: float = QUERY_SECONDS,
     watch: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> tuple[Study, bool]:
     """Does what `tune` does; returns whether all trials have ended, too.
 
     Args:
         texts: by field a range, values, or one text, which it has in all trials.
+        jobs: of each trial's Slurm job; None: trials are trained in processes of this machine.
+        query_every: seconds between queries to Slurm.
     """
     options = options or Options()
     _refuse(plan, options)
+    if jobs is not None:
+        _refuse_as_jobs(options, jobs)
     samplers.check(wanted.sampler)
     base = TaskReference.of(task)
     space, fixed = read(type(base.resolve()), texts)
     reference = with_fields(base, fixed)
     _check_metric(wanted.metric, reference.resolve())
     total = _total(wanted, space)
-    asked = _asked(reference, space, plan, wanted, options)
+    if jobs is not None and reference.value is not None:
+        raise UsageError("jobs start when this program may have ended: give the task by its file, task.py:Name")
+    asked = _asked(reference, space, plan, wanted, options, own=jobs is None)
     found = make_study(folder or _new_folder(reference.name), asked)
     request = Request(
         task=reference,
@@ -131,17 +162,26 @@ def search(
         options=options,
         quiet=True,
     )
-    coordinator = Coordinator(found, space, request, parallel=wanted.parallel, total=total, watch=watch)
+    trainings = (
+        LocalTrainings(parallel=wanted.parallel, limited=options.time_limit is not None)
+        if jobs is None
+        else SlurmTrainings(found.folder, jobs, parallel=wanted.parallel, query_every=query_every)
+    )
+    coordinator = Coordinator(
+        found, space, request, trainings, parallel=wanted.parallel, total=total, watch=watch
+    )
     return found, coordinator.run()
 
 
-def _asked(reference: TaskReference, space: Space, plan: Plan, wanted: Wanted, options: Options) -> Search:
+def _asked(
+    reference: TaskReference, space: Space, plan: Plan, wanted: Wanted, options: Options, *, own: bool
+) -> Search:
     from grappe.launch.world import cores
 
     made = reference.resolve()
     others = {name: value for name, value in field_texts(made).items() if name not in space}
     own_values = {name: value for name, value in others.items() if value != defaults(type(made)).get(name)}
-    own = plan.threads is None and not plan.exact
+    own = own and plan.threads is None and not plan.exact
     return Search(
         task=reference.name,
         fields=others,
@@ -157,7 +197,13 @@ def _asked(reference: TaskReference, space: Space, plan: Plan, wanted: Wanted, o
         steps=options.steps,
         patience=options.patience,
         evaluate_every=options.evaluate_every,
+        halving=wanted.halving,
+        rungs=_rungs(wanted),
     )
+
+
+def _rungs(wanted: Wanted) -> int:
+    return (wanted.rungs or RUNGS) if wanted.halving else 1
 
 
 def _refuse(plan: Plan, options: Options) -> None:
@@ -165,11 +211,21 @@ def _refuse(plan: Plan, options: Options) -> None:
 
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
+    if options.part is not None:
+        raise UsageError("--part stops each training early, as --halving does by results: leave it out")
     if options.bare:
         raise UsageError("--bare has no evaluation, which a search needs: leave it out")
     if plan.per_device > 1 and plan.device != "cpu":
         raise UsageError("per_device: a search places trials on GPUs itself, one process each: leave it out")
     engines.check(plan)
+
+
+def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
+    if options.time_limit is not None:
+        raise UsageError("--time-limit is of this machine; each trial's job has its own, and requeues itself: --time")
+    if jobs.name is not None or jobs.gpus:
+        which = "--name" if jobs.name is not None else "--gpus"
+        raise UsageError(f"{which}: each trial's job has its own name, and what the plan needs: leave it out")
 
 
 def _check_metric(name: str, task: Task) -> None:
@@ -180,13 +236,21 @@ def _check_metric(name: str, task: Task) -> None:
 
 def _total(wanted: Wanted, space: Space) -> int:
     if wanted.sampler != "grid":
-        return wanted.trials or TRIALS
-    cells = len(samplers.grid(space))
-    if wanted.trials is not None and wanted.trials > cells:
+        total = wanted.trials or TRIALS
+    else:
+        cells = len(samplers.grid(space))
+        if wanted.trials is not None and wanted.trials > cells:
+            raise UsageError(
+                f"--trials={wanted.trials}: the grid has {cells} cells; leave --trials out for all of them"
+            )
+        total = wanted.trials or cells
+    fewest = fewest_trials(wanted.halving or 1, _rungs(wanted))
+    if total < fewest:
         raise UsageError(
-            f"--trials={wanted.trials}: the grid has {cells} cells; leave --trials out for all of them"
+            f"--halving={wanted.halving} with {_rungs(wanted)} rungs takes {fewest} trials until one is trained to its "
+            f"end, and these are {total}: more --trials, or fewer --rungs"
         )
-    return wanted.trials or cells
+    return total
 
 
 def _new_folder(name: str) -> Path:

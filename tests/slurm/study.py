@@ -1,0 +1,53 @@
+"""A study whose trials are Slurm jobs, as `grappe tune --site generic` makes it, but with a query to Slurm each second."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from grappe.fields import split
+from grappe.launch.exit import interrupted
+from grappe.plan import as_plan
+from grappe.verbs.submission import JobOptions
+from grappe.verbs.tune.coordinator import SearchProgress
+from grappe.verbs.tune.tune import Wanted, search
+from tests.commands import MARK
+
+PLAN = "device=cpu,threads=1,workers=0"
+
+
+def main(study: str, task: str, trials: str, parallel: str, halving: str, *words: str) -> int:
+    """Searches; exit code 75 after a signal.
+
+    Args:
+        halving: "" for none.
+        words: the fields, and options of sbatch.
+    """
+    os.environ.pop(MARK, None)  # jobs inherit variables, and outlive the command that this one marks
+    sbatch = tuple(word for word in words if word.startswith("--"))
+    said = ""
+
+    def watch(progress: SearchProgress) -> None:
+        nonlocal said
+        if progress.waiting != said:
+            said = progress.waiting
+            print(f"waiting: {said}", file=sys.stderr, flush=True)
+
+    found, complete = search(
+        task,
+        split(word for word in words if word not in sbatch),
+        as_plan(PLAN),
+        Wanted(trials=int(trials), parallel=int(parallel), halving=int(halving) if halving else None),
+        Path(study),
+        jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch),
+        query_every=1.0,
+        watch=watch,
+    )
+    if found.best is not None:
+        print(f"best: trial {found.best.number}")
+    return 0 if complete else interrupted()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
