@@ -1,4 +1,4 @@
-"""A study whose trials are Slurm jobs, as `grappe tune --site generic` makes it, but with a query to Slurm each second."""
+"""A study whose trials are Slurm jobs, as of `grappe tune --site generic`, but with a query to Slurm each second."""
 
 from __future__ import annotations
 

@@ -97,12 +97,14 @@ def usage_error(error: CycloptsError) -> UsageError:
 
 def _complain(error: GrappeError, debug: bool) -> int:
     """Prints an error, once for all processes that raised it, and returns the exit code."""
+    from grappe.launch.exit import leave_error
     from grappe.launch.rank import is_main_process
 
     if error.by or is_main_process():
         if debug:
             complain(error.details or "".join(traceback.format_exception(error)))
         complain(f"grappe: {error}")
+        leave_error(error)
     return error.exit_code
 
 

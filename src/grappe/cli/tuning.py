@@ -64,7 +64,9 @@ def tune(
     ] = None,
     rungs: Annotated[
         int | None,
-        Parameter(help="How often a training stops to be compared, its end included. Default: 3, with --halving."),
+        Parameter(
+            help="How often a training stops to be compared, its end included. Default: 3, with --halving."
+        ),
     ] = None,
     seed: Annotated[int, Parameter(help="Of the sampler; the task's own seed is a field.")] = 0,
     data: DataFolder = None,
@@ -88,7 +90,9 @@ def tune(
 
     if job.site is None and job != NO_JOB:
         given = next(one.name for one in dataclasses.fields(job) if getattr(job, one.name) != one.default)
-        raise UsageError(f"--{given.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs")
+        raise UsageError(
+            f"--{given.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
+        )
     texts = split(fields)
     direction = None if maximize is None else "maximize" if maximize else "minimize"
     wanted = Wanted(

@@ -30,7 +30,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     if ours or not lost_another(str(error)):
-        _leave_code(code, error)
+        _leave_code(code)
     if not claims_error_report(process):
         return SystemExit(code)
     name = f"process {process.rank} of {process.size} on {os.uname().nodename}"
@@ -43,16 +43,19 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     return reported
 
 
-def _leave_code(code: int, error: Exception) -> None:
-    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed.
+def _leave_code(code: int) -> None:
+    """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
+    if file := os.environ.get(FAILURE):
+        with contextlib.suppress(OSError, RunError):
+            safe.replace(Path(file), str(code).encode(), IN_PART)
 
-    Beside it, for whoever submitted the job, what the error was.
-    """
+
+def leave_error(error: GrappeError) -> None:
+    """Writes what the error was, for whoever has submitted the job that this process belongs to."""
     if file := os.environ.get(FAILURE):
         why = {"error": type(error).__name__, "message": str(error)}
         with contextlib.suppress(OSError, RunError):
             safe.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
-            safe.replace(Path(file), str(code).encode(), IN_PART)
 
 
 def _how_it_failed(error: Exception) -> str:

@@ -203,16 +203,22 @@ class SlurmTrainings:
         if not kind:
             return Ended(number=number, how="failed", reason=f"{job}: grappe logs {placed.run}")
         if issubclass(kind, OF_THE_MACHINE) or kind is UsageError:
-            return Ended(number=number, how="error", error=kind(f"job {placed.job} of {placed.run}: {message}"))
+            return Ended(
+                number=number, how="error", error=kind(f"job {placed.job} of {placed.run}: {message}")
+            )
         return Ended(number=number, how="failed", reason=f"{kind.__name__}: {message}"[:LONGEST_REASON])
 
     def _by_slurm(self, number: int, placed: Placed, end: slurm.End | None) -> Ended:
         state = end.state if end is not None else "GONE"
         began = safe.kind(placed.run / "logs" / f"job-{placed.job}.out")
         if state == "CANCELLED" and not began:
-            return Ended(number=number, how="failed", reason=f"its job {placed.job} was cancelled before it began")
+            return Ended(
+                number=number, how="failed", reason=f"its job {placed.job} was cancelled before it began"
+            )
         if state == "OUT_OF_MEMORY":
-            return Ended(number=number, how="failed", reason=f"OutOfMemory: its job {placed.job} took more than --mem")
+            return Ended(
+                number=number, how="failed", reason=f"OutOfMemory: its job {placed.job} took more than --mem"
+            )
         if state == "DEADLINE":
             return Ended(number=number, how="failed", reason=f"its job {placed.job} could not begin in time")
         return Ended(number=number, how="killed", reason=f"its job {placed.job} ended as {state}")

@@ -210,7 +210,11 @@ def _trial(number: int, found: Mapping[str, Any], search: Search) -> Trial | Non
     if _is_number(value) != (state == "complete"):
         return None
     rungs = found.get("rungs", [value] if state == "complete" else [])
-    if not isinstance(rungs, list) or not all(map(_is_number, rungs)) or not _fits(state, rungs, search.rungs):
+    if (
+        not isinstance(rungs, list)
+        or not all(map(_is_number, rungs))
+        or not _fits(state, rungs, search.rungs)
+    ):
         return None
     step = found.get("step")
     return Trial(

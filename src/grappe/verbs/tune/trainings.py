@@ -15,8 +15,8 @@ class Ended:
 
     number: int
     how: Literal["trained", "killed", "stopped", "failed", "error"]
-    """trained: as far as it was to be; killed: from outside, or interrupted by somebody else; stopped: at the time limit;
-    failed: by its fields; error: by the machine, which stops the study."""
+    """trained: as far as it was to be; killed: from outside, or interrupted by somebody else; stopped: at the time
+    limit; failed: by its fields; error: by the machine, which stops the study."""
     reason: str = ""
     error: GrappeError | None = None
 

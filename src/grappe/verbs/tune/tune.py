@@ -54,7 +54,9 @@ class Wanted:
         at_least(self, 1, "trials", "parallel")
         at_least(self, 2, "halving", "rungs")
         if self.rungs is not None and self.halving is None:
-            raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
+            raise UsageError(
+                f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well"
+            )
         if self.direction is None and self.metric != "loss":
             raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
 
@@ -152,7 +154,9 @@ def search(
     _check_metric(wanted.metric, reference.resolve())
     total = _total(wanted, space)
     if jobs is not None and reference.value is not None:
-        raise UsageError("jobs start when this program may have ended: give the task by its file, task.py:Name")
+        raise UsageError(
+            "jobs start when this program may have ended: give the task by its file, task.py:Name"
+        )
     asked = _asked(reference, space, plan, wanted, options, own=jobs is None)
     found = make_study(folder or _new_folder(reference.name), asked)
     request = Request(
@@ -222,7 +226,9 @@ def _refuse(plan: Plan, options: Options) -> None:
 
 def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
     if options.time_limit is not None:
-        raise UsageError("--time-limit is of this machine; each trial's job has its own, and requeues itself: --time")
+        raise UsageError(
+            "--time-limit is of this machine; each trial's job has its own, and requeues itself: --time"
+        )
     if jobs.name is not None or jobs.gpus:
         which = "--name" if jobs.name is not None else "--gpus"
         raise UsageError(f"{which}: each trial's job has its own name, and what the plan needs: leave it out")
