@@ -16,7 +16,7 @@ SPACE = {"lr": "0.001..3:log", "batch_size": "16|32|64|128"}
 
 
 def samples(study: Study) -> int:
-    """The samples that a study's trainings took, each as often as it was taken; of a failed one, up to its last step."""
+    """The samples that a study's trainings took, each as often as it was taken."""
     found = 0
     for trial in study.trials:
         run = Run(study.run_folder(trial.number))

@@ -35,6 +35,8 @@ class Options:
     """Abort when a checkpoint cannot be written."""
     training_metrics: bool = False
     """Compute the metrics over the training batches, too; shown with the next evaluation as training_NAME."""
+    noise_scale: bool = False
+    """Measure the gradient noise scale, which says how large a batch is worth its samples."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
     log: Names = ()

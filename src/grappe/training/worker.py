@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from grappe import engines
 from grappe.checkpoint.keep import Keep
@@ -19,7 +19,7 @@ from grappe.data.fingerprint import fingerprint
 from grappe.data.order import SampleOrder
 from grappe.data.prepare import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.workers import explaining_ended_workers
-from grappe.engines.base import EngineSetup, Named
+from grappe.engines.base import EngineSetup
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
 from grappe.launch.output import user_stream
@@ -29,6 +29,8 @@ from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
+from grappe.step.noise_scale import NoiseScale
+from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.training_scores import TrainingScores
 from grappe.task import Task
 from grappe.training.average import WeightAverage
@@ -38,6 +40,7 @@ from grappe.training.first_step import naming_overwritten
 from grappe.training.gradients import GradientsHook
 from grappe.training.headspace import headspace
 from grappe.training.opening import Opened, OpenRequest, open_run
+from grappe.training.options import Options
 from grappe.training.out_of_memory import explained
 from grappe.training.reporting import announce, report, reporting
 from grappe.training.request import Request, Result
@@ -49,10 +52,8 @@ from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
 from grappe.training.watchers.base import Outcome, RunInfo
 from grappe.training.watchers.meter import Meter, used
+from grappe.training.watchers.noise import NoiseWatcher
 from grappe.training.watchers.watcher_list import WatcherList
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class Data(NamedTuple):
@@ -75,6 +76,8 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     stop_signal.install()  # not while the others are waited for: there is nothing to save yet
     engine_class = engines.check(plan)
     task = request.task.resolve()
+    if options.noise_scale:
+        refuse_noise_scale(task, plan)
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
     data = _data(task, request.data, world)
@@ -99,6 +102,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             example = batches.example()
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
+            noise = _noise_scale(options, info, world)
             setup = EngineSetup(
                 task=task,
                 plan=plan,
@@ -106,11 +110,14 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 weights=ModelWeights(tensors),
                 total_steps=info.total_steps,
                 stop_requested=stop_signal.flag,
-                on_phase=chronometer.switch,
+                on_phase=_each(chronometer.switch, noise and noise.on_phase),
                 on_optimizer=_each(
-                    chronometer.on_optimizer, average.watch, functools.partial(note_optimizer, facts)
+                    chronometer.on_optimizer,
+                    average.watch,
+                    functools.partial(note_optimizer, facts),
+                    noise and noise.on_optimizer,
                 ),
-                on_output=training_scores.add,
+                on_output=_each(training_scores.add, noise and noise.on_output),
                 sample_inputs=example,
                 samples=info.samples,
             )
@@ -124,6 +131,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             watchers = WatcherList(
                 [
                     *reporting(options, terminal, data.train, world),
+                    *([NoiseWatcher(noise, terminal)] if noise is not None else []),
                     meter,
                     sample_log,
                     *own_watchers,
@@ -266,12 +274,28 @@ def _run_info(
     )
 
 
-def _each(*callbacks: Callable[[Optimizer, Named], None]) -> Callable[[Optimizer, Named], None]:
-    """Returns a callback that calls each of `callbacks`."""
+def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:
+    """What measures the noise scale: on process 0 alone, whose slices are as good as others'."""
+    if not options.noise_scale or world.rank:
+        return None
+    return NoiseScale(
+        data_size=world.data_size,
+        batch_size=info.batch_size,
+        short_step=info.steps_per_epoch - 1 if info.samples % info.batch_size else None,
+        steps_per_epoch=info.steps_per_epoch,
+        start=info.start,
+    )
 
-    def call(optimizer: Optimizer, named: Named) -> None:
-        for callback in callbacks:
-            callback(optimizer, named)
+
+def _each(*callbacks: Callable[..., None] | None) -> Callable[..., None]:
+    """Returns a callback that calls each of `callbacks`; of one, itself."""
+    wanted = [callback for callback in callbacks if callback is not None]
+    if len(wanted) == 1:
+        return wanted[0]
+
+    def call(*arguments: Any) -> None:
+        for callback in wanted:
+            callback(*arguments)
 
     return call
 

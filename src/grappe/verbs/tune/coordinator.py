@@ -1,4 +1,4 @@
-"""Coordinator: has a study's trials trained, a few at a time, and writes down what they come to; may be killed anywhere."""
+"""Coordinator: has a study's trials trained, and writes down what they come to; may be killed anywhere."""
 
 from __future__ import annotations
 

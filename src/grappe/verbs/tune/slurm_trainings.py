@@ -1,4 +1,4 @@
-"""Slurm trainings: trains each trial as a Slurm job of its own, which lives on without this process and is found again."""
+"""Slurm trainings: trains each trial as a Slurm job, which lives on without this process and is found again."""
 
 from __future__ import annotations
 
