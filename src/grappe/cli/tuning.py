@@ -132,12 +132,12 @@ def tune(
 
 def _show(folder: Path) -> int:
     from grappe.verbs.tune.study import best_of, open_study
-    from grappe.verbs.tune.table import command, table
+    from grappe.verbs.tune.table import command, seconds_of, table
 
     study = open_study(folder)
     trials = study.trials
     best = best_of(study.search, trials)
-    show(table(study, trials))
+    show(table(study, trials, seconds=seconds_of(study, trials)))
     if best is None:
         say(
             "no trial has a result yet"

@@ -17,6 +17,7 @@ from grappe import Arrays, Download, Task, normalise
 from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
+from grappe.optimizers import LrScaling, scale_factor, warmed_up
 from grappe.tasks.images.accuracy import Accuracy
 from grappe.tasks.images.resnet import convolution, resnet
 
@@ -60,6 +61,8 @@ class Cifar10(Task):
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
+    lr_scaling: LrScaling = "none"
+    """Rule for lr when batch_size is k times 512: linear (k times lr) or sqrt; warmed up over a tenth of the steps."""
     network: Literal["small", "resnet18"] = "small"
     flip_and_crop: bool = False
     mixup: float = 0.0
@@ -94,13 +97,21 @@ class Cifar10(Task):
 
     def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
         return torch.optim.SGD(
-            named_parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
+            named_parameters,
+            lr=self.lr * self._factor,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
         )
 
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
-        if self.network == "small":
-            return None  # the page's rate is constant
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+        schedule = None  # the page's rate is constant
+        if self.network != "small":
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+        return warmed_up(optimizer, schedule, factor=self._factor, steps=total_steps // 10)
+
+    @property
+    def _factor(self) -> float:
+        return scale_factor(self.lr_scaling, batch_size=self.batch_size, base=type(self).batch_size)
 
     def prediction(self, output: Tensor) -> dict[str, Tensor]:
         probability, number = output.softmax(1).max(1)

@@ -13,6 +13,7 @@ from torch import nn
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
+from grappe.optimizers import LrScaling, scale_factor, warmed_up
 
 
 class LeNet(nn.Sequential):
@@ -34,6 +35,8 @@ class Digits(Task):
     batch_size: int = 64
     lr: float = 0.1
     momentum: float = 0.9
+    lr_scaling: LrScaling = "none"
+    """Rule for lr when batch_size is k times 64: linear (k times lr) or sqrt; warmed up over a tenth of the steps."""
 
     def model(self) -> nn.Module:
         return LeNet()
@@ -54,10 +57,15 @@ class Digits(Task):
         return F.cross_entropy(output, target, reduction="none")
 
     def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
-        return torch.optim.SGD(named_parameters, lr=self.lr, momentum=self.momentum)
+        return torch.optim.SGD(named_parameters, lr=self.lr * self._factor, momentum=self.momentum)
 
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+        return warmed_up(optimizer, cosine, factor=self._factor, steps=total_steps // 10)
+
+    @property
+    def _factor(self) -> float:
+        return scale_factor(self.lr_scaling, batch_size=self.batch_size, base=type(self).batch_size)
 
     def prediction(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
         probability, number = output.softmax(1).max(1)

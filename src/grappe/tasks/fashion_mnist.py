@@ -13,6 +13,7 @@ from torch import nn
 
 from grappe import Arrays, Download, Task, normalise
 from grappe.data.formats import locate, mnist
+from grappe.optimizers import LrScaling, scale_factor, warmed_up
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"
 LARGEST = 60_000  # images
@@ -57,6 +58,8 @@ class FashionMnist(Task):
     epochs: int = 10
     batch_size: int = 256
     lr: float = 0.2
+    lr_scaling: LrScaling = "none"
+    """Rule for lr when batch_size is k times 256: linear (k times lr) or sqrt; warmed up over a tenth of the steps."""
 
     def model(self) -> nn.Module:
         return LeNet()
@@ -68,7 +71,14 @@ class FashionMnist(Task):
         return F.cross_entropy(output, target, reduction="none")
 
     def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
-        return torch.optim.SGD(named_parameters, lr=self.lr)
+        return torch.optim.SGD(named_parameters, lr=self.lr * self._factor)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
+        return warmed_up(optimizer, None, factor=self._factor, steps=total_steps // 10)
+
+    @property
+    def _factor(self) -> float:
+        return scale_factor(self.lr_scaling, batch_size=self.batch_size, base=type(self).batch_size)
 
     def prediction(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
         probability, number = output.softmax(1).max(1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from grappe import Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataError, TaskError
+from grappe.optimizers import LrScaling, scale_factor
 from grappe.tasks.images.accuracy import Accuracy
 from grappe.tasks.images.resnet import convolution, initialise, resnet
 
@@ -46,6 +47,8 @@ class ImageNet(Task):
     validation_resize: int | None = None
     """Pixels of a validation picture's short side before its middle is cut out. Default: 256/224 of its size."""
     lr: float = 0.1
+    lr_scaling: LrScaling = "none"
+    """Rule for lr when batch_size is k times 256: linear (k times lr) or sqrt."""
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 5e-5
@@ -140,14 +143,16 @@ class ImageNet(Task):
             {"params": matrices, "weight_decay": self.weight_decay},
             {"params": rest, "weight_decay": 0.0},
         ]
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+        return torch.optim.SGD(groups, lr=self._scaled_lr, momentum=self.momentum, nesterov=self.nesterov)
 
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
         if self.schedule_shape == "constant" or total_steps < 3:
             return None
         if self.schedule_shape == "onecycle":
             rise = min(max(self.warmup, 2 / total_steps), 1.0)  # torch divides by its steps less 1
-            return torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps, pct_start=rise)
+            return torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, self._scaled_lr, total_steps, pct_start=rise
+            )
         warm = max(1, round(self.warmup * total_steps))
 
         def factor(step: int) -> float:
@@ -155,6 +160,10 @@ class ImageNet(Task):
             return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, rest)))
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    @property
+    def _scaled_lr(self) -> float:
+        return self.lr * scale_factor(self.lr_scaling, batch_size=self.batch_size, base=type(self).batch_size)
 
     def prediction(self, output: Tensor) -> dict[str, Tensor]:
         probability, number = output.softmax(1).max(1)

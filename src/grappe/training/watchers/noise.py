@@ -81,7 +81,7 @@ def sentence(noise: Noise, batch_size: int, first: float | None = None) -> str:
         return text + f"Beyond about {about} samples a step more devices bring speed, not progress"
     return (
         text
-        + "More samples a step, or more devices for them, bring hardly any progress: a smaller batch learns the same"
+        + "More samples a step bring hardly any progress: a smaller batch learns as much in as many steps"
     )
 
 

@@ -16,7 +16,7 @@ from grappe.verbs.tune.schedule import Job, Schedule, parts, result_of
 from grappe.verbs.tune.space import Space
 from grappe.verbs.tune.study import Study, Trial
 from grappe.verbs.tune.trainings import Busy, Ended, Trainings
-from grappe.verbs.tune.trial_task import with_fields
+from grappe.verbs.tune.trial_task import with_fields, with_plan
 
 LOOK_SECONDS = 1.0
 KILLS = 5
@@ -151,7 +151,8 @@ class Coordinator:
             self._write(objective.failed(trial, line(error)))
             return True
         run = self._study.run_folder(trial.number)
-        request = dataclasses.replace(self._request, task=task, options=options, run=run)
+        plan = with_plan(self._request.plan, trial.fields)
+        request = dataclasses.replace(self._request, task=task, plan=plan, options=options, run=run)
         try:
             self._trainings.start(trial.number, request)
         except Busy as busy:

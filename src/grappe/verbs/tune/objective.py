@@ -10,6 +10,7 @@ from typing import Any
 from grappe.errors import RunError
 from grappe.training.options import Options
 from grappe.training.run import Run
+from grappe.verbs.tune.space import PLAN
 from grappe.verbs.tune.study import Study, Trial
 
 
@@ -71,6 +72,8 @@ def refuse_another(study: Study, trial: Trial) -> None:
         return
     fields = Run(folder).read_description().get("fields")
     for name, text in trial.fields.items():
+        if name == PLAN:
+            continue  # a run's plan may change
         found = fields.get(name) if isinstance(fields, dict) else None
         if not _same(found, text):
             raise RunError(

@@ -9,10 +9,13 @@ from typing import Any, get_args
 
 from grappe.errors import UsageError, nearest
 from grappe.fields import convert, hints
+from grappe.plan import Plan
 
 DIGITS = 6
 """Significant digits of a value that is drawn, so that it can be read and pasted."""
 LOG = ":log"
+PLAN = "plan"
+"""Name under which plans are searched, as if it were a field."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,13 +68,15 @@ def read(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str
     Raises:
         UsageError: there is no such field, or its range or values are wrong; the message names the field.
     """
-    kinds = hints(cls)
+    kinds = {PLAN: str, **hints(cls)}
     space: dict[str, Axis] = {}
     fixed: dict[str, str] = {}
     for name, text in texts.items():
         if name not in kinds:
             raise UsageError(f"task {cls.__name__} has no '{name}': {nearest(name, kinds)}")
         axis = _axis(name, text, kinds[name])
+        if name == PLAN:
+            _check_plans(cls, text, axis)
         if axis is None:
             fixed[name] = text
         else:
@@ -95,6 +100,19 @@ def _texts(name: str, values: Sequence[Any]) -> list[str]:
     if any("|" in text or not text for text in texts):
         raise UsageError(f"{name}: a value that is searched can neither be empty nor contain |: {texts}")
     return texts
+
+
+def _check_plans(cls: type, text: str, axis: Axis | None) -> None:
+    if PLAN in hints(cls):
+        if axis is not None:
+            raise UsageError(
+                f"plan={text}: plan is what a search calls the plan, so this field cannot be searched"
+            )
+        return
+    if not isinstance(axis, Choices):
+        raise UsageError(f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B")
+    for one in axis.texts:
+        Plan.parse(one)
 
 
 def _axis(name: str, text: str, kind: Any) -> Axis | None:

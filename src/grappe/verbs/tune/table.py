@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from grappe.errors import RunError
+from grappe.training.run import Run
 from grappe.verbs.tune.coordinator import SearchProgress
 from grappe.verbs.tune.schedule import parts
+from grappe.verbs.tune.space import PLAN
 from grappe.verbs.tune.study import Search, Study, Trial, best_of
 
 LIVE_ROWS = 15
 
 
 def table(
-    study: Study, trials: Sequence[Trial], running: frozenset[int] = frozenset(), most: int | None = None
+    study: Study,
+    trials: Sequence[Trial],
+    running: frozenset[int] = frozenset(),
+    most: int | None = None,
+    seconds: Mapping[int, float] | None = None,
 ) -> Table:
-    """A row for each trial, of the last `most`; the best is marked."""
+    """A row for each trial, of the last `most`; the best is marked.
+
+    Args:
+        seconds: by number, what the trainings took; None: no column for them.
+    """
     names = list(study.search.space)
-    found = Table("trial", study.search.metric, *names, "", box=None, padding=(0, 2, 0, 0))
+    time = ["seconds"] if seconds is not None else []
+    found = Table("trial", study.search.metric, *time, *names, "", box=None, padding=(0, 2, 0, 0))
     best = best_of(study.search, trials)
     for trial in trials[-most:] if most else trials:
         value = f"{trial.rungs[-1]:.6g}" if trial.rungs and trial.state != "failed" else ""
@@ -32,7 +44,10 @@ def table(
             what = "best" if trial is best else ""
         elif trial.state == "failed":
             what = f"failed: {trial.reason}"
-        found.add_row(str(trial.number), value, *(trial.fields[name] for name in names), what)
+        took = (
+            [f"{seconds[trial.number]:.1f}" if trial.number in seconds else ""] if seconds is not None else []
+        )
+        found.add_row(str(trial.number), value, *took, *(trial.fields[name] for name in names), what)
     return found
 
 
@@ -63,5 +78,19 @@ def command(study: Study, trial: Trial) -> str:
     """The command that trains with a trial's fields, ready to paste."""
     search = study.search
     fields = {**search.given, **trial.fields}
+    plan = fields.pop(PLAN) if PLAN in search.space else search.plan
     words = ["grappe", "train", search.task, *(f"{name}={text}" for name, text in fields.items())]
-    return shlex.join([*words, *(["--plan", search.plan] if search.plan else [])])
+    return shlex.join([*words, *(["--plan", plan] if plan else [])])
+
+
+def seconds_of(study: Study, trials: Sequence[Trial]) -> dict[int, float]:
+    """What the trainings took, all starts together, by number."""
+    found = {}
+    for trial in trials:
+        try:
+            used = Run(study.run_folder(trial.number)).read_description().get("used")
+        except RunError:
+            continue
+        if isinstance(used, dict) and isinstance(took := used.get("seconds"), int | float):
+            found[trial.number] = float(took)
+    return found

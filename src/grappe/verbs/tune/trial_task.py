@@ -1,4 +1,4 @@
-"""A trial's task: the task of the search, with the trial's fields."""
+"""A trial's task and plan: those of the search, with the trial's fields."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from grappe.fields import parse
+from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
+from grappe.verbs.tune.space import PLAN
 
 
 def with_fields(task: TaskReference, texts: Mapping[str, str]) -> TaskReference:
-    """The task with the fields in `texts`.
+    """The task with the searched fields in `texts`; a plan among them is left out.
 
     Raises:
         UsageError: the task refuses them.
     """
+    texts = {name: text for name, text in texts.items() if name != PLAN}
     if task.value is None:
         changed = dataclasses.replace(task, texts={**task.texts, **texts})
     else:
@@ -23,3 +26,15 @@ def with_fields(task: TaskReference, texts: Mapping[str, str]) -> TaskReference:
         changed = dataclasses.replace(task, value=value)
     changed.resolve()
     return changed
+
+
+def with_plan(plan: Plan, texts: Mapping[str, str]) -> Plan:
+    """The plan in `texts`, with the threads of `plan` where it has none of its own; `plan` if there is none."""
+    if PLAN not in texts:
+        return plan
+    found = Plan.parse(texts[PLAN])
+    return (
+        found
+        if found.threads is not None or found.exact
+        else dataclasses.replace(found, threads=plan.threads)
+    )

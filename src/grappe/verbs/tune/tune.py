@@ -24,7 +24,7 @@ from grappe.verbs.tune.coordinator import Coordinator, SearchProgress
 from grappe.verbs.tune.local_trainings import LocalTrainings
 from grappe.verbs.tune.schedule import fewest_trials
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
-from grappe.verbs.tune.space import Space, as_texts, read
+from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read
 from grappe.verbs.tune.study import Search, Study, make_study
 from grappe.verbs.tune.trial_task import with_fields
 
@@ -144,13 +144,19 @@ def search(
         query_every: seconds between queries to Slurm.
     """
     options = options or Options()
-    _refuse(plan, options)
+    _refuse(options)
     if jobs is not None:
         _refuse_as_jobs(options, jobs)
     samplers.check(wanted.sampler)
     base = TaskReference.of(task)
     space, fixed = read(type(base.resolve()), texts)
     reference = with_fields(base, fixed)
+    plans = _plans(space, plan)
+    if plans != [plan] and str(plan):
+        raise UsageError(
+            f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each"
+        )
+    _refuse_plans(plans)
     _check_metric(wanted.metric, reference.resolve())
     total = _total(wanted, space)
     if jobs is not None and reference.value is not None:
@@ -186,6 +192,7 @@ def _asked(
     others = {name: value for name, value in field_texts(made).items() if name not in space}
     own_values = {name: value for name, value in others.items() if value != defaults(type(made)).get(name)}
     own = own and plan.threads is None and not plan.exact
+    most = max(one.processes for one in _plans(space, plan))
     return Search(
         task=reference.name,
         fields=others,
@@ -197,7 +204,7 @@ def _asked(
         sampler=wanted.sampler,
         seed=wanted.seed,
         lag=wanted.parallel,
-        threads=max(1, cores() // (wanted.parallel * plan.processes)) if own else None,
+        threads=max(1, cores() // (wanted.parallel * most)) if own else None,
         steps=options.steps,
         patience=options.patience,
         evaluate_every=options.evaluate_every,
@@ -206,22 +213,34 @@ def _asked(
     )
 
 
+def _plans(space: Space, plan: Plan) -> list[Plan]:
+    """The plans that trials have."""
+    axis = space.get(PLAN)
+    return [Plan.parse(one) for one in axis.texts] if isinstance(axis, Choices) else [plan]
+
+
 def _rungs(wanted: Wanted) -> int:
     return (wanted.rungs or RUNGS) if wanted.halving else 1
 
 
-def _refuse(plan: Plan, options: Options) -> None:
-    from grappe import engines
-
+def _refuse(options: Options) -> None:
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
     if options.part is not None:
         raise UsageError("--part stops each training early, as --halving does by results: leave it out")
     if options.bare:
         raise UsageError("--bare has no evaluation, which a search needs: leave it out")
-    if plan.per_device > 1 and plan.device != "cpu":
-        raise UsageError("per_device: a search places trials on GPUs itself, one process each: leave it out")
-    engines.check(plan)
+
+
+def _refuse_plans(plans: Sequence[Plan]) -> None:
+    from grappe import engines
+
+    for plan in plans:
+        if plan.per_device > 1 and plan.device != "cpu":
+            raise UsageError(
+                "per_device: a search places trials on GPUs itself, one process each: leave it out"
+            )
+        engines.check(plan)
 
 
 def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:

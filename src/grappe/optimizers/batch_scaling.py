@@ -1,0 +1,39 @@
+"""Batch scaling: the learning rate of a batch that is k times the usual one, and the warm-up that it needs."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
+
+LrScaling = Literal["none", "linear", "sqrt"]
+"""Rule for the learning rate of a batch of k times as many samples: as it is, k times it, or sqrt(k) times it."""
+
+
+def scale_factor(rule: LrScaling, *, batch_size: int, base: int) -> float:
+    """Returns what the learning rate for batches of `base` samples is multiplied by for `batch_size`.
+
+    linear: for SGD (Goyal et al. 2017, "Accurate, large minibatch SGD"). sqrt: it keeps the variance of an update
+    (Krizhevsky 2014, "One weird trick"); for Adam (Malladi et al. 2022, "On the SDEs and scaling rules for adaptive
+    gradient algorithms").
+    """
+    k = batch_size / base
+    return {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
+
+
+def warmed_up(
+    optimizer: Optimizer, schedule: LRScheduler | None, *, factor: float, steps: int
+) -> LRScheduler | None:
+    """Returns `schedule` with a warm-up before and within it: from the rate before scaling to the scaled one.
+
+    Args:
+        schedule: of the scaled rate; None: it is constant.
+        factor: what the rate was multiplied by; at 1 or below, nothing is warmed up.
+        steps: optimizer steps until the scaled rate is reached.
+    """
+    if factor <= 1 or steps < 1:
+        return schedule
+    rising = LinearLR(optimizer, start_factor=1 / factor, total_iters=steps)
+    return rising if schedule is None else ChainedScheduler([rising, schedule], optimizer)
