@@ -1,7 +1,10 @@
-"""Compares the noise scale that a training measures with a reference of two batch sizes: `python -m benchmarks.noise_scale`.
+"""Compares the noise scale that a training measures with a reference of two batch sizes.
 
-The weights of a short training stand still (lr=0) while a second one measures by its slices. The reference draws batches
-of two sizes, each for itself, computes their gradients by plain torch, and solves E|g_b|^2 = |G|^2 + S / b for S / |G|^2.
+python -m benchmarks.noise_scale
+
+The weights of a short training stand still (lr=0) while a second one measures by its slices. The reference draws
+batches of two sizes, each for itself, computes their gradients by plain torch, and solves E|g_b|^2 = |G|^2 + S / b for
+S / |G|^2.
 """
 
 from __future__ import annotations

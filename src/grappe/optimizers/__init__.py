@@ -1,4 +1,4 @@
-"""Optimizers that mean the same under any plan: LARS, LARC, LAMB, Muon; weight averaging, parameter groups, larger batches."""
+"""Optimizers that mean the same under any plan: LARS, LARC, LAMB, Muon; parameter groups, averages, larger batches."""
 
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
 from grappe.optimizers.groups import by_name

@@ -75,9 +75,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     stop_signal = StopSignal(options.time_limit)
     stop_signal.install()  # not while the others are waited for: there is nothing to save yet
     engine_class = engines.check(plan)
-    task = request.task.resolve()
-    if options.noise_scale:
-        refuse_noise_scale(task, plan)
+    task = _task(request)
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
     data = _data(task, request.data, world)
@@ -103,25 +101,26 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
             noise = _noise_scale(options, info, world)
-            setup = EngineSetup(
-                task=task,
-                plan=plan,
-                world=world,
-                weights=ModelWeights(tensors),
-                total_steps=info.total_steps,
-                stop_requested=stop_signal.flag,
-                on_phase=_each(chronometer.switch, noise and noise.on_phase),
-                on_optimizer=_each(
-                    chronometer.on_optimizer,
-                    average.watch,
-                    functools.partial(note_optimizer, facts),
-                    noise and noise.on_optimizer,
-                ),
-                on_output=_each(training_scores.add, noise and noise.on_output),
-                sample_inputs=example,
-                samples=info.samples,
+            engine = engine_class(
+                EngineSetup(
+                    task=task,
+                    plan=plan,
+                    world=world,
+                    weights=ModelWeights(tensors),
+                    total_steps=info.total_steps,
+                    stop_requested=stop_signal.flag,
+                    on_phase=_each(chronometer.switch, noise.on_phase if noise else None),
+                    on_optimizer=_each(
+                        chronometer.on_optimizer,
+                        average.watch,
+                        functools.partial(note_optimizer, facts),
+                        noise.on_optimizer if noise else None,
+                    ),
+                    on_output=_each(training_scores.add, noise.on_output if noise else None),
+                    sample_inputs=example,
+                    samples=info.samples,
+                )
             )
-            engine = engine_class(setup)
             report(facts, opened.run, terminal, world)
 
             meter = Meter(
@@ -222,6 +221,13 @@ def _loaders(
     finally:
         batches.sources.close()
         validation.sources.close()
+
+
+def _task(request: Request) -> Task:
+    task = request.task.resolve()
+    if request.options.noise_scale:
+        refuse_noise_scale(task, request.plan)
+    return task
 
 
 def _data(task: Task, folder: Path, world: World) -> Data:

@@ -31,9 +31,10 @@ def test_records_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Pa
     study = make_study(tmp_path / "s", SEARCH)
     trials = [
         Trial(number=0, fields=FIELDS, state="failed", reason="no"),
-        Trial(number=1, fields=FIELDS, state="complete", value=0.5, step=3),
-        Trial(number=2, fields=FIELDS, state="complete", value=0.5, step=3),
+        Trial(number=1, fields=FIELDS, state="complete", value=0.5, step=3, rungs=(0.5,)),
+        Trial(number=2, fields=FIELDS, state="complete", value=0.5, step=3, rungs=(0.5,)),
         Trial(number=3, fields=FIELDS),
+        Trial(number=4, fields=FIELDS, state="failed", rungs=(), reason="later"),
     ]
     for trial in trials:
         study.write(trial)
@@ -72,6 +73,9 @@ def test_another_search_is_refused_by_name(tmp_path: Path, change: dict, told: s
         '{"fields": {"lr": 0.2, "width": "1"}, "state": "open"}',
         '{"fields": {"lr": "0.2", "width": "1"}, "state": "complete", "value": NaN}',
         '{"fields": {"lr": "0.2", "width": "1"}, "state": "won", "value": 1}',
+        '{"fields": {"lr": "0.2", "width": "1"}, "state": "paused", "rungs": [0.5]}',
+        '{"fields": {"lr": "0.2", "width": "1"}, "state": "complete", "value": 1, "rungs": [NaN]}',
+        '{"fields": {"lr": "0.2", "width": "1"}, "state": "complete", "value": true}',
     ],
 )
 def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:

@@ -111,16 +111,20 @@ class Coordinator:
         self._waiting = ""
         try:
             self._decide()
-            for job in list(self._due):
-                if self._stopping or len(self._jobs) >= self._parallel:
-                    return
-                if job.number in self._jobs:
-                    continue
-                if self._start(job):
-                    self._due.remove(job)
-                    self._decide()
+            while self._start_one():
+                self._decide()
         except OF_THE_MACHINE as error:
             self._error = error
+
+    def _start_one(self) -> bool:
+        """Starts the first of the due jobs that can be started; returns whether there was one."""
+        for job in self._due:
+            if self._stopping or len(self._jobs) >= self._parallel:
+                return False
+            if job.number not in self._jobs and self._start(job):
+                self._due.remove(job)
+                return True
+        return False
 
     def _decide(self) -> None:
         """Takes in the jobs that are decided by what is known now, but for those that have their results."""

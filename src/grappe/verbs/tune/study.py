@@ -202,7 +202,9 @@ def _option(name: str, value: Any) -> str:
 
 
 def _trial(number: int, found: Mapping[str, Any], search: Search) -> Trial | None:
-    fields, state, value = found.get("fields"), found.get("state"), found.get("value")
+    fields: Any = found.get("fields")
+    state: Any = found.get("state")
+    value: Any = found.get("value")
     if not isinstance(fields, dict) or fields.keys() != search.space.keys():
         return None
     if not all(isinstance(one, str) for one in fields.values()) or state not in STATES:

@@ -1,0 +1,64 @@
+"""The rate of a batch that is k times larger, and its warm-up: within torch's own schedules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from grappe.optimizers import scale_factor, warmed_up
+from grappe.tasks.cifar10 import Cifar10
+from grappe.tasks.digits import Digits
+from grappe.tasks.fashion_mnist import FashionMnist
+from grappe.tasks.imagenet import ImageNet
+from grappe.tasks.mnist import Mnist
+
+
+def rates(lr: float, factor: float, steps: int, *, cosine: bool, total: int = 100) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr * factor)
+    schedule = CosineAnnealingLR(optimizer, total) if cosine else None
+    schedule = warmed_up(optimizer, schedule, factor=factor, steps=steps)
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return found
+
+
+def test_factors() -> None:
+    assert scale_factor("none", batch_size=256, base=64) == 1
+    assert scale_factor("linear", batch_size=256, base=64) == 4
+    assert scale_factor("sqrt", batch_size=256, base=64) == 2
+    assert scale_factor("linear", batch_size=32, base=64) == 0.5
+
+
+def test_the_warm_up_begins_at_the_unscaled_rate() -> None:
+    constant = rates(0.1, 4.0, 10, cosine=False)
+    assert constant[0] == pytest.approx(0.1)
+    assert constant[5] == pytest.approx(0.25)
+    assert constant[10:] == pytest.approx([0.4] * 90)
+    falling = rates(0.1, 4.0, 10, cosine=True)
+    assert falling[0] == pytest.approx(0.1)
+    for step in (10, 50, 90):
+        assert falling[step] == pytest.approx(0.2 * (1 + math.cos(math.pi * step / 100)), rel=1e-4)
+
+
+def test_what_is_not_scaled_up_has_no_warm_up() -> None:
+    assert rates(0.1, 1.0, 10, cosine=False) == [0.1] * 100
+    assert rates(0.1, 0.5, 10, cosine=True) == rates(0.05, 1.0, 0, cosine=True)
+
+
+@pytest.mark.parametrize("kind", [Digits, Cifar10, FashionMnist, Mnist, ImageNet])
+def test_shipped_tasks_scale_from_their_own_batch(kind: type) -> None:
+    base = kind()
+    larger = kind(batch_size=4 * base.batch_size, lr_scaling="linear")
+    named = [("weight", torch.nn.Parameter(torch.zeros(2, 2))), ("bias", torch.nn.Parameter(torch.zeros(2)))]
+    assert larger.optimizer(named).param_groups[0]["lr"] == pytest.approx(4 * base.lr)
+    assert base.optimizer(named).param_groups[0]["lr"] == base.lr
+    optimizer = larger.optimizer(named)
+    larger.schedule(optimizer, 100)
+    assert optimizer.param_groups[0]["lr"] <= 1.01 * base.lr  # at step 0

@@ -1,0 +1,71 @@
+"""Successive halving: stopped at a checkpoint, resumed from it, and no step is made twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import grappe
+from grappe.errors import UsageError
+from grappe.training.options import Options
+from grappe.training.run import Run
+from grappe.verbs.tune.study import Study
+from tests.verbs.tune.line import Line
+
+SPACE = {"lr": "0.01..1:log", "width": [1, 2, 3]}
+
+
+def searched(folder: Path, **others) -> Study:
+    return grappe.tune(Line(epochs=8), SPACE, trials=4, parallel=2, sampler="random", study=folder, **others)
+
+
+def losses(study: Study, number: int) -> list[tuple]:
+    return [(one["step"], one["loss"], one["lr"]) for one in Run(study.run_folder(number)).records("step")]
+
+
+def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
+    whole, halved = searched(tmp_path / "whole"), searched(tmp_path / "halved", halving=2)
+    assert [one.fields for one in halved.trials] == [one.fields for one in whole.trials]
+    reached = {one.number: len(one.rungs) for one in halved.trials}
+    assert sorted(reached.values()) in ([1, 1, 2, 3], [1, 2, 2, 3], [1, 2, 3, 3])
+    for number, rungs in reached.items():
+        steps = (4, 8, 16)[rungs - 1]
+        assert losses(halved, number) == losses(whole, number)[:steps]
+        run = Run(halved.run_folder(number)).read_description()
+        assert run["used"]["samples"] == steps * 8  # no sample was trained on again
+        assert run["restarts"] == rungs - 1
+        assert run["step"] == steps
+        evaluated = {one["step"]: one["loss"] for one in Run(whole.run_folder(number)).records("evaluation")}
+        assert halved.trials[number].rungs == tuple(evaluated[at] for at in (4, 8, 16)[:rungs])
+    best = halved.best
+    assert best is not None
+    assert best.value == whole.trials[best.number].value
+
+    # What a damaged record has lost is in the run: nothing is trained again.
+    (tmp_path / "halved" / "trials" / f"{best.number:04d}.json").write_text("{")
+    again = searched(tmp_path / "halved", halving=2)
+    assert again.trials[best.number] == best
+    assert Run(halved.run_folder(best.number)).read_description()["restarts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"halving": 1}, "--halving=1: it must be at least 2"),
+        ({"rungs": 2}, "give --halving 3 as well"),
+        ({"halving": 3}, "takes 9 trials until one is trained to its end, and these are 4"),
+        ({"halving": 2, "options": Options(part=0.5)}, "--part stops each training early"),
+    ],
+)
+def test_wrong_use(others: dict, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        searched(tmp_path / "s", **others)
+    assert told in str(refused.value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_another_halving_is_another_study(tmp_path: Path) -> None:
+    searched(tmp_path / "s", halving=2, options=Options(steps=4))
+    with pytest.raises(UsageError, match="has --halving 2, and this command no --halving"):
+        searched(tmp_path / "s", options=Options(steps=4))

@@ -1,0 +1,211 @@
+"""Trials as Slurm jobs: found by name, at most so many, and how each end is taken; Slurm itself is played."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import DataError, OutOfMemory, UsageError
+from grappe.plan import Plan
+from grappe.sites import slurm
+from grappe.sites.slurm import End, Entry, SlurmError
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.task_reference import TaskReference
+from grappe.verbs.submission import JobOptions, Submission
+from grappe.verbs.submit import Submitted
+from grappe.verbs.tune import slurm_trainings
+from grappe.verbs.tune.slurm_trainings import SlurmTrainings
+from grappe.verbs.tune.trainings import Busy
+from tests.verbs.tune import line
+
+
+class Played:
+    """A Slurm that takes jobs, and forgets them when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries: list[Entry] = []
+        self.cancelled: list[str] = []
+        self.submitted: list[Submission] = []
+        self.refusal = ""
+        self.ends: dict[str, End] = {}
+        monkeypatch.setattr(slurm, "queue", lambda: list(self.entries))
+        monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
+        monkeypatch.setattr(slurm, "ended", self.ends.get)
+        monkeypatch.setattr(slurm_trainings, "submit", self.submit)
+
+    def submit(self, submission: Submission) -> list[Submitted]:
+        if self.refusal:
+            raise SlurmError(self.refusal)
+        self.submitted.append(submission)
+        job = str(100 + len(self.submitted))
+        self.add(job, submission.job.name or "")
+        assert submission.run is not None
+        (submission.run / "logs").mkdir(parents=True, exist_ok=True)
+        return [Submitted(run=submission.run, job=job, text="", cost="")]
+
+    def add(self, job: str, name: str, state: str = "RUNNING", reason: str = "None") -> None:
+        self.entries.append(
+            Entry(job=job, name=name, state=state, reason=reason, start="N/A", left="", nodes="1")
+        )
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch)
+
+
+def trainings(study: Path, parallel: int = 2) -> SlurmTrainings:
+    options = JobOptions(site="generic", dependency="afterok:1")
+    return SlurmTrainings(study, options, parallel=parallel, query_every=0.0)
+
+
+def request(study: Path, number: int) -> Request:
+    reference = TaskReference.of(str(Path(line.__file__)), {"lr": "0.2"})
+    options = Options(part=1 / 3, training_metrics=True, log=("tensorboard",))
+    plan = Plan.parse("device=cpu,threads=1")
+    return Request(task=reference, plan=plan, run=study / f"trial-{number:04d}", options=options)
+
+
+def test_a_trial_is_a_job_with_its_name_and_words(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(3, request(tmp_path, 3))
+        assert mine.running == {3}
+    [made] = played.submitted
+    assert made.command == "train"
+    assert made.fields == ("lr=0.2",)
+    assert made.arguments[2:] == ("--part", str(1 / 3), "--training-metrics", "--log", "tensorboard")
+    assert made.plans == ("device=cpu,threads=1",)
+    assert made.job.dependency == "afterok:1,singleton"
+    assert made.job.name is not None
+    assert made.job.name.endswith("-0003")
+    assert len(made.job.name) <= 64
+
+
+def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        mine.start(1, request(tmp_path, 1))
+    played.add("7", "another-study-0000")
+    second = played.submitted[0].job.name or ""
+    played.add("999", second)  # a job that a killed coordinator had submitted twice
+    with trainings(tmp_path) as mine:
+        assert played.cancelled == ["999"]
+        mine.start(0, request(tmp_path, 0))
+        with pytest.raises(Busy, match="jobs of earlier trials are in the queue still"):
+            mine.start(5, request(tmp_path, 5))
+        mine.start(1, request(tmp_path, 1))
+        assert len(played.submitted) == 2
+    with trainings(tmp_path / "other") as another:
+        another.start(0, request(tmp_path / "other", 0))
+        assert len(played.submitted) == 3
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit",
+        "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates limit",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
+    ],
+)
+def test_a_full_queue_is_waited_for(refusal: str, played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        played.refusal = refusal
+        with pytest.raises(Busy, match="sbatch takes no more jobs now"):
+            mine.start(0, request(tmp_path, 0))
+        played.refusal = ""
+        mine.start(0, request(tmp_path, 0))
+
+
+def test_another_refusal_stops_the_study(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        played.refusal = "sbatch: error: Invalid account"
+        with pytest.raises(SlurmError, match="Invalid account"):
+            mine.start(0, request(tmp_path, 0))
+
+
+def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        name = played.entries.pop().name
+        played.add("101", name, "PENDING", "ReqNodeNotAvail")
+        assert mine.look(0.0) == []
+        assert mine.notes == "jobs pend: 1 (ReqNodeNotAvail)"
+        assert mine.running == {0}
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "how", "told"),
+    [
+        ("0", None, "trained", ""),
+        ("75", None, "killed", "exit code 75"),
+        ("137", None, "killed", "exit code 137"),
+        ("2", OutOfMemory("too large\nand more"), "failed", "OutOfMemory: too large"),
+        ("1", None, "failed", "ended with exit code 1: grappe logs"),
+        ("2", DataError("no data"), "error", ""),
+        ("2", UsageError("no"), "error", ""),
+    ],
+)
+def test_how_a_job_ends(
+    code: str, error: Exception | None, how: str, told: str, played: Played, tmp_path: Path
+) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        logs = tmp_path / "trial-0000" / "logs"
+        if error is not None:
+            why = {"error": type(error).__name__, "message": str(error)}
+            (logs / "job-101.why").write_text(json.dumps(why))
+        (logs / "job-101.end").write_text(code)
+        [ended] = mine.look(0.0)
+        assert ended.how == how
+        assert told in ended.reason
+        if how == "error":
+            assert type(ended.error) is type(error)
+            assert str(error) in str(ended.error)
+        assert not mine.running
+
+
+@pytest.mark.parametrize(
+    ("state", "began", "how", "told"),
+    [
+        ("CANCELLED", False, "failed", "was cancelled before it began"),
+        ("CANCELLED", True, "killed", "ended as CANCELLED"),
+        ("OUT_OF_MEMORY", True, "failed", "took more than --mem"),
+        ("NODE_FAIL", True, "killed", "ended as NODE_FAIL"),
+        ("TIMEOUT", True, "killed", "ended as TIMEOUT"),
+        ("DEADLINE", False, "failed", "could not begin in time"),
+    ],
+)
+def test_how_slurm_ends_a_job(
+    state: str, began: bool, how: str, told: str, played: Played, tmp_path: Path
+) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        if began:
+            (tmp_path / "trial-0000" / "logs" / "job-101.out").touch()
+        played.entries.clear()
+        played.ends["101"] = End(state=state, code=0)
+        [ended] = mine.look(0.0)
+        assert ended.how == how
+        assert told in ended.reason
+
+
+def test_slurm_may_be_silent_for_a_while(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent() -> list[Entry]:
+        raise SlurmError("squeue: error: Unable to contact slurm controller")
+
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        monkeypatch.setattr(slurm, "queue", silent)
+        assert mine.look(0.0) == []
+        assert mine.notes.startswith("Slurm does not answer")
+        assert mine.running == {0}
+        mine.interrupt()
+        [ended] = mine.look(1.0)
+        assert ended.how == "stopped"
