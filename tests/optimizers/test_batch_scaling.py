@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+import grappe
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.digits import Digits
 from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.imagenet import ImageNet
 from grappe.tasks.mnist import Mnist
+from grappe.training.options import Options
 
 
 def rates(lr: float, factor: float, steps: int, *, cosine: bool, total: int = 100) -> list[float]:
@@ -62,3 +65,15 @@ def test_shipped_tasks_scale_from_their_own_batch(kind: type) -> None:
     optimizer = larger.optimizer(named)
     larger.schedule(optimizer, 100)
     assert optimizer.param_groups[0]["lr"] <= 1.01 * base.lr  # at step 0
+
+
+def test_a_chained_schedule_is_saved_and_resumed(tmp_path: Path) -> None:
+    def losses(name: str, *steps: int | None) -> list[tuple]:
+        for last in steps:
+            task = Digits(batch_size=512, lr_scaling="linear", epochs=8)
+            run = grappe.train(
+                task, "threads=1", tmp_path / name, options=Options(steps=last, evaluate_every=12)
+            )
+        return [(one["loss"], one["lr"]) for one in run.records("step")]
+
+    assert losses("parts", 1, 7, None) == losses("whole", None)

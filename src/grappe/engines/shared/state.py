@@ -219,8 +219,17 @@ def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
 
 def position(schedule: LRScheduler | None, world: World) -> dict[str, Any]:
     """Returns the schedule's step, and the number of slices that the buffers belong to, as JSON."""
-    steps = schedule.last_epoch if schedule is not None else 0
-    return {"schedule_steps": steps, "data_parallel": world.data_size}
+    return {"schedule_steps": _steps_of(schedule), "data_parallel": world.data_size}
+
+
+def _steps_of(schedule: LRScheduler | None) -> int:
+    """How often a schedule was stepped; a ChainedScheduler has no count of its own, but its parts have."""
+    if schedule is None:
+        return 0
+    state = schedule.state_dict()
+    while "last_epoch" not in state:
+        state = state["_schedulers"][0]
+    return state["last_epoch"]
 
 
 def replay(schedule: LRScheduler | None, saved: SavedState) -> None:
