@@ -19,6 +19,8 @@ def samples(study: Study) -> int:
     """The samples that a study's trainings took, each as often as it was taken."""
     found = 0
     for trial in study.trials:
+        if not Run.is_run(study.run_folder(trial.number)):
+            continue  # the task refused its fields
         run = Run(study.run_folder(trial.number))
         last = max((record["samples"] for record in run.records("step")), default=0)
         found += round(run.read_description().get("used", {}).get("samples", last))

@@ -64,6 +64,8 @@ class ProcessDied(GrappeError):
     """One of the processes ended unexpectedly."""
 
     exit_code = EXIT_FAILURE
+    killed = False
+    """Whether it was SIGKILL, which comes from outside: what was saved can be gone on with."""
 
 
 def of_file(error: OSError) -> UsageError:

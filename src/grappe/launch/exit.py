@@ -53,7 +53,8 @@ def _leave_code(code: int) -> None:
 def leave_error(error: GrappeError) -> None:
     """Writes what the error was, for whoever has submitted the job that this process belongs to."""
     if file := os.environ.get(FAILURE):
-        why = {"error": type(error).__name__, "message": str(error)}
+        killed = isinstance(error, ProcessDied) and error.killed
+        why = {"error": type(error).__name__, "message": str(error), "killed": killed}
         with contextlib.suppress(OSError, RunError):
             safe.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
 

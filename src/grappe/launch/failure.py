@@ -25,7 +25,9 @@ def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
         error = getattr(errors, first.report.error, GrappeError)(first.report.message)
         error.details = first.report.details
         return error
-    return ProcessDied(f"{first.name} {_how_it_ended(first)}{hint(first.exit_code)}{last_lines(first.log)}")
+    died = ProcessDied(f"{first.name} {_how_it_ended(first)}{hint(first.exit_code)}{last_lines(first.log)}")
+    died.killed = first.exit_code == -signal.SIGKILL
+    return died
 
 
 def lost_another(text: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.errors import DataError, OutOfMemory, UsageError
+from grappe.errors import DataError, OutOfMemory, ProcessDied, UsageError
 from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.slurm import End, Entry, SlurmError
@@ -146,6 +146,13 @@ def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Pa
         ("137", None, "killed", "exit code 137"),
         ("2", OutOfMemory("too large\nand more"), "failed", "OutOfMemory: too large"),
         ("1", None, "failed", "ended with exit code 1: grappe logs"),
+        ("1", ProcessDied("process 0 was killed by SIGKILL"), "killed", "it was killed (by SIGKILL"),
+        (
+            "1",
+            ProcessDied("process 0 failed with KeyError"),
+            "failed",
+            "ProcessDied: process 0 failed with KeyError",
+        ),
         ("2", DataError("no data"), "error", ""),
         ("2", UsageError("no"), "error", ""),
     ],
@@ -157,7 +164,7 @@ def test_how_a_job_ends(
         mine.start(0, request(tmp_path, 0))
         logs = tmp_path / "trial-0000" / "logs"
         if error is not None:
-            why = {"error": type(error).__name__, "message": str(error)}
+            why = {"error": type(error).__name__, "message": str(error), "killed": how == "killed"}
             (logs / "job-101.why").write_text(json.dumps(why))
         (logs / "job-101.end").write_text(code)
         [ended] = mine.look(0.0)

@@ -22,7 +22,7 @@ from grappe.training.request import Request
 from grappe.verbs import jobs
 from grappe.verbs.submission import TRAIN, JobOptions, Submission
 from grappe.verbs.submit import submit
-from grappe.verbs.tune.local_trainings import OF_THE_MACHINE
+from grappe.verbs.tune.local_trainings import KILLED, OF_THE_MACHINE
 from grappe.verbs.tune.trainings import Busy, Ended
 
 SLICE_SECONDS = 0.2
@@ -199,7 +199,9 @@ class SlurmTrainings:
         job = f"its job {placed.job} ended with exit code {code}"
         if code == EXIT_INTERRUPTED or code > SIGNALLED:
             return Ended(number=number, how="killed", reason=job)
-        kind, message = _failure(placed)
+        kind, message, killed = _failure(placed)
+        if killed:
+            return Ended(number=number, how="killed", reason=KILLED)
         if not kind:
             return Ended(number=number, how="failed", reason=f"{job}: grappe logs {placed.run}")
         if issubclass(kind, OF_THE_MACHINE) or kind is UsageError:
@@ -237,12 +239,13 @@ def _pending(entries: list[Entry]) -> str:
     return "jobs pend: " + ", ".join(f"{count} ({reason})" for reason, count in sorted(reasons.items()))
 
 
-def _failure(placed: Placed) -> tuple[type[GrappeError] | None, str]:
-    """The error that a job's process has left."""
+def _failure(placed: Placed) -> tuple[type[GrappeError] | None, str, bool]:
+    """The error that a job's process has left: its class, its first line, and whether it was a kill."""
     try:
         found = json.loads(safe.read_text(placed.run / "logs" / f"job-{placed.job}.why", IN_PART))
         kind, message = getattr(errors, str(found["error"]), None), str(found["message"])
-    except (OSError, RunError, ValueError, KeyError, TypeError, RecursionError):
-        return None, ""
+        killed = found.get("killed") is True
+    except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, "", False
     known = isinstance(kind, type) and issubclass(kind, GrappeError)
-    return (kind if known else None), message.partition("\n")[0]
+    return (kind if known else None), message.partition("\n")[0], killed
