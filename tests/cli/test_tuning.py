@@ -73,7 +73,7 @@ def test_a_study_is_shown_with_a_command_to_paste(tmp_path: Path, capsys: pytest
     study = make_study(tmp_path, search)
     assert app(["tune", "--show", str(tmp_path)], exit_on_error=False, print_error=False) == 1
     assert "no trial has a result" in capsys.readouterr().out
-    study.write(Trial(number=0, fields={"lr": "0.2"}, state="complete", value=0.5, step=9))
+    study.write(Trial(number=0, fields={"lr": "0.2"}, state="complete", value=0.5, step=9, rungs=(0.5,)))
     study.write(Trial(number=1, fields={"lr": "0.3"}, state="failed", reason="DivergedError: \x1b[2Jnan"))
     study.write(Trial(number=2, fields={"lr": "0.4"}))
     assert app(["tune", "--show", str(tmp_path)], exit_on_error=False, print_error=False) == 0

@@ -147,7 +147,7 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
 
 
 def report(
-    *places: Annotated[Path, Parameter(help="Runs' folders, or files of grappe measure --out.")],
+    *places: Annotated[Path, Parameter(help="Runs' or studies' folders, or files of grappe measure --out.")],
     out: Annotated[
         Path | None, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
     ] = None,

@@ -13,6 +13,9 @@ from grappe.errors import RunError, UsageError
 from grappe.training.run import Run
 from grappe.verbs.report.gather import gather, html, thinned
 from grappe.verbs.report.report import report
+from grappe.verbs.tune.importance import importance
+from grappe.verbs.tune.space import of_texts
+from grappe.verbs.tune.study import Search, Trial, make_study
 from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train
@@ -115,6 +118,42 @@ def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path)
     text = browser.evaluate("document.body.innerText")
     assert "Steepest 0.01, largest stable 0.04, suggested 0.02" in text
     assert "No suggestion: <b>noise</b>" in text
+
+
+def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
+    space = {"lr": "0.001..1.0:log", "width": "1..64", "rule": "adam|<b>sgd</b>"}
+    search = Search(
+        task="digits", fields={}, given={}, space=space, plan="", metric="accuracy", maximize=True, sampler="random",
+        seed=0, lag=2, threads=1, halving=2, rungs=2,
+    )  # fmt: skip
+    study = make_study(tmp_path / "study", search)
+    study.write(Trial(number=0, fields={"lr": "0.1", "width": "9", "rule": "adam"}))
+    nothing_yet = report([tmp_path / "study"])
+    assert nothing_yet == tmp_path / "study" / "report.html"
+    shown(browser, nothing_yet)
+    rules = space["rule"].split("|")
+    for number in range(1, 20):
+        fields = {"lr": f"{10 ** (-number / 7):.4g}", "width": str(3 * number), "rule": rules[number % 2]}
+        value = 1 / (1 + abs(number - 9))
+        state, rungs = ("complete", (0.1, value)) if number % 4 else ("paused", (value,))
+        study.write(
+            Trial(
+                number=number,
+                fields=fields,
+                state=state,
+                value=value if state == "complete" else None,
+                rungs=rungs,
+            )
+        )
+    study.write(Trial(number=20, fields=fields, state="failed", reason="<i>nan</i>"))
+    assert shown(browser, report([tmp_path / "study"])) == 2
+    text = browser.evaluate("document.body.innerText")
+    assert "digits: 15 complete, 4 paused, 1 failed, 1 open. Best: trial 9, accuracy 1." in text
+    paths = "[...document.querySelectorAll('figure')][0].querySelectorAll('path').length"
+    assert browser.evaluate(paths) == 21
+    shares = importance(study, of_texts(space))
+    assert max(shares, key=lambda name: shares[name]) in ("lr", "width")
+    assert sum(shares.values()) == pytest.approx(1.0)
 
 
 def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:

@@ -96,6 +96,29 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         open_study(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"space": {"lr": 3}}, {"lag": "2"}, {"sampler": "best"}, {"maximize": 1}, {"rungs": None}, {"more": 1}],
+)
+def test_a_study_of_wrong_types_is_damaged(tmp_path: Path, change: dict) -> None:
+    make_study(tmp_path, SEARCH)
+    found = json.loads((tmp_path / "study.json").read_text())
+    (tmp_path / "study.json").write_text(json.dumps({**found, **change}))
+    with pytest.raises(RunError, match="is damaged"):
+        open_study(tmp_path)
+
+
+def test_a_study_of_before_there_was_halving_goes_on(tmp_path: Path) -> None:
+    make_study(tmp_path, SEARCH)
+    found = json.loads((tmp_path / "study.json").read_text())
+    del found["halving"], found["rungs"]
+    (tmp_path / "study.json").write_text(json.dumps(found))
+    record = {"number": 0, "fields": FIELDS, "state": "complete", "value": 0.5, "step": 3, "reason": ""}
+    (tmp_path / "trials" / "0000.json").write_text(json.dumps(record))
+    [trial] = make_study(tmp_path, SEARCH).trials
+    assert trial.rungs == (0.5,)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="give another with --study"):

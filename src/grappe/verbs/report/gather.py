@@ -15,27 +15,44 @@ from grappe.errors.foreign_text import html_text, number, printable
 from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
+from grappe.verbs.report.study import gather_study
+from grappe.verbs.tune.study import FILE as STUDY
 
 POINTS = 800  # of a curve; a screen has no more
-NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "skipped"})
+NOT_CURVES = frozenset(
+    {
+        "kind",
+        "step",
+        "epoch",
+        "samples",
+        "count",
+        "seconds",
+        "skipped",
+        "steps",
+        "variance",
+        "gradient_square",
+    }
+)
 
 Curve = list[tuple[float, float | None]]
 
 
 def gather(places: Sequence[Path]) -> dict[str, Any]:
-    """Gathers the content of a report of `places`: folders of runs, and files written by grappe measure or lr-find.
+    """Gathers the content of a report of `places`: runs' and studies' folders, files of grappe measure and lr-find.
 
     Raises:
         RunError: one of `places` is neither.
     """
-    runs, measurements, searches = [], [], []
+    runs, measurements, searches, studies = [], [], [], []
     for place in places:
-        if place.is_file() and place.suffix == ".json":
+        if safe.kind(place / STUDY) == "file":
+            studies.append(gather_study(place))
+        elif place.is_file() and place.suffix == ".json":
             known = _written(place)
             (searches if known["kind"] == "lr-find" else measurements).append(known)
         else:
             runs.append(_run(Run(place)))
-    return {"runs": runs, "measurements": measurements, "learning_rates": searches}
+    return {"runs": runs, "measurements": measurements, "learning_rates": searches, "studies": studies}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -44,7 +61,7 @@ def _run(run: Run) -> dict[str, Any]:
     evaluations: dict[str, Curve] = {}
     last = 0
     for record in run.records():
-        curves = {"step": steps, "evaluation": evaluations}.get(str(record.get("kind")))
+        curves = {"step": steps, "evaluation": evaluations, "noise": evaluations}.get(str(record.get("kind")))
         step = record.get("step")
         if curves is None or not isinstance(step, int):
             continue

@@ -134,6 +134,18 @@ function learningRates() {
   }
 }
 
+function studies() {
+  for (const one of DATA.studies) {
+    const grid = section(`Search: ${one.name}`), best = one.trials.find((trial) => trial.best);
+    const count = (state) => one.trials.filter((trial) => trial.state === state).length;
+    const told = ["complete", "paused", "failed", "open"].filter(count).map((state) => `${count(state)} ${state}`).join(", ");
+    grid.before(element("p", {}, `${one.task}: ${told || "no trial yet"}.` + (best ? ` Best: trial ${best.number}, ${one.metric} ${short(best.value)}.` : "")));
+    if (one.trials.length) parallel(grid, one);
+    const shares = Object.entries(one.importance).sort((a, b) => b[1] - a[1]);
+    if (shares.length) bars(grid, "importance", "share of what makes a trial good (PED-ANOVA)", shares.map(([name, share]) => ({ name, parts: { share } })), () => color(0), (value) => `${short(value * 100)} %`);
+  }
+}
+
 function table(parent, head, rows, differs = () => false) {
   parent.append(element("div", { class: "wide", tabindex: 0, role: "region", "aria-label": head.join(", ") }, element("table", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name))),
     ...rows.map((row) => element("tr", differs(row) ? { class: "differs" } : {}, ...row.map((cell) => element("td", {}, cell ?? "")))))));
@@ -170,5 +182,6 @@ legend();
 if (DATA.runs.length) { curves(); time(); memory(); }
 scaling();
 learningRates();
+studies();
 if (DATA.runs.length) configuration();
 draw();

@@ -163,6 +163,37 @@ function bars(section, title, unit, rows, colorOf, format) {
   });
 }
 
+// Parallel coordinates: an axis for each field, the last for the metric; a line for each trial, the better the darker.
+function parallel(section, study) {
+  const names = [...study.axes.map((axis) => axis.name), study.metric], ends = [...study.axes.map((axis) => axis.ends), study.ends.map(short)];
+  const rows = study.trials.map((trial) => ({ ...trial, at: [...trial.at, trial.at_value], good: known(trial.at_value) ? (study.maximize ? trial.at_value : 1 - trial.at_value) : 0 }));
+  const words = (row) => [...study.axes.map((axis, index) => `${axis.name}=${row.texts[index]}`), row.state === "failed" ? `failed: ${row.reason}` : `${study.metric} ${short(row.value)}`].join(", ");
+  const made = figure(section, "trials", "better ones are darker", ["trial", ...names, "state", "rungs"], () => rows.map((row) => [row.number, ...row.texts, row.value, row.state, row.rungs]));
+  redraws.push(() => {
+    const px = (index) => 40 + (index / Math.max(1, names.length - 1)) * (W - 80), py = (place) => H - BOTTOM - place * (H - TOP - BOTTOM - 14);
+    const svg = element("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `trials: ${rows.length} lines over ${names.length} axes; arrow keys read them` });
+    names.forEach((name, index) => svg.append(element("line", { class: "axis", x1: px(index), x2: px(index), y1: py(0), y2: py(1) }), element("text", { x: px(index), y: H - 4, "text-anchor": "middle" }, name.slice(0, 14)),
+      element("text", { x: px(index), y: py(0) + 14, "text-anchor": "middle" }, String(ends[index][0]).slice(0, 12)), element("text", { x: px(index), y: py(1) - 5, "text-anchor": "middle" }, String(ends[index][1]).slice(0, 12))));
+    const drawn = [...rows].sort((a, b) => a.good - b.good).map((row) => {
+      let path = "", pen = "M";
+      row.at.forEach((place, index) => { if (!known(place)) { pen = "M"; return; } path += `${pen}${px(index).toFixed(1)} ${py(place).toFixed(1)}`; pen = "L"; });
+      const line = element("path", { d: path, fill: "none", stroke: color(row.best ? 1 : 0), "stroke-width": row.best ? 2.5 : 1.2, "stroke-opacity": row.best ? 1 : 0.15 + 0.7 * row.good, "stroke-dasharray": row.state === "paused" ? "4 3" : "" }, element("title", {}, `trial ${row.number}: ${words(row)}`));
+      svg.append(line);
+      return line;
+    });
+    let at = -1;
+    svg.addEventListener("keydown", (event) => {
+      const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: rows.length - 1 }[event.key];
+      if (to === undefined || !drawn.length) return;
+      event.preventDefault();
+      at = Math.max(0, Math.min(rows.length - 1, to));
+      made.told.textContent = `trial ${rows[at].number}: ${words(rows[at])}`;
+    });
+    made.holder.replaceChildren(svg);
+    made.done();
+  });
+}
+
 function section(title) {
   const grid = element("div", { class: "grid" });
   const made = element("section", {}, element("h2", {}, title), grid);

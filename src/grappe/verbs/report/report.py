@@ -7,14 +7,13 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.launch import files as safe
-from grappe.training.run import Run
 from grappe.verbs.report.gather import gather, html
 
 NAME = "report.html"
 
 
 def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
-    """Writes a report of `places`: runs' folders, and files of `grappe measure --out` and `grappe lr-find --out`.
+    """Writes a report of `places`: runs' and studies' folders, files of grappe measure and lr-find (--out).
 
     Args:
         out: the file; None: report.html, in the run's folder if there is only one run, else in the current folder.
@@ -27,7 +26,7 @@ def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
         raise UsageError("nothing to report: give one or several runs (see: grappe runs)")
     paths = [Path(place) for place in places]
     gathered = gather(paths)
-    alone = len(paths) == 1 and Run.is_run(paths[0])
+    alone = len(paths) == 1 and paths[0].is_dir()
     file = Path(out) if out is not None else (paths[0] / NAME if alone else Path(NAME))
     title = (
         paths[0].resolve().name if len(paths) == 1 else f"{paths[0].resolve().name} and {len(paths) - 1} more"

@@ -112,11 +112,22 @@ def _tpe(
     memory, and its own seed: so the answer does not depend on who asked before.
     """
     optuna = _optuna()
-    state, distributions = (
-        optuna.trial.TrialState,
-        {name: _distribution(axis) for name, axis in space.items()},
-    )
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP, constant_liar=True)
+    study = as_optuna(space, told, pending, sampler=sampler, maximize=maximize)
+    asked = study.ask({name: _distribution(axis) for name, axis in space.items()}).params
+    return {
+        name: axis.text(asked[name]) if isinstance(axis, Range) else asked[name]
+        for name, axis in space.items()
+    }
+
+
+def as_optuna(
+    space: Space, told: Sequence[Told], pending: Sequence[Told] = (), *, sampler: Any = None, maximize: bool
+) -> Any:
+    """Makes a study of Optuna's, in memory, from trials."""
+    optuna = _optuna()
+    state = optuna.trial.TrialState
+    distributions = {name: _distribution(axis) for name, axis in space.items()}
     study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
     for trial, known in [*((one, True) for one in told), *((one, False) for one in pending)]:
         # Of trials that were stopped at a rung, those that came further are the better ones to TPE.
@@ -131,11 +142,7 @@ def _tpe(
                 intermediate_values=dict(enumerate(trial.rungs)) if known else None,
             )
         )
-    asked = study.ask(distributions).params
-    return {
-        name: axis.text(asked[name]) if isinstance(axis, Range) else asked[name]
-        for name, axis in space.items()
-    }
+    return study
 
 
 def _distribution(axis: Axis) -> Any:

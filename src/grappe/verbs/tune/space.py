@@ -86,6 +86,22 @@ def read(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str
     return space, fixed
 
 
+def of_texts(texts: Mapping[str, str]) -> dict[str, Axis]:
+    """Reads a space that a study has written: `{"lr": "0.01..1.0:log"}`. A range of whole numbers has no point in it.
+
+    Raises:
+        UsageError: an axis is damaged.
+    """
+    found = {}
+    for name, text in texts.items():
+        ends = text.removesuffix(LOG).split("..")
+        if len(ends) == 2 and "|" not in text:
+            found[name] = _range(name, text, whole=all(one.lstrip("-").isdecimal() for one in ends))
+        else:
+            found[name] = Choices(texts=tuple(text.split("|")))
+    return found
+
+
 def as_texts(space: Mapping[str, str | Sequence[Any]]) -> dict[str, str]:
     """The text form of a space that is given in Python: `{"lr": "0.01..1:log", "width": [32, 64]}`.
 

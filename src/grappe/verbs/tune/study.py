@@ -7,10 +7,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError
+from grappe.fields import hints
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.verbs.tune.sampler import Name
@@ -139,9 +141,21 @@ def open_study(folder: Path) -> Study:
     names = {field.name for field in dataclasses.fields(Search)}
     needed = {field.name for field in dataclasses.fields(Search) if field.default is dataclasses.MISSING}
     wrong = found.pop("kind", None) != KIND or not needed <= found.keys() <= names
-    if wrong or not all(isinstance(found[name], dict) for name in ("space", "fields", "given")):
+    if wrong or not all(_is_of(kind, found[name]) for name, kind in hints(Search).items() if name in found):
         raise RunError(f"{folder / FILE} is damaged, or not of this version of grappe")
     return Study(folder, Search(**found))
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value of study.json has the type of its field."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(one, value) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is Mapping:
+        of_texts = get_args(kind)[1] is str
+        return isinstance(value, dict) and all(isinstance(one, str) for one in value.values() if of_texts)
+    return type(value) is kind
 
 
 def make_study(folder: Path, search: Search) -> Study:
