@@ -48,6 +48,8 @@ soak: .venv/test  ## thousands of kills, and every pair of plans to resume under
 	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
 	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
 	@$(BIN)/python -W ignore -m tests.faults.whole_life 500
+	@$(BIN)/python -W ignore -m tests.faults.study_life 50
+	@$(BIN)/python -W ignore -m tests.faults.study_life 50 --halving 3
 
 bench: .venv/test  ## compare with the rivals, in an environment of their own (40 minutes; ONLY=pages for one)
 	@benchmarks/run
