@@ -92,7 +92,7 @@ def of_texts(texts: Mapping[str, str]) -> dict[str, Axis]:
     Raises:
         UsageError: an axis is damaged.
     """
-    found = {}
+    found: dict[str, Axis] = {}
     for name, text in texts.items():
         ends = text.removesuffix(LOG).split("..")
         if len(ends) == 2 and "|" not in text:
