@@ -219,7 +219,9 @@ def test_numpys_learning_rates_are_numbers_in_the_curves(tmp_path: Path) -> None
 def test_the_mean_loss_is_printed_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", print_every=2)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    shown = {int(one[3]): (float(one[5]), float(one[7])) for one in lines if one[:1] == ["epoch"] and "lr" in one}
+    shown = {
+        int(one[3]): (float(one[5]), float(one[7])) for one in lines if one[:1] == ["epoch"] and "lr" in one
+    }
     records = {one["step"]: one for one in Run(tmp_path / "run").records("step")}
     assert list(shown) == [2, 4, 6, 8]
     for step, (loss, lr) in shown.items():
