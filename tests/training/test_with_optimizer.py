@@ -54,7 +54,7 @@ def parameters(task: Images) -> tuple[nn.Module, list[tuple[str, nn.Parameter]]]
 
 
 def script_file(run: Run, task: Images, file: Path, form: str = "page") -> Path:
-    """What a hand-written loop would have saved behind the epochs done: by real modules and a real optimizer."""
+    """Saves what a hand-written loop would have behind the epochs done, with a real module and a real optimizer."""
     checkpoint = next(one for one in list_checkpoints(run.checkpoints) if one.step == DONE * STEPS)
     tensors, weights = checkpoint.read_tensors(), checkpoint.read_model()
     model, named = parameters(task)

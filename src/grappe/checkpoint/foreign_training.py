@@ -36,7 +36,7 @@ OF_A_SCHEDULE |= {"lr_scale", "name"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Begin:
-    """Where a new run begins in its data, and with what of another training."""
+    """Beginning of a new run: its position in the data, and the state of another training that is taken over."""
 
     given: Path
     """A run, or a file."""
@@ -52,7 +52,7 @@ class Begin:
 
     @property
     def in_the_middle(self) -> bool:
-        """Whether the run may begin behind step 0."""
+        """True if the run may begin behind step 0."""
         return self.with_optimizer or bool(self.epochs_done)
 
 
@@ -66,7 +66,7 @@ class ForeignTraining:
     values: Mapping[str, Mapping[str, Any]]
     """The optimizer's entries that are not tensors, by parameter."""
     notes: Sequence[str]
-    """What was found that the user should know."""
+    """Notes for the user, one line each."""
     engine: str
 
     def state(self, step: int) -> dict[str, Any]:

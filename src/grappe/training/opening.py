@@ -68,7 +68,7 @@ class OpenRequest:
     base: Path
     data: Path
     begin: Begin | None
-    """What a new run begins with, if not with fresh weights."""
+    """Beginning of a new run that takes over weights; None: fresh weights."""
     dataset: str
     """The training data's fingerprint."""
     sampling: str = ""
