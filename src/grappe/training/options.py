@@ -39,6 +39,8 @@ class Options:
     """Measure the gradient noise scale, which says how large a batch is worth its samples."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
+    print_every: int | None = None
+    """Steps between lines with the mean training loss. Default: a line for each evaluation only."""
     log: Names = ()
     """Loggers beside the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()
@@ -49,7 +51,17 @@ class Options:
     """Only take steps, also beyond the task's epochs; no evaluation, no saving. For measurements."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "evaluate_every", "save_every", "patience", "steps", "keep", "profile_steps")
+        at_least(
+            self,
+            1,
+            "evaluate_every",
+            "save_every",
+            "patience",
+            "steps",
+            "keep",
+            "print_every",
+            "profile_steps",
+        )
 
     def last_step(self, total: int) -> int:
         """Returns the step at which a training of `total` steps stops."""
