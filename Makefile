@@ -39,6 +39,9 @@ docs: .venv/test  ## regenerate the README's tables and docs/api.md
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python docs/api.py
 
+site: .venv/test  ## build the documentation site, which opens from its folder: build/site/index.html
+	@$(BIN)/python -m docs.site
+
 KILLS ?= 5000
 FUZZ ?= 1000
 soak: .venv/test  ## thousands of kills, and every pair of plans to resume under (hours; KILLS=1000 for less)
@@ -102,4 +105,4 @@ clean:  ## forget the environments
 		torch==$(OLDEST) --editable '.[demo,lightning]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77'
 	@touch $@
 
-.PHONY: help train quick oldest test lint types horovod operators docs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train quick oldest test lint types horovod operators docs site soak sbom bench gpu slurm-up slurm-down clean
