@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from docs import translations
 from docs.site import notebooks, reference
 from docs.site.links import FRENCH, ORPHAN, ROOT, rewrite, site_page
 
@@ -86,7 +87,7 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
     if file.is_dir():
         text = rewrite(_listing(file), f"{path}/index.md", target)
     elif file.suffix == ".md":
-        text = rewrite(file.read_text(), path, target)
+        text = rewrite(_noted(file), path, target)
         if file.parent.name == "decisions":
             text = ORPHAN + text
         for image in IMAGE.findall(text):
@@ -100,6 +101,17 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
         text = f"{ORPHAN}# {path}\n\n{fence}{LEXERS.get(file.suffix, 'text')}\n"
         text += f"{file.read_text()}{fence}\n"
     _write(folder / f"{page}.md", text)
+
+
+def _noted(file: Path) -> str:
+    """A page's text; in a French one whose English one has changed since, this is said under the title."""
+    text = translations.MARK.sub("", file.read_text())
+    behind = [one for one in translations.guides() if one.french == file and not one.is_current]
+    if not behind:
+        return text
+    address = os.path.relpath(behind[0].english, file.parent)
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n> La [page anglaise]({address}) a changé depuis cette traduction.\n{rest}"
 
 
 def _listing(folder: Path) -> str:
