@@ -17,6 +17,7 @@ html_theme = "furo"
 html_title = "grappe"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_show_search_summary = False  # it would fetch pages, which a browser refuses for a folder
 html_sidebars = {
     "**": [
