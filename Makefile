@@ -28,6 +28,7 @@ lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python docs/api.py --check
+	@$(BIN)/python -m docs.translations || true  # named; their pages say so
 
 types: .venv/dev  ## check types
 	@$(BIN)/pyrefly check

@@ -6,9 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from sphinx.cmd.build import main as sphinx
-
 from docs.site.assemble import assemble
+from sphinx.cmd.build import main as sphinx
 
 HERE = Path(__file__).parent
 OUTPUT = HERE.parents[1] / "build" / "site"
@@ -24,7 +23,19 @@ def build(output: Path) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     for language, target in (("en", output), ("fr", output / "fr")):
         assemble(language, sources / language)
-        options = ["-q", "-j", "2", "-W", "--keep-going", "-b", "html", "-c", str(HERE), "-D", f"language={language}"]
+        options = [
+            "-q",
+            "-j",
+            "2",
+            "-W",
+            "--keep-going",
+            "-b",
+            "html",
+            "-c",
+            str(HERE),
+            "-D",
+            f"language={language}",
+        ]
         trees = str(sources / f"{language}-trees")
         if code := sphinx([*options, "-d", trees, str(sources / language), str(target)]):
             return code

@@ -95,7 +95,8 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file.parent / image, copy)
     elif file.suffix == ".ipynb":
-        text = rewrite(notebooks.markdown(file), path, target)
+        head = "" if path.startswith("labs/") else ORPHAN
+        text = head + rewrite(notebooks.markdown(file), path, target)
     else:
         fence = "`" * 12
         text = f"{ORPHAN}# {path}\n\n{fence}{LEXERS.get(file.suffix, 'text')}\n"
@@ -124,6 +125,9 @@ def _listing(folder: Path) -> str:
             says = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
             name = f"[`{file.name}`]({file.name})" if "examples" in folder.parts else f"`{file.name}`"
             lines.append(f"- {name}: {says}" if says else f"- {name}")
+        elif file.suffix == ".ipynb":
+            title = notebooks.markdown(file).partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{title or file.name}]({file.name})")
         elif file.is_file() and file.suffix:
             lines.append(f"- `{file.name}`")
     return ("" if folder.name == "decisions" else ORPHAN) + "\n".join(lines) + "\n"
@@ -142,8 +146,12 @@ def _contents(language: str, pages: set[str]) -> str:
     groups = [
         [f"{under}{one}" for one in (*FIRST, *sorted(guides - named)) if one in guides],
         [f"{under}{one}" for one in MACHINES if one in guides],
-        sorted(page for page in pages if page.startswith("labs/")),
-        [page for page in ("commands/index", "plan/index", "docs/api", "sites/index", "errors") if page in pages],
+        sorted(page for page in pages if page.startswith("labs/") and page != "labs/index"),
+        [
+            page
+            for page in ("commands/index", "plan/index", "docs/api", "sites/index", "errors")
+            if page in pages
+        ],
         [f"{under}{one}" for one in PROJECT if one in guides],
     ]
     if language == "en":
@@ -151,7 +159,9 @@ def _contents(language: str, pages: set[str]) -> str:
     parts = [""]
     for caption, group in zip(CAPTIONS[language], groups, strict=True):
         if group:
-            parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""]))
+            parts.append(
+                "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""])
+            )
     return "\n".join(parts)
 
 

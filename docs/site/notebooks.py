@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from docs.site.links import ORPHAN
-
 
 def markdown(file: Path) -> str:
     """Returns a notebook as Markdown."""
@@ -17,5 +15,4 @@ def markdown(file: Path) -> str:
             parts.append(text)
         elif text.strip():
             parts.append(f"````python\n{text}\n````")
-    orphan = "" if file.parent.name == "labs" else ORPHAN
-    return orphan + "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts) + "\n"

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cyclopts import App
+from docs import api
+from docs.site.links import ORPHAN
 from rich.console import Console
 
 import grappe
-from docs import api
-from docs.site.links import ORPHAN
 from grappe import engines, fields, sites
 from grappe.cli.commands import app
 from grappe.errors.remedies import REMEDIES
@@ -25,6 +25,16 @@ from grappe.verbs.sites import described_facts
 DOCS = Path(__file__).parents[1]
 LISTED = ("commands/index.md", "plan/index.md", "docs/api.md", "sites/index.md", "errors.md")
 """Those in the sidebar."""
+SHOWN = (
+    (r"\((?:\?:)?([^()|]*)(?:\|[^()]*)?\)", r"\1"),  # the first of alternatives
+    (r"\\[Ab]|\\Z|\?(?=\W|$)", ""),
+    (r"(?:-\?)?\\d\+", "N"),
+    (r"\[([DF])[df]\]", r"\1"),
+    (r"\s*\.\*\s*", " … "),
+    (r"\[\\w\.\]\+", "NAME"),
+    (r"\\(.)", r"\1"),
+)
+"""What of a regular expression is shown otherwise, and how, in this order."""
 WIDTH = 92  # of a command's help, in characters
 
 
@@ -40,7 +50,9 @@ def _commands() -> dict[str, str]:
     for words in walk(app):
         name = "-".join(words)
         help_text = _help(words)
-        made[f"commands/{name}.md"] = f"# `grappe {' '.join(words)}`\n\n````\n{help_text}\n````\n{_guides(words)}"
+        made[f"commands/{name}.md"] = (
+            f"# `grappe {' '.join(words)}`\n\n````\n{help_text}\n````\n{_guides(words)}"
+        )
         says = re.search(r"\n\n(.+?)(?:\n\n|\Z)", help_text, re.DOTALL)
         first = " ".join(says[1].split()) if says else ""
         lines.append(f"- [`grappe {' '.join(words)}`]({name}.md): {first}")
@@ -80,7 +92,12 @@ def _mentions(pattern: re.Pattern[str]) -> str:
 def _plan_keys() -> dict[str, str]:
     made = {}
     head = "# Keys of a plan"
-    lines = [head, "", "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default.", ""]
+    lines = [
+        head,
+        "",
+        "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default.",
+        "",
+    ]
     kinds = {field.name: api.annotation(field.type) for field in dataclasses.fields(Plan)}
     texts = fields.docs(Plan)
     rows = [(key, default, able) for key, default, _, able in support()]
@@ -112,7 +129,12 @@ def _public_names() -> dict[str, str]:
             made[f"api/{title}.md"] = _page(api.entry(title, getattr(module, name)))
             lines.append(f"- [`{title}`](../api/{title}.md)")
         lines.append("")
-    lines += ["## What functions return", "", "The attributes are public; the classes are not for importing.", ""]
+    lines += [
+        "## What functions return",
+        "",
+        "The attributes are public; the classes are not for importing.",
+        "",
+    ]
     for place, names in api.RETURNED.items():
         module_name, _, name = place.partition(":")
         cls = getattr(importlib.import_module(module_name), name)
@@ -129,12 +151,19 @@ def _page(entry: str) -> str:
 
 def _sites() -> dict[str, str]:
     made = {}
-    lines = ["# Sites", "", "Each cluster that grappe knows, with the source of each fact: `grappe sites NAME`.", ""]
+    lines = [
+        "# Sites",
+        "",
+        "Each cluster that grappe knows, with the source of each fact: `grappe sites NAME`.",
+        "",
+    ]
     for file in sorted(Path(sites.__file__).parent.glob("*.toml")):
         name = file.stem
         site = sites.find(name)
         rows = ["| fact | value | source |", "|---|---|---|"]
-        rows += [f"| `{key}` | {_cell(value)} | {_cell(source)} |" for key, value, source in described_facts(site)]
+        rows += [
+            f"| `{key}` | {_cell(value)} | {_cell(source)} |" for key, value, source in described_facts(site)
+        ]
         made[f"sites/{name}.md"] = f"# {name}\n\n{site.title}\n\n" + "\n".join(rows) + "\n"
         lines.append(f"- [{name}]({name}.md): {site.title}")
     made["sites/index.md"] = "\n".join(lines)
@@ -156,7 +185,11 @@ def _errors() -> str:
     ]
     for pattern, text in REMEDIES:
         said = " or ".join(f"`{one}`" for one in _readable(pattern.pattern))
-        parts += [f"## {_readable(pattern.pattern)[0]}", f"Python or torch says: {said}", f"{_escaped(text)}."]
+        parts += [
+            f"## {_readable(pattern.pattern)[0]}",
+            f"Python or torch says: {said}",
+            f"{_escaped(text)}.",
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -176,14 +209,10 @@ def _readable(pattern: str) -> list[str]:
             continue
         depth += (one in ("(?:", "(")) - (one == ")")
         current += one
-    plain = []
-    for text in [*texts, current]:
-        text = re.sub(r"\((?:\?:)?([^()|]*)(?:\|[^()]*)?\)", r"\1", text)
-        text = re.sub(r"\\[Ab]|\\Z|\?(?=\W|$)", "", text)
-        text = re.sub(r"(?:-\?)?\\d\+", "N", text)
-        text = re.sub(r"\[Dd\]", "D", text)
-        text = re.sub(r"\[Ff\]", "F", text)
-        text = re.sub(r"\s*\.\*\s*", " … ", text)
-        text = re.sub(r"\[\\w\.\]\+", "NAME", text)
-        plain.append(re.sub(r"\\(.)", r"\1", text).strip(" …"))
-    return plain
+    return [_plain(text) for text in [*texts, current]]
+
+
+def _plain(text: str) -> str:
+    for written, shown in SHOWN:
+        text = re.sub(written, shown, text)
+    return text.strip(" …")

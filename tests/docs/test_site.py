@@ -58,7 +58,11 @@ class Page(HTMLParser):
             self.links.add(link)
         if tag in ("img", "script", "source") and (link := given.get("src")):
             self.loaded.add(link)
-        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload") and (link := given.get("href")):
+        if (
+            tag == "link"
+            and given.get("rel") in ("stylesheet", "icon", "preload")
+            and (link := given.get("href"))
+        ):
             self.loaded.add(link)
 
 
@@ -99,7 +103,9 @@ def walked(browser: Browser, site: Path, files: list[Path]) -> list[str]:
         browser.open(file, NARROW, 800)
         name = file.relative_to(site)
         wrong += [f"{name}: {one}" for one in browser.complaints]
-        wrong += [f"{name} asks for {one}" for one in browser.requests if not one.startswith(("file:", "data:"))]
+        wrong += [
+            f"{name} asks for {one}" for one in browser.requests if not one.startswith(("file:", "data:"))
+        ]
         if (width := browser.evaluate("document.documentElement.scrollWidth")) > NARROW:
             wrong.append(f"{name} is {width} pixels wide")
     return wrong

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-
 from docs import translations
+
 from grappe.plan import Plan
 
 GUIDES = translations.guides()

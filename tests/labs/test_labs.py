@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
-from tests.test_wheel import grappe, wheel  # noqa: F401: fixtures
+from tests.test_wheel import grappe, wheel  # noqa: F401
 
 LABS = Path(__file__).parents[2] / "labs"
 BOOKS = sorted(LABS.glob("*.ipynb"))
@@ -39,7 +39,9 @@ def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> No
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
     content = nbformat.read(book, as_version=4)
-    content.cells.append(nbformat.v4.new_code_cell("print(grappe.__file__) if 'grappe' in globals() else None"))
+    content.cells.append(
+        nbformat.v4.new_code_cell("print(grappe.__file__) if 'grappe' in globals() else None")
+    )
     client = nbclient.NotebookClient(
         content, timeout=PATIENCE_SECONDS, kernel_name="lab", resources={"metadata": {"path": str(tmp_path)}}
     )
