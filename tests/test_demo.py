@@ -17,7 +17,7 @@ def test_the_demo_kills_resumes_verifies_and_reports(tmp_path: Path, monkeypatch
         monkeypatch.delenv(name, raising=False)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "demo"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=4 * PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nkilled\n" in done.stdout

@@ -43,7 +43,11 @@ def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> No
         nbformat.v4.new_code_cell("print(grappe.__file__) if 'grappe' in globals() else None")
     )
     client = nbclient.NotebookClient(
-        content, timeout=PATIENCE_SECONDS, kernel_name="lab", resources={"metadata": {"path": str(tmp_path)}}
+        content,
+        timeout=PATIENCE_SECONDS,
+        startup_timeout=PATIENCE_SECONDS,
+        kernel_name="lab",
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()
     imported = "".join(output.get("text", "") for output in content.cells[-1].outputs)
