@@ -12,6 +12,9 @@ help:  ## what there is
 train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
 	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
 
+demo: .venv/train  ## in a minute: train, kill, resume, verify, report, opened in a browser where there is one
+	@$(BIN)/python scripts/demo.py
+
 WORKERS ?= 2
 quick: .venv/test  ## run the quick tests: after each edit
 	@$(BIN)/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
@@ -25,6 +28,7 @@ lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python docs/api.py --check
+	@$(BIN)/python -m docs.translations || true  # named; their pages say so
 
 types: .venv/dev  ## check types
 	@$(BIN)/pyrefly check
@@ -38,6 +42,12 @@ operators: .venv/test  ## compile DeepSpeed's operators for engine=deepspeed (th
 docs: .venv/test  ## regenerate the README's tables and docs/api.md
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python docs/api.py
+
+site: .venv/test  ## build the documentation site, which opens from its folder: build/site/index.html
+	@$(BIN)/python -m docs.site
+
+labs: .venv/test  ## execute all labs, from a wheel
+	@$(BIN)/python -m pytest -q -m "soak or slow" tests/labs --durations 0
 
 KILLS ?= 5000
 FUZZ ?= 1000
@@ -104,4 +114,4 @@ clean:  ## forget the environments
 		torch==$(OLDEST) --editable '.[demo,lightning]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77'
 	@touch $@
 
-.PHONY: help train quick oldest test lint types horovod operators docs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train demo quick oldest test lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean

@@ -151,7 +151,11 @@ def value(default: Any) -> str:
     """A default as the source has it."""
     if isinstance(default, Path):
         return f'Path("{default}")'
-    return default.__name__ if inspect.isfunction(default) else repr(default).replace("'", '"')
+    return (
+        default.__name__
+        if isinstance(default, type) or inspect.isfunction(default)
+        else repr(default).replace("'", '"')
+    )
 
 
 def annotation(found: Any) -> str:

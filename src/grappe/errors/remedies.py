@@ -7,7 +7,7 @@ import re
 OVERWRITTEN = re.compile(r"has been modified by an inplace operation")
 WITHOUT_GRADIENT = re.compile(r"does not require grad and does not have a grad_fn")
 
-_REMEDIES = tuple(
+REMEDIES = tuple(
     (re.compile(pattern, re.DOTALL), text)
     for pattern, text in (
         (
@@ -121,11 +121,12 @@ _REMEDIES = tuple(
         ),
     )
 )
+"""Each pattern of what Python and torch say, and what to do about it; \\1 is the pattern's first group."""
 
 
 def remedy(text: str) -> str:
     """Returns what to do about an exception that says `text`; "" where nothing is known."""
-    for pattern, what in _REMEDIES:
+    for pattern, what in REMEDIES:
         if found := pattern.search(text):
             return found.expand(what) if "\\" in what else what
     return ""

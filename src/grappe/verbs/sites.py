@@ -33,16 +33,21 @@ def listing() -> Table:
 
 def facts(name: str) -> Table:
     """Lists all facts of one site; unconfirmed facts are marked."""
-    site = sites.find(name)
     table = Table("fact", "value", "source", box=None, padding=(0, 2, 0, 0))
+    for row in described_facts(sites.find(name)):
+        table.add_row(*row)
+    return table
+
+
+def described_facts(site: Site) -> Iterator[tuple[str, str, str]]:
+    """Yields each fact of a site as (key, value, source)."""
     for key, value in _flat("", dataclasses.asdict(site), site):
         top = key.partition(".")[0]
         if top in ("sources", "unconfirmed", "name"):
             continue
         why = _marked(site.unconfirmed, key)
         origin = f"UNCONFIRMED, {why}" if why else _marked(site.sources, key) or f"{site.source}, {site.date}"
-        table.add_row(key, str(value), "" if top in ("source", "date", "title", "probe") else origin)
-    return table
+        yield key, str(value), "" if top in ("source", "date", "title", "probe") else origin
 
 
 def _marked(marks: Mapping[str, str], key: str) -> str:

@@ -1,0 +1,174 @@
+"""Assembles the Markdown sources of the site: the repository's pages, and pages made from the code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from docs import translations
+from docs.site import notebooks, reference
+from docs.site.links import FRENCH, ORPHAN, ROOT, rewrite, site_page
+
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^():\s]+)\)")
+LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh": "bash"}
+MACHINES = ("slurm", "from-a-page", "gpu", "lightning", "deepspeed", "horovod")
+PROJECT = ("promises", "parity", "benchmarks", "soak", "security", "log")
+FIRST = ("task", "gallery", "plans", "resume", "measure", "verify", "too-big", "data", "own-loop")
+CAPTIONS = {
+    "en": ("Guides", "Machines and engines", "Labs", "Reference", "Project"),
+    "fr": ("Guides", "Machines et moteurs", "Travaux pratiques", "Référence", "Projet"),
+}
+
+
+def assemble(language: str, folder: Path) -> None:
+    """Writes Sphinx's source tree of one language into `folder`."""
+    translated = sorted((ROOT / FRENCH).glob("*.md"))
+    if language == "en":
+        pages = _english(folder)
+        pairs = {site_page(f"docs/{one.name}"): site_page(f"{FRENCH}{one.name}") for one in translated}
+        pairs["index"] = "fr/index"
+    else:
+        pages = _french(folder, translated)
+        pairs = {one.stem: f"docs/{one.stem}" for one in translated}
+        pairs["index"] = "index"
+    with (folder / "index.md").open("a") as index:
+        index.write(_contents(language, pages))
+    shown = {page: f"{other}.html" for page, other in pairs.items()}
+    (folder / "translations.json").write_text(json.dumps(shown))
+
+
+def _english(folder: Path) -> set[str]:
+    """Copies all pages, those that they link to, and what is made from the code; returns their names."""
+    waiting = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/decisions"]
+    waiting += [f"docs/{one.name}" for one in sorted((ROOT / "docs").glob("*.md")) if one.name != "api.md"]
+    waiting += [str(one.relative_to(ROOT)) for one in sorted((ROOT / "labs").glob("*.ipynb"))]
+    made = reference.pages()
+    for path, text in made.items():
+        _write(folder / path, text)
+    seen: set[str] = {"docs/api.md"}
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+
+        def target(there: str, path: str = path) -> str:
+            if there.startswith(FRENCH):
+                return _relative(site_page(there), site_page(path)) + ".html"
+            waiting.append(there)
+            return _relative(site_page(there), site_page(path)) + ".md"
+
+        _copy(path, folder, site_page(path), target)
+    return {site_page(path) for path in made} | {site_page(path) for path in seen}
+
+
+def _french(folder: Path, translated: list[Path]) -> set[str]:
+    """Copies the French guides; what has no translation is linked to on the English site."""
+    for file in translated:
+        page = site_page(f"{FRENCH}{file.name}").removeprefix("fr/")
+
+        def target(there: str) -> str:
+            if there.startswith(FRENCH):
+                return site_page(there).removeprefix("fr/") + ".md"
+            return f"../{site_page(there)}.html"
+
+        _copy(f"{FRENCH}{file.name}", folder, page, target)
+    return {file.stem for file in translated}
+
+
+def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> None:
+    """Writes the page of a file or folder of the repository, with its images."""
+    file = ROOT / path
+    if file.is_dir():
+        text = rewrite(_listing(file), f"{path}/index.md", target)
+    elif file.suffix == ".md":
+        text = rewrite(_noted(file), path, target)
+        if file.parent.name == "decisions":
+            text = ORPHAN + text
+        for image in IMAGE.findall(text):
+            copy = folder / PurePosixPath(page).parent / image
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file.parent / image, copy)
+    elif file.suffix == ".ipynb":
+        head = "" if path.startswith("labs/") else ORPHAN
+        text = head + rewrite(notebooks.markdown(file), path, target)
+    else:
+        fence = "`" * 12
+        text = f"{ORPHAN}# {path}\n\n{fence}{LEXERS.get(file.suffix, 'text')}\n"
+        text += f"{file.read_text()}{fence}\n"
+    _write(folder / f"{page}.md", text)
+
+
+def _noted(file: Path) -> str:
+    """A page's text; in a French one whose English one has changed since, this is said under the title."""
+    text = translations.MARK.sub("", file.read_text())
+    behind = [one for one in translations.guides() if one.french == file and not one.is_current]
+    if not behind:
+        return text
+    address = os.path.relpath(behind[0].english, file.parent)
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n> La [page anglaise]({address}) a changé depuis cette traduction.\n{rest}"
+
+
+def _listing(folder: Path) -> str:
+    """A folder's page: each file with its first line; pages, notebooks and tasks as links."""
+    lines = [f"# {folder.relative_to(ROOT)}", ""]
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".md":
+            lines.append(f"- [{file.read_text().partition(chr(10))[0].lstrip('# ')}]({file.name})")
+        elif file.suffix == ".py":
+            says = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+            name = f"[`{file.name}`]({file.name})" if "examples" in folder.parts else f"`{file.name}`"
+            lines.append(f"- {name}: {says}" if says else f"- {name}")
+        elif file.suffix == ".ipynb":
+            title = notebooks.markdown(file).partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{title or file.name}]({file.name})")
+        elif file.is_file() and file.suffix:
+            lines.append(f"- `{file.name}`")
+    return ("" if folder.name == "decisions" else ORPHAN) + "\n".join(lines) + "\n"
+
+
+def _contents(language: str, pages: set[str]) -> str:
+    """The table of contents, which the sidebar shows."""
+    under = "docs/" if language == "en" else ""
+    guides = {
+        page.removeprefix(under)
+        for page in pages
+        if page.startswith(under) and "/" not in page.removeprefix(under)
+    }
+    guides -= {"index", "README", "api", "CONTRIBUTING", "CHANGELOG", "errors"}
+    named = {*MACHINES, *PROJECT, *FIRST}
+    groups = [
+        [f"{under}{one}" for one in (*FIRST, *sorted(guides - named)) if one in guides],
+        [f"{under}{one}" for one in MACHINES if one in guides],
+        sorted(page for page in pages if page.startswith("labs/") and page != "labs/index"),
+        [
+            page
+            for page in ("commands/index", "plan/index", "docs/api", "sites/index", "errors")
+            if page in pages
+        ],
+        [f"{under}{one}" for one in PROJECT if one in guides],
+    ]
+    if language == "en":
+        groups[-1] += ["docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README"]
+    parts = [""]
+    for caption, group in zip(CAPTIONS[language], groups, strict=True):
+        if group:
+            parts.append(
+                "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""])
+            )
+    return "\n".join(parts)
+
+
+def _relative(page: str, start: str) -> str:
+    return os.path.relpath(page, PurePosixPath(start).parent)
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)

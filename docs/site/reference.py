@@ -1,0 +1,218 @@
+"""Makes the site's reference pages from the code: commands, keys of a plan, public names, sites, remedies."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cyclopts import App
+from docs import api
+from docs.site.links import ORPHAN
+from rich.console import Console
+
+import grappe
+from grappe import engines, fields, sites
+from grappe.cli.commands import app
+from grappe.errors.remedies import REMEDIES
+from grappe.plan import Plan
+from grappe.verbs.catalogue import support
+from grappe.verbs.sites import described_facts
+
+DOCS = Path(__file__).parents[1]
+LISTED = ("commands/index.md", "plan/index.md", "docs/api.md", "sites/index.md", "errors.md")
+"""Those in the sidebar."""
+SHOWN = (
+    (r"\((?:\?:)?([^()|]*)(?:\|[^()]*)?\)", r"\1"),  # the first of alternatives
+    (r"\\[Ab]|\\Z|\?(?=\W|$)", ""),
+    (r"(?:-\?)?\\d\+", "N"),
+    (r"\[([DF])[df]\]", r"\1"),
+    (r"\s*\.\*\s*", " … "),
+    (r"\[\\w\.\]\+", "NAME"),
+    (r"\\(.)", r"\1"),
+)
+"""What of a regular expression is shown otherwise, and how, in this order."""
+WIDTH = 92  # of a command's help, in characters
+
+
+def pages() -> dict[str, str]:
+    """Returns each page's text by its path in the site."""
+    made = {**_commands(), **_plan_keys(), **_public_names(), **_sites(), "errors.md": _errors()}
+    return {path: text if path in LISTED else ORPHAN + text for path, text in made.items()}
+
+
+def _commands() -> dict[str, str]:
+    made = {}
+    lines = ["# Commands", "", "Each command's own help, `grappe COMMAND --help`.", ""]
+    for words in walk(app):
+        name = "-".join(words)
+        help_text = _help(words)
+        made[f"commands/{name}.md"] = (
+            f"# `grappe {' '.join(words)}`\n\n````\n{help_text}\n````\n{_guides(words)}"
+        )
+        says = re.search(r"\n\n(.+?)(?:\n\n|\Z)", help_text, re.DOTALL)
+        first = " ".join(says[1].split()) if says else ""
+        lines.append(f"- [`grappe {' '.join(words)}`]({name}.md): {first}")
+    made["commands/index.md"] = "\n".join(lines)
+    return made
+
+
+def walk(application: App, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the words of each command of the command line."""
+    for name in application:
+        if not name.startswith("-"):
+            yield (*before, name)
+            yield from walk(application[name], (*before, name))
+
+
+def _help(words: tuple[str, ...]) -> str:
+    written = io.StringIO()
+    console = Console(file=written, width=WIDTH, color_system=None, force_terminal=False)
+    app.help_print(list(words), console=console)
+    return "\n".join(line.rstrip() for line in written.getvalue().strip().splitlines())
+
+
+def _guides(words: tuple[str, ...]) -> str:
+    """The guides that show a command."""
+    return _mentions(re.compile(rf"grappe {' '.join(words)}(?![\w-])"))
+
+
+def _mentions(pattern: re.Pattern[str]) -> str:
+    lines = []
+    for file in sorted(DOCS.glob("*.md")):
+        text = file.read_text()
+        if file.stem not in ("api", "log", "promises", "soak") and pattern.search(text):
+            lines.append(f"- [{text.partition(chr(10))[0].lstrip('# ')}](../docs/{file.name})")
+    return "\n".join(["", "## Guides that use it", "", *lines, ""]) if lines else ""
+
+
+def _plan_keys() -> dict[str, str]:
+    made = {}
+    head = "# Keys of a plan"
+    lines = [
+        head,
+        "",
+        "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default.",
+        "",
+    ]
+    kinds = {field.name: api.annotation(field.type) for field in dataclasses.fields(Plan)}
+    texts = fields.docs(Plan)
+    rows = [(key, default, able) for key, default, _, able in support()]
+    rows.insert(0, ("engine", Plan().engine, [True] * len(engines.names())))
+    for key, default, able in rows:
+        able_engines = [name for name, one in zip(engines.names(), able, strict=True) if one]
+        facts = [
+            f"- type: `{kinds[key]}`",
+            f"- default: `{default}`",
+            f"- engines: {', '.join(f'`{one}`' for one in able_engines)}; the others refuse it",
+        ]
+        if len(able_engines) == len(able):
+            facts[-1] = "- engines: all"
+        text = f"# `{key}`\n\n{texts[key]}\n\n" + "\n".join(facts) + "\n"
+        made[f"plan/{key}.md"] = text + _mentions(re.compile(rf"`[^`\n]*\b{key}(?:=|`|,)"))
+        lines.append(f"- [`{key}`]({key}.md): {texts[key]}")
+    made["plan/index.md"] = "\n".join(lines)
+    return made
+
+
+def _public_names() -> dict[str, str]:
+    """A page for each public name, and docs/api.md as their list."""
+    made = {}
+    lines = [api.HEAD, "", f"The commands: {', '.join(f'`{name}`' for name in api.commands())}.", ""]
+    for module in (grappe, *map(importlib.import_module, api.MODULES)):
+        lines += [f"## {module.__name__}", ""]
+        for name in sorted(module.__all__):
+            title = f"{module.__name__}.{name}"
+            made[f"api/{title}.md"] = _page(api.entry(title, getattr(module, name)))
+            lines.append(f"- [`{title}`](../api/{title}.md)")
+        lines.append("")
+    lines += [
+        "## What functions return",
+        "",
+        "The attributes are public; the classes are not for importing.",
+        "",
+    ]
+    for place, names in api.RETURNED.items():
+        module_name, _, name = place.partition(":")
+        cls = getattr(importlib.import_module(module_name), name)
+        made[f"api/{name}.md"] = _page(api.entry(name, cls, names, constructor=False))
+        lines.append(f"- [`{name}`](../api/{name}.md)")
+    made["docs/api.md"] = "\n".join(lines)
+    return made
+
+
+def _page(entry: str) -> str:
+    """An entry of docs/api.md as a page of its own: its headings two levels up."""
+    return re.sub(r"^##(#+) ", r"\1 ", entry, flags=re.MULTILINE) + "\n"
+
+
+def _sites() -> dict[str, str]:
+    made = {}
+    lines = [
+        "# Sites",
+        "",
+        "Each cluster that grappe knows, with the source of each fact: `grappe sites NAME`.",
+        "",
+    ]
+    for file in sorted(Path(sites.__file__).parent.glob("*.toml")):
+        name = file.stem
+        site = sites.find(name)
+        rows = ["| fact | value | source |", "|---|---|---|"]
+        rows += [
+            f"| `{key}` | {_cell(value)} | {_cell(source)} |" for key, value, source in described_facts(site)
+        ]
+        made[f"sites/{name}.md"] = f"# {name}\n\n{site.title}\n\n" + "\n".join(rows) + "\n"
+        lines.append(f"- [{name}]({name}.md): {site.title}")
+    made["sites/index.md"] = "\n".join(lines)
+    return made
+
+
+def _cell(text: str) -> str:
+    """Text in a table's cell: addresses as links, other text as it is."""
+    escaped = re.sub(r"([|*_$\[\]`\\])", r"\\\1", text)
+    return re.sub(r"https?://[^\s,]+", lambda found: f"<{found[0].replace(chr(92), '')}>", escaped)
+
+
+def _errors() -> str:
+    """Each remedy, under what Python or torch says."""
+    parts = [
+        "# Errors and their remedies",
+        "Where a task fails, grappe shows the line of yours and what Python or torch says, and then what to do about "
+        "it, where that is known. What grappe itself refuses says its remedy in its message.",
+    ]
+    for pattern, text in REMEDIES:
+        said = " or ".join(f"`{one}`" for one in _readable(pattern.pattern))
+        parts += [
+            f"## {_readable(pattern.pattern)[0]}",
+            f"Python or torch says: {said}",
+            f"{_escaped(text)}.",
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _escaped(text: str) -> str:
+    for group in re.findall(r"\\\d", text):
+        text = text.replace(group, "…")
+    return re.sub(r"([*_<>\[\]])", r"\\\1", text).rstrip("?. ")
+
+
+def _readable(pattern: str) -> list[str]:
+    """A regular expression as messages that it finds: "…" for what may be anything."""
+    texts, depth, current = [], 0, ""
+    for one in re.split(r"(?<!\\)(\(\?:|\(|\)|\|)", pattern):
+        if one == "|" and depth == 0:
+            texts.append(current)
+            current = ""
+            continue
+        depth += (one in ("(?:", "(")) - (one == ")")
+        current += one
+    return [_plain(text) for text in [*texts, current]]
+
+
+def _plain(text: str) -> str:
+    for written, shown in SHOWN:
+        text = re.sub(written, shown, text)
+    return text.strip(" …")

@@ -1,0 +1,107 @@
+"""The tables of docs/from-a-page.md: every command that stands in a cell "here" is run, or at least parsed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from grappe import engines
+from grappe.cli.commands import app
+from grappe.plan import Plan
+
+GUIDE = Path(__file__).parents[2] / "docs" / "from-a-page.md"
+ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
+COMMAND = re.compile(r"`grappe ([^`]+)`")
+CPU = ",threads=1,device=cpu,workers=0"
+
+
+def commands() -> list[str]:
+    """The whole commands of the cells: those with "…" and with options alone are not."""
+    cells = [here for _, here in ROW.findall(GUIDE.read_text())]
+    found = [one for cell in cells for one in COMMAND.findall(cell) if " " in one and "…" not in one]
+    return sorted(set(found), key=found.index)
+
+
+def of(*words: str) -> list[str]:
+    return [one for one in commands() if one.startswith(words)]
+
+
+TRAINED = [one for one in of("train digits") if not re.search("RUN|engine=lightning|wandb", one)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    app(["train", "digits", "--steps", "2", "--plan", CPU[1:], "--run", str(folder)])
+    return folder
+
+
+def test_the_tables_have_commands() -> None:
+    assert len(of("submit")) > 18
+    assert len(TRAINED) >= 2
+
+
+@pytest.mark.parametrize("command", of("submit"))
+def test_jobs_are_shown(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytorch-test.py").write_text("print(1)\n")
+    words = shlex.split(command)
+    if "--show" not in words:
+        words.insert(1, "--show")
+    assert app(words) == 0
+    said = capsys.readouterr().out
+    site = words[words.index("--site") + 1]
+    account = words[words.index("--account") + 1]
+    assert f"--account={account}" in said
+    if "jean-zay" in site:
+        assert "--hint=nomultithread" in said
+        assert re.search(r"--gres=gpu:(4|8)", said)
+
+
+def test_the_pages_resources_are_asked_for(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    four = next(one for one in of("submit") if "pipeline=2,microbatches=8,replicate=4" in one)
+    app(["submit", "--show", *shlex.split(four)[1:]])
+    said = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in said
+    assert "gpus-per-node=a100:4" in said
+
+
+@pytest.mark.parametrize("command", TRAINED)
+def test_trainings_train(command: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    if "--plan" in words:
+        words[words.index("--plan") + 1] += CPU
+    else:
+        words += ["--plan", CPU[1:]]
+    assert app([*words, "--steps", "2", "--run", "run"]) == 0
+    assert "2 steps" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", [one for one in commands() if re.search("RUN$", one)])
+def test_commands_about_a_run(command: str, run: Path, tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.replace("RUN", str(run)))
+    if words[0] == "logs":
+        (run / "logs").mkdir(exist_ok=True)
+        (run / "logs" / "job-1.out").write_text("hello\n")
+    if words[0] in ("train", "evaluate"):
+        words += ["--plan", CPU[1:]]
+    if words[0] == "train":
+        words += ["--steps", "2"]
+    assert app(words) == 0
+
+
+@pytest.mark.parametrize("command", sorted({*commands()} - {*of("submit"), *TRAINED}))
+def test_commands_that_are_tested_elsewhere_are_parsed(command: str) -> None:
+    words = shlex.split(command)
+    app.parse_args(words, print_error=False, exit_on_error=False)
+    for at, word in enumerate(words):
+        if word == "--plan":
+            plan = Plan.parse(words[at + 1])
+            assert plan.changed_keys() - {"engine"} <= engines.find(plan.engine).supported_keys

@@ -1,0 +1,148 @@
+"""The documentation site, built strictly, and walked by a browser from its folder: links, console, network, width."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from grappe.cli.commands import app
+from tests.chromium import Browser, found
+from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+NARROW = 400  # pixels
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site's folder."""
+    folder = tmp_path_factory.mktemp("built") / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.site", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = found()
+    if program is None:
+        pytest.skip("there is no Chromium here")
+    one = Browser(program)
+    yield one
+    one.close()
+
+
+class Page(HTMLParser):
+    """What a page links to and loads, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if identifier := given.get("id"):
+            self.anchors.add(identifier)
+        if tag == "a" and (link := given.get("href")):
+            self.links.add(link)
+        if tag in ("img", "script", "source") and (link := given.get("src")):
+            self.loaded.add(link)
+        if (
+            tag == "link"
+            and given.get("rel") in ("stylesheet", "icon", "preload")
+            and (link := given.get("href"))
+        ):
+            self.loaded.add(link)
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
+    pages = {file: Page(file.read_text()) for file in site.rglob("*.html")}
+    assert len(pages) > 200
+    wrong = []
+    for file, page in pages.items():
+        for link in page.links | page.loaded:
+            path, _, anchor = unquote(link.partition("?")[0]).partition("#")
+            if ":" in path:
+                assert link not in page.loaded, f"{file.name} loads {link}"
+                continue
+            there = (file.parent / path).resolve() if path else file
+            if not there.is_file() or (anchor and there in pages and anchor not in pages[there].anchors):
+                wrong.append(f"{file.relative_to(site)}: {link}")
+    assert not wrong, wrong
+
+
+def test_each_language_leads_to_the_other(site: Path) -> None:
+    for file in (ROOT / "docs" / "fr").glob("*.md"):
+        if file.stem != "README":
+            assert f"docs/{file.stem}.html" in (site / "fr" / f"{file.stem}.html").read_text()
+            assert f"fr/{file.stem}.html" in (site / "docs" / f"{file.stem}.html").read_text()
+    assert 'lang="fr"' in (site / "fr" / "index.html").read_text()
+
+
+def test_each_command_has_its_help(site: Path) -> None:
+    for name in app:
+        if not name.startswith("-"):
+            assert f"Usage: grappe {name}" in (site / "commands" / f"{name}.html").read_text(), name
+
+
+def walked(browser: Browser, site: Path, files: list[Path]) -> list[str]:
+    """What is wrong with these pages in a narrow browser."""
+    wrong = []
+    for file in files:
+        browser.open(file, NARROW, 800)
+        name = file.relative_to(site)
+        wrong += [f"{name}: {one}" for one in browser.complaints]
+        wrong += [
+            f"{name} asks for {one}" for one in browser.requests if not one.startswith(("file:", "data:"))
+        ]
+        if (width := browser.evaluate("document.documentElement.scrollWidth")) > NARROW:
+            wrong.append(f"{name} is {width} pixels wide")
+    return wrong
+
+
+def test_guides_in_a_narrow_browser(site: Path, browser: Browser) -> None:
+    files = [*site.glob("fr/*.html"), *site.glob("docs/*.html"), site / "index.html", site / "errors.html"]
+    files += [next(site.glob(f"{kind}/*.html")) for kind in ("api", "commands", "plan", "sites")]
+    assert not walked(browser, site, sorted(files))
+
+
+@pytest.mark.soak
+def test_every_page_in_a_narrow_browser(site: Path, browser: Browser) -> None:
+    assert not walked(browser, site, sorted(site.rglob("*.html")))
+
+
+@pytest.mark.parametrize(("folder", "word", "page"), [("", "preemption", "slurm"), ("fr", "grappe", "plans")])
+def test_the_search_needs_no_server(site: Path, browser: Browser, folder: str, word: str, page: str) -> None:
+    browser.open(site / folder / "search.html")
+    browser.evaluate(f"Search.performSearch('{word}')")
+    found = "document.querySelector('#search-results ul.search')?.innerHTML ?? ''"
+    look = f"const look = () => ({found}).includes('{page}') ? done() : setTimeout(look, 50); look()"
+    browser.evaluate(f"new Promise(done => {{ {look} }})")
+    assert not browser.complaints
+    assert all(one.startswith(("file:", "data:")) for one in browser.requests)
+
+
+def test_the_dark_mode_is_dark(site: Path, browser: Browser) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    browser.prefer("light")
+    browser.open(site / "index.html")
+    light = browser.evaluate(colour)
+    browser.prefer("dark")
+    dark = browser.evaluate(colour)
+    browser.prefer("light")
+    assert sum(rgb(dark)) < 150 < 600 < sum(rgb(light))
+
+
+def rgb(colour: str) -> list[int]:
+    return [int(one) for one in colour.partition("(")[2].rstrip(")").split(",")[:3]]

@@ -1,0 +1,56 @@
+"""The French guides: the code blocks of the English ones, which the tests run; those that fell behind are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from docs import translations
+
+from grappe.plan import Plan
+
+GUIDES = translations.guides()
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.french.name)
+def test_code_blocks_are_those_of_the_english_guide(guide: translations.Guide) -> None:
+    assert guide.followed, "no mark: python -m docs.translations --current NAME"
+    if guide.is_current:  # else its page on the site says so, and `make lint`
+        found = translations.blocks(guide.french.read_text())
+        assert found == translations.blocks(guide.english.read_text())
+
+
+def test_a_guide_that_fell_behind_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "docs" / "fr").mkdir(parents=True)
+    (tmp_path / "docs" / "plans.md").write_text("# Plans\n\n```\na\n```\n")
+    french = tmp_path / "docs" / "fr" / "plans.md"
+    french.write_text("# Les plans\n\n```\na\n```\n")
+    monkeypatch.setattr(translations, "ROOT", tmp_path)
+    monkeypatch.setattr(translations, "FRENCH", french.parent)
+    monkeypatch.setattr("sys.argv", ["translations"])
+    translations.mark_current(french)
+    assert translations.main() == 0
+    (tmp_path / "docs" / "plans.md").write_text("# Plans\n\n```\nb\n```\n")
+    assert translations.main() == 1
+    assert "docs/fr/plans.md follows an older docs/plans.md" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="code blocks"):
+        translations.mark_current(french)
+
+
+def test_generated_parts_make_no_guide_old() -> None:
+    assert translations.digest("a\n<!-- x -->\n1\n<!-- end -->") == translations.digest(
+        "a\n<!-- x -->\n2\n<!-- end -->"
+    )
+
+
+def test_the_french_table_has_all_keys_and_their_defaults() -> None:
+    text = (translations.FRENCH / "plans.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\w]+) \|", text, re.MULTILINE))
+    defaults = {
+        field.name: "auto" if field.default is None else str(field.default).lower()
+        for field in dataclasses.fields(Plan)
+        if field.name != "engine"
+    }
+    assert rows == defaults

@@ -1,0 +1,68 @@
+"""The labs, executed by a kernel in an environment that has grappe's wheel and no checkout: `make labs` runs all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+from tests.patience import PATIENCE_SECONDS
+from tests.test_wheel import grappe, wheel  # noqa: F401
+
+LABS = Path(__file__).parents[2] / "labs"
+BOOKS = sorted(LABS.glob("*.ipynb"))
+QUICK = ("01-first-job", "10-from-scratch")
+"""Those of every test run; with the others it would be minutes more."""
+
+
+@pytest.fixture(scope="module")
+def kernel(grappe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A folder of Jupyter's with the kernel "lab", which is the environment's Python."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    (folder / "kernels" / "lab").mkdir(parents=True)
+    python = str(grappe.resolve().with_name("python"))
+    command = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": command, "display_name": "lab", "language": "python"}
+    (folder / "kernels" / "lab" / "kernel.json").write_text(json.dumps(spec))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "book",
+    [pytest.param(one, marks=[] if one.stem in QUICK else [pytest.mark.soak], id=one.stem) for one in BOOKS],
+)
+def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("JUPYTER_PATH", str(kernel))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    content = nbformat.read(book, as_version=4)
+    content.cells.append(
+        nbformat.v4.new_code_cell("print(grappe.__file__) if 'grappe' in globals() else None")
+    )
+    client = nbclient.NotebookClient(
+        content,
+        timeout=PATIENCE_SECONDS,
+        startup_timeout=PATIENCE_SECONDS,
+        kernel_name="lab",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+    imported = "".join(output.get("text", "") for output in content.cells[-1].outputs)
+    assert "site-packages" in imported
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
+def test_a_lab_has_a_question_a_look_and_a_solution(book: Path) -> None:
+    content = nbformat.read(book, as_version=4)
+    nbformat.validate(content)
+    text = "\n".join(cell.source for cell in content.cells if cell.cell_type == "markdown")
+    for part in ("*Question:", "*Question :", "**Look at**", "## Solution"):
+        assert part in text, part
+    assert not any(cell.get("outputs") for cell in content.cells), "saved with outputs"
+
+
+def test_there_is_at_most_a_dozen() -> None:
+    assert len(BOOKS) <= 12
