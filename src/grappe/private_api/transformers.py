@@ -11,7 +11,12 @@ from torch import nn
 
 from grappe.private_api.name import PrivateName
 
-USED = (PrivateName("transformers.PreTrainedModel", "_no_split_modules", "5.0 to 5.23"),)
+SEEN = "5.0 to 5.23"
+
+USED = (
+    PrivateName("transformers.PreTrainedModel", "_no_split_modules", SEEN),
+    PrivateName("transformers.PreTrainedConfig", "_attn_implementation", SEEN),
+)
 
 
 def models(model: nn.Module) -> dict[str, Any]:
@@ -72,3 +77,9 @@ def pipeline_order(one: Any) -> list[str]:
 def switch_off_cache(one: Any) -> None:
     """Lets the model return no keys and values of attention, which are for generation."""
     one.config.use_cache = False
+
+
+def has_causal_sdpa(one: Any) -> bool:
+    """Returns whether attention without a mask is causal, by torch's scaled_dot_product_attention."""
+    causal = {module.is_causal for module in one.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    return one.config._attn_implementation == "sdpa" and causal == {True}

@@ -93,6 +93,8 @@ class Before(nn.Module):
         parts, nothing = self._parts, {name: nn.Identity() for name in self._parts.behind}
         with parts.replaced({parts.layers: nn.ModuleList(self._layers), **nothing}):
             parts.whole(*args, **inputs)
+        if inputs.get("attention_mask") is not None:
+            self._fill_in_masks()
         groups: dict[tuple[int, ...], tuple[list[str], dict[str, Any]]] = {}
         for number, layer in enumerate(self._layers):
             key = tuple(id(leaf) for leaf in tree_leaves(layer.given))
@@ -103,6 +105,24 @@ class Before(nn.Module):
             layer.hidden, layer.given = None, {}
         return {"hidden": hidden, "given": given}
 
+    def _fill_in_masks(self) -> None:
+        """Gives layers without a mask the causal one: where nothing is padding transformers leaves it out.
+
+        Stages exchange a fixed set of tensors, whatever the values of a microbatch.
+        """
+        kinds = getattr(self._parts.one.config, "layer_types", None) or [""] * len(self._layers)
+        masks: dict[str, Tensor] = {}
+        for layer, kind in zip(self._layers, kinds, strict=True):
+            if layer.takes_mask and "attention_mask" not in layer.given:
+                if not transformers.has_causal_sdpa(self._parts.one):
+                    raise TaskError(
+                        "whether a layer has a mask depends on the padding, which a pipeline cannot have: make the model "
+                        'with attn_implementation="sdpa" or "eager"'
+                    )
+                batch, length = layer.hidden.shape[:2]
+                whole = torch.ones(batch, 1, length, length, dtype=torch.bool, device=layer.hidden.device)
+                layer.given["attention_mask"] = masks.setdefault(kind, whole.tril())
+
 
 class _Recorder(nn.Module):
     """Stands for a layer: keeps what it is called with, and returns the hidden states as they are."""
@@ -110,6 +130,7 @@ class _Recorder(nn.Module):
     def __init__(self, signature: inspect.Signature) -> None:
         super().__init__()
         self._signature = signature
+        self.takes_mask = "attention_mask" in signature.parameters
         self.hidden: Any = None
         self.given: dict[str, Any] = {}
 
@@ -177,7 +198,7 @@ def _packed(value: Any) -> Any:
             return {str(value.dtype).removeprefix("torch."): value.contiguous().view(torch.uint8)}
         return value
     if isinstance(value, Mapping):
-        return {name: _packed(one) for name, one in value.items()}
+        return {name: _packed(value[name]) for name in sorted(value)}  # the same order in every microbatch
     return [_packed(one) for one in value]
 
 
