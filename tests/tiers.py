@@ -18,6 +18,7 @@ FOLDERS = (
     "faults",
     "gallery",
     "parallel/test_shard.py",
+    "parallel/test_transformers.py",
     "parity",
     "profiling/test_chronometer.py",
     "slurm",

@@ -125,9 +125,7 @@ def test_tied_weights_and_models_of_transformers_with_and_without_a_head(tmp_pat
     assert all(torch.equal(one, made.state_dict()[name]) for name, one in whole.state_dict().items())
     bare = transformers.BertModel(config, add_pooling_layer=False)
     grappe.pretrained(bare, tmp_path / "head", unused=["cls.*"])
-    assert torch.equal(
-        bare.embeddings.word_embeddings.weight, whole.bert.embeddings.word_embeddings.weight
-    )
+    assert torch.equal(bare.embeddings.word_embeddings.weight, whole.bert.embeddings.word_embeddings.weight)
     bare.save_pretrained(tmp_path / "bare")
     again = grappe.pretrained(transformers.BertForMaskedLM(config), tmp_path / "bare", fresh=["cls.*"])
     assert torch.equal(again.bert.embeddings.word_embeddings.weight, bare.embeddings.word_embeddings.weight)

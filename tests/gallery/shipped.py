@@ -18,7 +18,14 @@ FIELDS: dict[str, dict[str, str]] = {
     "fashion_mnist": {"batch_size": "16"},
     "cifar10": {"batch_size": "16"},
     "coatnet": {"batch_size": "8", "side": "16"},
-    "pysource": {"batch_size": "16", "width": "32", "depth": "4", "heads": "2", "context": "32", "megabytes": "0.3"},
+    "pysource": {
+        "batch_size": "16",
+        "width": "32",
+        "depth": "4",
+        "heads": "2",
+        "context": "32",
+        "megabytes": "0.3",
+    },
     "imagenet": {"batch_size": "8", "network": "resnet18", "classes": "3", "image_size": "32"},
 }
 """By task: the fields that make it small."""

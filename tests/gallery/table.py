@@ -1,6 +1,6 @@
-"""Runs `grappe verify` on every task, of the gallery and shipped, and writes docs/gallery.json, which docs/gallery.md shows.
+"""Runs `grappe verify` on every task, shipped ones too, and writes docs/gallery.json, for docs/gallery.md.
 
-python -m tests.gallery.table [TASK …] [--missing]    # two minutes a task on two cores; --missing: cells without verdict
+python -m tests.gallery.table [TASK …] [--missing]    # two minutes a task on two cores; --missing: what has none
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS = (*NAMES, *shipped.FIELDS)
 
 
 def verified(pool: Pool, name: str, plans: Sequence[str] = PLANS) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields plans with verify's verdict, why, and by how much the losses differ. What ends verify itself is a crash."""
+    """Yields plans with verify's verdict, why, and by how much the losses differ. What ends verify is a crash."""
     left = list(plans)
     while left:
         try:
@@ -38,7 +38,10 @@ def verified(pool: Pool, name: str, plans: Sequence[str] = PLANS) -> Iterator[tu
                 yield left.pop(0), {"verdict": one.verdict, "why": [*one.causes, *one.notes], "loss": gap}
         except AssertionError as error:  # a process of the pool ended with a traceback
             print(error, file=sys.stderr)
-            yield left.pop(0), {"verdict": "crash", "why": [str(error).strip().splitlines()[-1]], "loss": None}
+            yield (
+                left.pop(0),
+                {"verdict": "crash", "why": [str(error).strip().splitlines()[-1]], "loss": None},
+            )
 
 
 def _findings(pool: Pool, name: str, plans: Sequence[str]) -> Iterator[Any]:
@@ -46,7 +49,12 @@ def _findings(pool: Pool, name: str, plans: Sequence[str]) -> Iterator[Any]:
     if name in NAMES:
         return grappe.verify(file(name), asked, run=runner(pool))
     return grappe.verify(
-        name, asked, fields=shipped.FIELDS[name], data=shipped.folder(name), run=runner(pool), steps=shipped.STEPS.get(name, 8)
+        name,
+        asked,
+        fields=shipped.FIELDS[name],
+        data=shipped.folder(name),
+        run=runner(pool),
+        steps=shipped.STEPS.get(name, 8),
     )
 
 

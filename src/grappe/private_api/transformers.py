@@ -81,5 +81,7 @@ def switch_off_cache(one: Any) -> None:
 
 def has_causal_sdpa(one: Any) -> bool:
     """Returns whether attention without a mask is causal, by torch's scaled_dot_product_attention."""
-    causal = {module.is_causal for module in one.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    causal = {
+        module.is_causal for module in one.modules() if isinstance(getattr(module, "is_causal", None), bool)
+    }
     return one.config._attn_implementation == "sdpa" and causal == {True}

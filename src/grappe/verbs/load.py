@@ -51,7 +51,9 @@ def load(
     found = taken(run, checkpoint)
     with naming_user_line(made):
         if torch.get_default_device().type == "meta":
-            return model_of(made).eval()  # a part of another task's model, whose own checkpoint has the values
+            return model_of(
+                made
+            ).eval()  # a part of another task's model, whose own checkpoint has the values
         model = on_meta(made)  # without values: a folder of pretrained ones need not be here any more
     fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore

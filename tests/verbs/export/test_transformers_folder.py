@@ -15,8 +15,11 @@ from grappe.errors import TaskError
 from grappe.verbs.export.export import export
 from tests.verbs.export.tasks import Plain
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+import transformers
 
 from tests.parallel.families import Llama, Words
 
@@ -65,7 +68,9 @@ def test_from_pretrained_reads_what_a_run_learned(given: Path, tmp_path: Path, a
     rows = torch.stack(list(grappe.predict(run, "validation", task=task)))
     assert torch.allclose(logits, rows, atol=1e-4)
     moved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "moved")
-    assert not torch.equal(again.model.layers[0].self_attn.q_proj.weight, moved.model.layers[0].self_attn.q_proj.weight)
+    assert not torch.equal(
+        again.model.layers[0].self_attn.q_proj.weight, moved.model.layers[0].self_attn.q_proj.weight
+    )
     for line in (out / "SHA256SUMS").read_text().splitlines():
         digest, _, name = line.partition("  ")
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
@@ -73,7 +78,7 @@ def test_from_pretrained_reads_what_a_run_learned(given: Path, tmp_path: Path, a
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     grappe.train(Plain(), PLAN, tmp_path / "run", options=OPTIONS)
-    with pytest.raises(TaskError, match="there is none in it. Take --format safetensors"):
+    with pytest.raises(TaskError, match=r"there is none in it\. Take --format safetensors"):
         export(tmp_path / "run", tmp_path / "out", task=Plain(), format="transformers")
     assert not (tmp_path / "out").exists()
 

@@ -27,8 +27,8 @@ from grappe.parallel.pipeline.cut import Cut, cut
 from grappe.parallel.pipeline.even import check_even
 from grappe.parallel.pipeline.relay import Relay
 from grappe.parallel.pipeline.rules import stages_each
-from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.pipeline.stage import Stage, prune
+from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import reshard
 from grappe.private_api.torch import BatchNormBase
 from grappe.step.precision import LossScale, autocast

@@ -88,6 +88,7 @@ class Before(nn.Module):
         self._parts = parts
         self.held = nn.ModuleList(parts.one.get_submodule(name) for name in parts.before)
         self._layers = [_Recorder.like(layer) for layer in layers]
+        self._is_causal = transformers.has_causal_sdpa(parts.one)  # now: its layers may go to other processes
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Any]:
         parts, nothing = self._parts, {name: nn.Identity() for name in self._parts.behind}
@@ -114,10 +115,10 @@ class Before(nn.Module):
         masks: dict[str, Tensor] = {}
         for layer, kind in zip(self._layers, kinds, strict=True):
             if layer.takes_mask and "attention_mask" not in layer.given:
-                if not transformers.has_causal_sdpa(self._parts.one):
+                if not self._is_causal:
                     raise TaskError(
-                        "whether a layer has a mask depends on the padding, which a pipeline cannot have: make the model "
-                        'with attn_implementation="sdpa" or "eager"'
+                        "whether a layer has a mask depends on the padding, which a pipeline cannot follow: make the "
+                        'model with attn_implementation="sdpa" or "eager"'
                     )
                 batch, length = layer.hidden.shape[:2]
                 whole = torch.ones(batch, 1, length, length, dtype=torch.bool, device=layer.hidden.device)
@@ -153,7 +154,9 @@ class _Recorder(nn.Module):
         self.given = {name: value for name, value in self.given.items() if isinstance(value, Tensor) or value}
         for name, value in self.given.items():
             if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                raise TaskError(f"a layer is given {name}={value!r}, and only tensors go on to the next stage")
+                raise TaskError(
+                    f"a layer is given {name}={value!r}, and only tensors go on to the next stage"
+                )
         return self.hidden
 
 
@@ -180,15 +183,15 @@ class Behind(nn.Module):
 
     def forward(self, value: dict[str, Any]) -> Any:
         parts = self._parts
-        with parts.replaced(
-            {parts.layers: nn.ModuleList(), **{name: _Nothing() for name in parts.before}}
-        ):
+        with parts.replaced({parts.layers: nn.ModuleList(), **{name: _Skipped() for name in parts.before}}):
             return parts.whole(inputs_embeds=value["hidden"])
 
 
-class _Nothing(nn.Module):
-    def forward(self, *_: Any, **__: Any) -> None:
-        return None
+class _Skipped(nn.Module):
+    """Stands for what runs before the layers and was run there: hands on its input."""
+
+    def forward(self, value: Any = None, *_: Any, **__: Any) -> Any:
+        return value
 
 
 def _packed(value: Any) -> Any:

@@ -25,7 +25,7 @@ from transformers import {kind}
 model = {kind}.from_pretrained("THIS FOLDER")
 ```
 
-What turns text or images into the model's inputs is not in here: save it beside, `tokenizer.save_pretrained("THIS FOLDER")`.
+What turns text or images into the inputs is not in here: `tokenizer.save_pretrained("THIS FOLDER")` adds it.
 `manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
 """
 
@@ -33,7 +33,7 @@ What turns text or images into the model's inputs is not in here: save it beside
 def write_folder(
     folder: Path, task: Task, model: nn.Module, samples: Samples
 ) -> tuple[list[str], str, Callable[[list[Tensor], int], list[Tensor]]]:
-    """Writes the model; returns the files' names, its class's name, and what predicts with the model that is read again.
+    """Writes the model; returns the files' names, its class's name, and what predicts with the model read again.
 
     Adapters of peft are merged into the matrices that they add to: the folder needs no peft.
 
@@ -59,8 +59,8 @@ def _one(task: Task, model: nn.Module) -> Any:
     if set(found) != {""}:
         inside = [f"{name} ({type(one).__name__})" for name, one in found.items()]
         raise TaskError(
-            f"--format transformers: {type(task).__name__}.model() is {type(whole).__name__}, and from_pretrained reads "
-            f"one model of transformers: {'it holds ' + ', '.join(inside) if inside else 'there is none in it'}. "
+            f"--format transformers: {type(task).__name__}.model() is {type(whole).__name__}, and from_pretrained "
+            f"reads one model of transformers: {'it holds ' + ', '.join(inside) if inside else 'there is none in it'}. "
             "Take --format safetensors"
         )
     return whole
