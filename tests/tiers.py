@@ -24,6 +24,7 @@ FOLDERS = (
     "slurm",
     "tasks/test_coatnet.py",
     "test_notebook.py",
+    "test_transformers_guide.py",
     "training/test_average.py",
     "training/test_saving.py",
     "training/test_training.py",

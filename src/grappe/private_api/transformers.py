@@ -1,4 +1,4 @@
-"""What a model of transformers says of its own parts. transformers is never imported: its models bring it."""
+"""Reads what a model of transformers says of its own parts; transformers itself is never imported here."""
 
 from __future__ import annotations
 

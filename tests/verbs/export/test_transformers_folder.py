@@ -84,6 +84,5 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_has_the_format(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        app(["export", "--help"])
+    app(["export", "--help"], exit_on_error=False)
     assert "transformers" in capsys.readouterr().out
