@@ -26,7 +26,7 @@ FURTHER = {"causal_lm": ["recompute", "engine=textbook,replicate=2"], "unet": ["
 NORMALISED = {"image_classification"}
 """Tasks with batch normalisation: the plan must ask for the global batch's statistics, which microbatches have not."""
 DOUBTED = {("detection", "channels_last"), ("pysource", "engine=lightning,replicate=2")}
-"""Said to differ, by a loss of 2e-7 and of 9e-8: causes are not known yet. The first has other kernels of convolutions."""
+"""Said to differ, by a loss of 2e-7 and of 9e-8: causes are not known yet."""
 CELLS = [(name, plan) for name in gallery_files.NAMES for plan in (*PLANS, *FURTHER.get(name, []))
          if not (name in NORMALISED and "microbatches" in plan)]  # fmt: skip
 
