@@ -53,9 +53,9 @@ def known() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def write(part: str, found: dict[str, Any]) -> None:
+def write(part: str, found: dict[str, Any], order: tuple[str, ...] = NAMES) -> None:
     """Writes a part of what is known, beside what was known of other tasks."""
     every = known()
     merged = {**every.get(part, {}), **found}
-    every[part] = {name: merged[name] for name in NAMES if name in merged}
+    every[part] = {name: merged[name] for name in order if name in merged}
     RESULTS.write_text(json.dumps(every, indent=1) + "\n")

@@ -65,7 +65,7 @@ def gallery_tasks() -> str:
 
 
 def gallery_parity() -> str:
-    """A line for every task of the gallery, a column for every plan, and the reasons below."""
+    """A line for every task, of the gallery and shipped, a column for every plan, and the reasons below."""
     found = _measured("verify")
     plans = list(next(iter(found.values())))
     lines = [f"| task | {' | '.join(f'`{plan}`' for plan in plans)} |", "|---" * (len(plans) + 1) + "|"]
@@ -73,14 +73,24 @@ def gallery_parity() -> str:
     for name, judged in found.items():
         cells = []
         for one in judged.values():
-            word = one["verdict"].replace("these", "…").replace("failed", "refused")
+            word = one["verdict"].replace("same but for these", "but for").replace("failed", "refused")
             if word != "same":
-                reason = f"`{name}`: {'; '.join(one['why'])}"
+                reason = _reason(one["why"])
                 reasons += [reason] * (reason not in reasons)
                 word += f" ({reasons.index(reason) + 1})"
             cells.append(word)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
+
+
+def _reason(why: list[str]) -> str:
+    """A verdict's reasons, the same words for all tasks that have the same."""
+    text = re.sub(r"^a pipeline(?: of \d+ stages)?: |^tensor=\d+: ", "", "; ".join(why))
+    text = re.sub(r"^[A-Z]\w+(?= does not say|\.units\(\)| has \d)", "the task", text)
+    text = re.sub(r": [\w., ]+ (is|are) in none of them", "", text)
+    text = re.sub(r"has \d+ units, too few for", "has too few units for", text)
+    text = re.sub(r"use pipeline=\d+ or less", "use fewer", text)
+    return re.sub(r"batch normalisation \([^)]*\)", "batch normalisation", text)
 
 
 def gallery_speed() -> str:

@@ -48,6 +48,3 @@ class CausalLM(grappe.Task):
 
     def prediction(self, output):
         return output.logits.argmax(2)
-
-    def units(self, model):
-        return model.transformer.h

@@ -42,6 +42,3 @@ class Lora(grappe.Task):
 
     def prediction(self, output):
         return output.logits.argmax(2)
-
-    def units(self, model):
-        return model.base_model.model.model.layers

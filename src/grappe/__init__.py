@@ -10,6 +10,7 @@ from grappe.plan import Plan
 from grappe.task import Download, Task
 
 if TYPE_CHECKING:
+    from grappe.checkpoint.pretrained import pretrained
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.draw import draw, mixup_pairs
     from grappe.data.rand_like import rand_like, randn_like
@@ -43,6 +44,7 @@ __all__ = [
     "normalise",
     "parallelize",
     "predict",
+    "pretrained",
     "rand_like",
     "randn_like",
     "split",
@@ -59,6 +61,7 @@ _LAZY = {
     "mixup_pairs": "grappe.data.draw",
     "rand_like": "grappe.data.rand_like",
     "randn_like": "grappe.data.rand_like",
+    "pretrained": "grappe.checkpoint.pretrained",
     "Sampling": "grappe.data.sampling",
     "split": "grappe.data.split",
     "from_lightning": "grappe.tasks.lightning_module",

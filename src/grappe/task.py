@@ -174,8 +174,12 @@ class Task:
 
         For a pipeline the units must be the whole model: called one after the other, each with the previous unit's
         output, they return what the model returns.
+
+        Without it: the blocks that a model of transformers names; none of any other model.
         """
-        return ()
+        from grappe.private_api.transformers import blocks
+
+        return blocks(model)
 
     def cuts(self, stages: int) -> Sequence[int] | None:
         """Returns the first units of stages 2, 3, … of a pipeline of `stages`, by number from 0.
@@ -185,7 +189,10 @@ class Task:
         return None
 
     def tensor_plan(self, model: Any) -> Mapping[str, ParallelStyle]:
-        """Returns the parallel style of each module, by name, over `tensor` processes."""
+        """Returns the parallel style of each module, by name, over `tensor` processes.
+
+        Without it: what a model of transformers says itself; nothing of any other model.
+        """
         return {}
 
 

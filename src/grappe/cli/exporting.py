@@ -24,8 +24,11 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="A new folder to write.")],
     format: Annotated[
-        Literal["program", "safetensors"],
-        Parameter(help="A C++ program with the compiled model, or the weights alone with the task's fields."),
+        Literal["program", "safetensors", "transformers"],
+        Parameter(
+            help="A C++ program with the compiled model; the weights alone with the task's fields; or a folder for "
+            "from_pretrained of transformers."
+        ),
     ] = "program",
     task: RunTask = None,
     checkpoint: CheckpointName = None,

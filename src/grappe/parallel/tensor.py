@@ -1,25 +1,42 @@
-"""Tensor parallelism: splits the modules that the task names over the tensor axis."""
+"""Tensor parallelism: splits the modules that the task, or a model of transformers, names over the tensor axis."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.plan import Plan
+from grappe.private_api import transformers
 from grappe.task import Task
+
+COLUMNS = frozenset({"colwise"})
+ROWS = frozenset({"rowwise"})
+GATHERED_COLUMNS = frozenset({"colwise_gather_output", "colwise_rep"})
+SPLIT_ROWS = frozenset({"embedding_rowwise", "rowwise_split_input", "rowwise_rep"})
+"""transformers' words for how a module is split."""
 
 
 def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> None:
     """Splits the model's matrices as `task.tensor_plan` says. Collective over the tensor axis.
 
     Raises:
-        PlanError: the task has no tensor plan.
+        PlanError: neither the task nor its model has a tensor plan, or the model's own cannot be followed.
     """
     if plan.tensor == 1:
         return
     styles = dict(task.tensor_plan(model))
+    for name, one in transformers.models(model).items() if not styles else ():
+        styles |= _styles(one, plan, model, f"{name}." if name else "")
     if not styles:
         raise PlanError(
             f"tensor={plan.tensor}: {type(task).__name__} does not say how its model is split; "
@@ -27,3 +44,41 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
         )
     assert world.mesh is not None
     parallelize_module(model, world.mesh["tensor"], styles)
+
+
+def _styles(one: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:
+    """Returns the styles that a model of transformers says; a parameter that two modules share stays whole."""
+    words, where = transformers.tensor_styles(one), f"tensor={plan.tensor}: {type(one).__name__}"
+    if not words:
+        raise PlanError(
+            f"{where} has no tensor plan in transformers: give the task a tensor_plan(), or use shard= instead"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(one.config, name, None)
+        if isinstance(heads, int) and heads % plan.tensor:
+            raise PlanError(
+                f"{where} has {name}={heads}, which {plan.tensor} processes cannot share: take a divisor"
+            )
+    shared = transformers.shared_parameters(model)
+    styles = {}
+    for name, word in words.items():
+        module = one.get_submodule(name)
+        style = _style(word) if isinstance(module, nn.Linear | nn.Embedding) else None
+        if style is None:
+            raise PlanError(
+                f"{where}: {prefix}{name}, of {type(module).__module__}.{type(module).__name__}, is split as "
+                f"'{word}' in transformers, which is not known here: give the task a tensor_plan(), or use shard="
+            )
+        if not any(id(parameter) in shared for parameter in module.parameters()):
+            styles[f"{prefix}{name}"] = style
+    return styles
+
+
+def _style(word: str) -> ParallelStyle | None:
+    if word in COLUMNS:
+        return ColwiseParallel()
+    if word in ROWS:
+        return RowwiseParallel()
+    if word in GATHERED_COLUMNS:
+        return ColwiseParallel(output_layouts=Replicate())
+    return RowwiseParallel(input_layouts=Replicate()) if word in SPLIT_ROWS else None

@@ -43,16 +43,18 @@ def load(
     """
     import torch
 
-    from grappe.parallel.materialise import fill
+    from grappe.parallel.materialise import fill, on_meta
     from grappe.step.given import model_of
 
     run = run if isinstance(run, Run) else Run(run)
     made = given(run, task).resolve()
     found = taken(run, checkpoint)
     with naming_user_line(made):
-        model = model_of(made)
-    if torch.get_default_device().type == "meta":
-        return model.eval()  # a part of another task's model, whose own checkpoint has the values
+        if torch.get_default_device().type == "meta":
+            return model_of(
+                made
+            ).eval()  # a part of another task's model, whose own checkpoint has the values
+        model = on_meta(made)  # without values: a folder of pretrained ones need not be here any more
     fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
     return model.eval()

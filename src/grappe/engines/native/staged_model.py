@@ -28,6 +28,7 @@ from grappe.parallel.pipeline.even import check_even
 from grappe.parallel.pipeline.relay import Relay
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.stage import Stage, prune
+from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import reshard
 from grappe.private_api.torch import BatchNormBase
 from grappe.step.precision import LossScale, autocast
@@ -48,8 +49,8 @@ class StagedModel:
         self._everywhere = trained_parameters(sketch)
         self.stages: list[Stage] = []
 
-        def keep(model: nn.Module, units: list[nn.Module]) -> list[tuple[Stage, list[nn.Module]]]:
-            kept = _pruned(setup, model, units, parts)
+        def keep(model: nn.Module, _: list[nn.Module]) -> list[tuple[Stage, list[nn.Module]]]:
+            kept = _pruned(setup, model, pipeline_units(task, model), parts)
             self.stages += [stage for stage, _ in kept]
             return kept
 
@@ -204,8 +205,8 @@ def _pruned(
     plan, place = setup.plan, setup.world.coordinates()["pipeline"][0]
     mine = [number for number in range(len(parts)) if number % plan.pipeline == place]
     kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
-    inside = {id(unit) for _, several in kept for unit in several}
-    prune(model, [unit for unit in units if id(unit) not in inside])
+    own = [unit for _, several in kept for unit in several]
+    prune(model, own, [unit for unit in units if unit not in own])
     device = setup.world.device
     return [
         (Stage(several, number, len(parts), autocast(plan.precision, device), setup.task.forward), several)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe.errors import PlanError, user_code
+from grappe.parallel.pipeline.units import pipeline_units
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 
@@ -25,9 +26,10 @@ def check_units(task: Task, example: Any) -> None:
     torch.manual_seed(task.seed)
     model = task.model().train()
     name = type(task).__name__
+    units = pipeline_units(task, model)
     wanted = _run(task, [model], example)
     try:
-        found = _run(task, list(task.units(model)), example)
+        found = _run(task, units, example)
     except Exception as error:
         raise PlanError(
             f"a pipeline runs {name}.units() one after the other, each on the previous unit's output, which fails: "

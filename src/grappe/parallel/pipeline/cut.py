@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grappe.checkpoint.weights import named_tensors
 from grappe.errors import PlanError, TaskError
+from grappe.parallel.pipeline.units import pipeline_units
 from grappe.private_api.torch import tree_flatten, tree_map
 from grappe.task import Call, Task
 
@@ -30,7 +31,7 @@ def cut(task: Task, model: nn.Module, stages: int, example: Any) -> Cut:
         PlanError: the model has no units, or fewer units than stages; parameters are in no unit or in two.
         TaskError: the task's own cuts are not possible.
     """
-    name, units = type(task).__name__, list(task.units(model))
+    name, units = type(task).__name__, pipeline_units(task, model)
     if not units:
         raise PlanError(
             f"a pipeline of {stages} stages: {name} does not say what its model is made of. Give it units(model), the "

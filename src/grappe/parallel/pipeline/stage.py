@@ -88,9 +88,10 @@ def _straight(leaf: Any) -> Any:
     return _Straight.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
-def prune(model: nn.Module, foreign: Sequence[nn.Module]) -> None:
+def prune(model: nn.Module, mine: Sequence[nn.Module], foreign: Sequence[nn.Module]) -> None:
     """Removes the units of other processes from the model, in place; the remaining parameters keep their names."""
-    gone = {id(unit) for unit in foreign}
+    own = {id(module) for unit in mine for module in unit.modules()}
+    gone = {id(module) for unit in foreign for module in unit.modules()} - own
     for module in list(model.modules()):
         for name, child in list(module_children(module).items()):
             if id(child) in gone:

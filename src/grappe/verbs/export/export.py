@@ -23,7 +23,7 @@ from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_record import given
 from grappe.training.task_reference import field_texts
-from grappe.verbs.export import cpp, weights
+from grappe.verbs.export import cpp, transformers_folder, weights
 from grappe.verbs.export.folder import check_target, whole_or_nothing
 from grappe.verbs.export.manifest import program_readme, weights_readme, write_manifest
 from grappe.verbs.export.package import compile_to, instruction_set, open_made
@@ -33,7 +33,7 @@ from grappe.verbs.export.samples import TYPES, Samples, samples_of
 from grappe.verbs.load import data_of, load
 from grappe.verbs.predict import predict
 
-Format = Literal["program", "safetensors"]
+Format = Literal["program", "safetensors", "transformers"]
 SPLIT = "validation"
 PACKAGE = "model.pt2"
 TESTS = 8
@@ -91,7 +91,8 @@ def export(
     trained: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Exported:
-    """Writes the model of one of a run's checkpoints to `folder`, as a C++ program or as weights alone.
+    """Writes the model of one of a run's checkpoints to `folder`, as a C++ program, as weights alone, or as
+    transformers' from_pretrained reads it.
 
     Nothing is left at `folder` unless the predictions for the whole validation split, at several batch sizes, are those
     of grappe.predict.
@@ -129,7 +130,7 @@ def export(
     )
     known = _known(work, taken)
     with whole_or_nothing(target) as staged:
-        write = _write_program if format == "program" else _write_weights
+        write = WRITERS[format]
         proof, why = write(work, staged, known, build)
     return Exported(folder=target, checkpoint=taken, proof=proof, cpp=why)
 
@@ -143,6 +144,17 @@ def _write_weights(
     proof = work.prove({"with the weights that were written": again}, names)
     about = {"kind": "safetensors", **known, "proof": dataclasses.asdict(proof)}
     write_manifest(staged, files, about, weights_readme(known))
+    return proof, None
+
+
+def _write_transformers(
+    work: _Export, staged: Path, known: dict[str, Any], build: bool
+) -> tuple[Proof, str | None]:
+    names = _output_names(work, program_of(work.task, work.model, work.samples))
+    files, kind, again = transformers_folder.write_folder(staged, work.task, work.model, work.samples)
+    proof = work.prove({"by from_pretrained": again}, names)
+    about = {"kind": "transformers", **known, "proof": dataclasses.asdict(proof)}
+    write_manifest(staged, files, about, transformers_folder.readme(known, kind))
     return proof, None
 
 
@@ -226,3 +238,6 @@ def _known(work: _Export, taken: str) -> dict[str, Any]:
         "computes_in": "float32, whatever the precision of the training, as grappe predict",
         "buffers": "the mean over the processes' own" if local and several else "as in the checkpoint",
     }
+
+
+WRITERS = {"program": _write_program, "safetensors": _write_weights, "transformers": _write_transformers}

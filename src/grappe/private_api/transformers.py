@@ -1,0 +1,87 @@
+"""Reads what a model of transformers says of its own parts; transformers itself is never imported here."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from grappe.private_api.name import PrivateName
+
+SEEN = "5.0 to 5.23"
+
+USED = (
+    PrivateName("transformers.PreTrainedModel", "_no_split_modules", SEEN),
+    PrivateName("transformers.PreTrainedConfig", "_attn_implementation", SEEN),
+)
+
+
+def models(model: nn.Module) -> dict[str, Any]:
+    """Returns the models of transformers in `model` by name, none inside another; "" is `model` itself."""
+    if "transformers" not in sys.modules:
+        return {}
+    kind = sys.modules["transformers"].PreTrainedModel
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, kind) and not any(not one or name.startswith(f"{one}.") for one in found):
+            found[name] = module
+    return found
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Lists the modules that must not be split, in order; without those that share a parameter with another."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for one in models(model).values():
+        kinds = set(one._no_split_modules or ())
+        for module in one.modules():
+            if type(module).__name__ in kinds and id(module) not in inside:
+                inside.update(id(part) for part in module.modules())
+                found.append(module)
+    shared = shared_parameters(model)
+    return [block for block in found if not _shares_outside(block, shared)]
+
+
+def shared_parameters(model: nn.Module) -> dict[int, set[int]]:
+    """Returns the modules that have a parameter of their own that another has, too; both by id."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return {parameter: several for parameter, several in owners.items() if len(several) > 1}
+
+
+def _shares_outside(block: nn.Module, shared: Mapping[int, set[int]]) -> bool:
+    inside = {id(module) for module in block.modules()}
+    return any(shared.get(id(parameter), inside) - inside for parameter in block.parameters())
+
+
+def tensor_styles(one: Any) -> dict[str, str]:
+    """Returns transformers' word for how each module is split, by the module's name; empty: it has no plan."""
+    plan = getattr(one, "tp_plan", None) or {}
+    starred = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in one.named_modules()}
+    return {name: plan[pattern] for name, pattern in starred.items() if pattern in plan}
+
+
+def pipeline_order(one: Any) -> list[str]:
+    """Lists the names of the modules that a pipeline runs one after the other; empty: it has no plan."""
+    plan = list(getattr(one, "pp_plan", None) or {})
+    prefix = f"{one.base_model_prefix}."
+    inner = [name for name in plan if name.startswith(prefix)]
+    return [*inner, *(name for name in plan if name not in inner)]
+
+
+def switch_off_cache(one: Any) -> None:
+    """Lets the model return no keys and values of attention, which are for generation."""
+    one.config.use_cache = False
+
+
+def has_causal_sdpa(one: Any) -> bool:
+    """Returns whether attention without a mask is causal, by torch's scaled_dot_product_attention."""
+    causal = {
+        module.is_causal for module in one.modules() if isinstance(getattr(module, "is_causal", None), bool)
+    }
+    return one.config._attn_implementation == "sdpa" and causal == {True}
