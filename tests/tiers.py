@@ -16,6 +16,7 @@ FOLDERS = (
     "cli/test_bad_input.py",
     "data/images/test_training.py",
     "faults",
+    "foresight/test_peak.py",
     "gallery",
     "parallel/test_shard.py",
     "parity",

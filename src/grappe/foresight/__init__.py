@@ -1,1 +1,1 @@
-"""Predicts a training's memory from the plain model, traced once on fake tensors; the plan is composed in arithmetic."""
+"""Predicts a training's memory: traces the plain model on fake tensors, and composes the plan in arithmetic."""

@@ -46,21 +46,18 @@ class KernelRequest:
     """The calls to measure, on their way to the process that runs them."""
 
     calls: tuple[Call, ...]
-    threads: int | None
+    threads: int
     run: None = None
 
 
 class Kernels:
-    """Bytes that operators' kernels take besides their output; those not known yet are collected.
+    """Bytes that operators' kernels take besides their output; those not known yet are collected."""
 
-    Args:
-        threads: of each process; None: as many as torch takes.
-    """
-
-    def __init__(self, threads: int | None = None) -> None:
-        self._known: dict[Call, int] = {}
+    def __init__(self) -> None:
+        self.threads = 1
+        """Of the process whose kernels are asked for."""
+        self._known: dict[tuple[int, Call], int] = {}
         self._missing: dict[Call, None] = {}
-        self._threads = threads
 
     def __call__(self, operator: Any, arguments: Any, keywords: Any, output: Any) -> int:
         if not str(operator).startswith(WITH_SCRATCH):
@@ -70,24 +67,26 @@ class Kernels:
             _described(arguments),
             tuple(sorted((name, _described(value)) for name, value in keywords.items())),
         )
-        if call not in self._known:
+        key = (self.threads, call)
+        if key not in self._known:
             self._missing[call] = None
-        return self._known.get(call, 0)
+        return self._known.get(key, 0)
 
     def measure(self) -> bool:
         """Measures what is not known yet, in a process of its own; returns whether there was anything."""
         calls, self._missing = tuple(self._missing), {}
         if not calls:
             return False
-        request = KernelRequest(calls=calls, threads=self._threads)
-        self._known.update(zip(calls, local("grappe.foresight.kernels:worker", request, 1), strict=True))
+        request = KernelRequest(calls=calls, threads=self.threads)
+        found = local("grappe.foresight.kernels:worker", request, 1)
+        for call, size in zip(calls, found, strict=True):
+            self._known[self.threads, call] = size
         return True
 
 
 def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path) -> list[int]:
     """Runs each call twice, and returns the bytes that its second run took besides its output."""
-    if request.threads is not None:
-        torch.set_num_threads(request.threads)
+    torch.set_num_threads(request.threads)
     with _silent(), tempfile.TemporaryDirectory() as folder:
         kept = []
         profiler = torch.profiler.profile(
@@ -130,7 +129,9 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def _size(call: Call) -> int:
-    forms = [one for one in (*call.arguments, *(value for _, value in call.keywords)) if isinstance(one, Form)]
+    forms = [
+        one for one in (*call.arguments, *(value for _, value in call.keywords)) if isinstance(one, Form)
+    ]
     return 4 * sum(torch.Size(one.size).numel() for one in forms)
 
 

@@ -51,9 +51,7 @@ class Ledger(TorchDispatchMode):
         self.marks.append(Mark(kind, which, self.now, max(self._peak, self.now)))
         self._peak = self.now
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         output = func(*args, **keywords)
         for leaf in tree_leaves(output):

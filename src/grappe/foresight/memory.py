@@ -77,15 +77,17 @@ class Accumulating:
     Args:
         sizes: bytes of each parameter's gradient.
         there: whether an earlier microbatch has left gradients.
+        buckets: bytes of DistributedDataParallel's buckets, which the last microbatch's gradients become views of.
+        last: whether this is the last microbatch.
     """
 
-    def __init__(self, sizes: Sequence[int], *, there: bool) -> None:
-        self._sizes, self._there = sizes, there
-        self.now = sum(sizes) if there else 0
+    def __init__(self, sizes: Sequence[int], *, there: bool, buckets: int = 0, last: bool = True) -> None:
+        self._sizes, self._there, self._into_buckets = sizes, there, bool(buckets) and last
+        self.now = buckets + (sum(sizes) if there else 0)
 
     def at(self, mark: Mark) -> int:
-        if mark.kind == GRADIENT and not self._there:
-            self.now += self._sizes[mark.which]
+        if mark.kind == GRADIENT and self._there == self._into_buckets:
+            self.now += -self._sizes[mark.which] if self._there else self._sizes[mark.which]
         return self.now
 
 

@@ -98,17 +98,19 @@ class Sketch:
         self.mode: Any = fake_tensors()
         self._batch = _Batches(task, data, self.mode)
         with _explained(task, "be made"):
-            self._model = self._made()
-            self.named = list(self._model.named_parameters())
-            self.units = list(task.units(self._model))
-            self.buffers = sum(_bytes(one) for one in self._model.buffers())
+            self.plain = on_meta(task)
+            model = self._made()
+            homes = _homes(task.units(model))
+            self.buffers = sum(_bytes(one) for one in model.buffers())
         with _explained(task, "be stepped by its optimizer"), self.mode:
-            self.parameters, self.together = _stepped(task, self.named, self._homes(), foreach)
+            self.parameters, self.together = _stepped(task, list(model.named_parameters()), homes, foreach)
         self.samples = self._batch.samples
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
-    def trace(self, rows: int, precision: str = "fp32", recompute: bool = False) -> Trace:
-        """Traces a microbatch of `rows` samples."""
+    def trace(self, rows: int, precision: str = "fp32", recompute: bool = False, threads: int = 1) -> Trace:
+        """Traces a microbatch of `rows` samples, in a process of so many threads."""
+        if self._kernels is not None:
+            self._kernels.threads = threads
         found = self._trace(rows, precision, recompute)
         if self._kernels is not None and self._kernels.measure():
             found = self._trace(rows, precision, recompute)
@@ -123,19 +125,6 @@ class Sketch:
         with _explained(self.task, "run"), self.mode:
             return _traced(self.task, model, inside, batch, precision, self._kernels)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019
-    def evaluated(self, rows: int, precision: str = "fp32") -> int:
-        """Computes the peak bytes of a forward without gradients, over those before it, its batch included."""
-        model, batch = self._made().eval(), self._batch.of(rows)
-        with _explained(self.task, "run"), self.mode:
-            micro = batch.microbatches[0]
-            ledger = Ledger([*model.parameters(), *model.buffers(), *_tensors(micro)])
-            with ledger, torch.no_grad(), autocast(precision, CPU):
-                output = self.task.forward(model, entering(micro))
-                Losses(self.task).values(output, micro)
-            ledger.mark(END)
-            return ledger.marks[-1].peak + sum(map(_bytes, _tensors(micro)))
-
     def example(self) -> Any:
         """Returns the inputs of one or two samples, by which a pipeline's stages are cut."""
         return self._batch.example
@@ -145,13 +134,6 @@ class Sketch:
         with self.mode:
             give_memory(model, CPU)
         return model.train()
-
-    def _homes(self) -> dict[int, int]:
-        homes: dict[int, int] = {}
-        for number, unit in enumerate(self.units):
-            for one in unit.parameters():
-                homes.setdefault(id(one), number)
-        return homes
 
 
 class _Batches:
@@ -198,6 +180,15 @@ class _Batches:
         return self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
 
+def _homes(units: Sequence[nn.Module]) -> dict[int, int]:
+    """Returns the first unit of each parameter, by its id."""
+    homes: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        for one in unit.parameters():
+            homes.setdefault(id(one), number)
+    return homes
+
+
 def _stepped(
     task: Task, named: Sequence[tuple[str, nn.Parameter]], homes: dict[int, int], foreach: bool
 ) -> tuple[tuple[Parameter, ...], float]:
@@ -241,7 +232,9 @@ def _stepped(
         )
     for _, one in trained:
         one.grad = torch.empty_like(one)
-    held = [value for _, one in named for value in (one, one.grad, *_tensors(dict(optimizer.state.get(one, {}))))]
+    held = [
+        value for _, one in named for value in (one, one.grad, *_tensors(dict(optimizer.state.get(one, {}))))
+    ]
     ledger = Ledger([value for value in held if value is not None])
     with ledger:
         optimizer.step()
