@@ -13,8 +13,9 @@ from grappe.foresight.sketch import GRADIENT, Parameter, Trace
 class Overlay(Protocol):
     """What a plan keeps in memory during a microbatch, beside what the plain model does."""
 
-    now: int
-    """Bytes at this moment."""
+    @property
+    def now(self) -> int:
+        """Returns the bytes in use at this moment."""
 
     def at(self, mark: Mark) -> int:
         """Goes on to `mark`; returns the most bytes that it took for a moment."""

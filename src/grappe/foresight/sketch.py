@@ -154,14 +154,16 @@ class _Batches:
             micro = read.microbatches[0]
             places = [number % count for number in range(rows)]
             try:
-                several = at_rows((micro.inputs, micro.targets, micro.weights), places, count)
+                inputs, targets, weights = at_rows(
+                    (micro.inputs, micro.targets, micro.weights), places, count
+                )
             except PlanError:  # a batch of graphs, say: it has to be read
                 read = self._rehearsed(rows)
             else:
                 ids = micro.sample_ids
                 if ids is not None:
                     ids = ids._replace(ids=ids.ids[np.array(places)])
-                made = Microbatch(*several[:2], rows, several[2], 0, ids)
+                made = Microbatch(inputs, targets, rows, weights, 0, ids)
                 read = read._replace(microbatches=(made,), samples=rows)
         micro = read.microbatches[0]
         fake = tree_map(self._fake, (micro.inputs, micro.targets, micro.weights))
