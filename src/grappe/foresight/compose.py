@@ -27,7 +27,7 @@ STATES_ONLY = frozenset({"pipeline", "tensor", "offload", "batchnorm"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the process of a plan that needs most needs, in bytes."""
+    """Memory of the process of a plan that needs most, in bytes."""
 
     states: States
     peak: int | None

@@ -29,7 +29,7 @@ class Form(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     kind: str
-    """Its type, "float32"."""
+    """Type of its numbers: "float32"."""
 
 
 class Call(NamedTuple):

@@ -11,7 +11,7 @@ from grappe.foresight.sketch import GRADIENT, Parameter, Trace
 
 
 class Overlay(Protocol):
-    """What a plan keeps in memory during a microbatch, beside what the plain model does."""
+    """Memory that a plan takes during a microbatch, beside what the plain model takes."""
 
     @property
     def now(self) -> int:
@@ -27,7 +27,7 @@ class Part:
 
     parameter: Parameter
     numbers: int
-    """How many of the parameter's numbers the process has."""
+    """Number of the parameter's elements that the process has."""
 
     @property
     def size(self) -> int:

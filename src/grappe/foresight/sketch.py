@@ -45,7 +45,7 @@ ROOT = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What training a parameter takes; of a tied one, once."""
+    """Memory that training a parameter takes; of a tied one, once."""
 
     name: str
     shape: tuple[int, ...]
