@@ -1,4 +1,4 @@
-"""What the command says: of each plan, and of a site's GPUs."""
+"""The table and sentences of grappe foresee: of each plan, and of a site's GPUs."""
 
 from __future__ import annotations
 
