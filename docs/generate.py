@@ -39,6 +39,22 @@ def parity() -> str:
     return "\n".join(lines)
 
 
+def foreseen() -> str:
+    """A line for every task and plan of docs/foresee.json, which `python -m benchmarks.foresee` measures."""
+    lines = ["| task | plan | measured | predicted | outside the range |", "|---|---|---|---|---|"]
+    for key, cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).items():
+        task, _, plan = key.partition(" | ")
+        measured = max(one["peak"] for one in cell["measured"])
+        low, high = cell["predicted"]["least"], cell["predicted"]["peak"]
+        if high is None:
+            said, gap = "not predicted", ""
+        else:
+            said = f"{high / 1e6:.2f}" if low == high else f"{low / 1e6:.2f} to {high / 1e6:.2f}"
+            gap = f"{100 * (min(max(measured, low), high) / measured - 1):+.2f} %"
+        lines.append(f"| `{task}` | `{plan or 'one process'}` | {measured / 1e6:.2f} MB | {said} | {gap} |")
+    return "\n".join(lines)
+
+
 def optimizers() -> str:
     """A line for every plan, a column for every optimizer of grappe's."""
     found = json.loads((ROOT / "docs" / "parity.json").read_text())["optimizers"]
@@ -131,6 +147,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},
     "docs/parity.md": {"parity": parity},
+    "docs/foresee.md": {"foreseen": foreseen},
     "docs/optimizers.md": {"optimizers": optimizers},
     "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},
 }

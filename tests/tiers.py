@@ -17,6 +17,7 @@ FOLDERS = (
     "data/images/test_training.py",
     "docs/test_from_a_page.py",
     "faults",
+    "foresight/test_peak.py",
     "gallery",
     "parallel/test_shard.py",
     "parallel/test_transformers.py",

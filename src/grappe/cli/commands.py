@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, exporting, fetching, images, learning, measuring, tuning, verify
+from grappe.cli import cluster, exporting, fetching, foreseeing, images, learning, measuring, tuning, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.application import app
 from grappe.cli.arguments import (
@@ -211,6 +211,7 @@ def engines() -> int:
     return EXIT_OK
 
 
+foreseeing.register(app)
 measuring.register(app)
 verify.register(app)
 learning.register(app)

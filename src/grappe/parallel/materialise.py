@@ -41,15 +41,8 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     Raises:
         TaskError: a parameter or buffer has no value in `weights`, or another shape.
     """
-    ties = _ties(model)
     if device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
-        model.to_empty(device=device)
-    for first, *others in ties:
-        tensor = module_parameters(first[0]).get(first[1], module_buffers(first[0]).get(first[1]))
-        for module, name in others:
-            parameters = module_parameters(module)
-            home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
-            home[name] = tensor
+        give_memory(model, device)
     for name, tensor in named_tensors(model).items():
         if name not in weights:
             raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
@@ -59,6 +52,18 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
                 "does model() make the same one whenever it is called?"
             )
         read_into(tensor, weights, name)
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Gives the model's tensors memory on `device`, without values; tied tensors stay tied."""
+    ties = _ties(model)
+    model.to_empty(device=device)
+    for first, *others in ties:
+        tensor = module_parameters(first[0]).get(first[1], module_buffers(first[0]).get(first[1]))
+        for module, name in others:
+            parameters = module_parameters(module)
+            home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
+            home[name] = tensor
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

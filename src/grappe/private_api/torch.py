@@ -37,6 +37,7 @@ __all__ = [
     "TreeSpec",
     "default_store",
     "end_data_workers",
+    "fake_tensors",
     "flatten_mesh",
     "foreach_add_",
     "foreach_mul_",
@@ -71,6 +72,7 @@ USED = tuple(
         ("torch", "_foreach_add_"),
         ("torch", "_foreach_mul_"),
         ("torch", "_foreach_norm"),
+        ("torch", "_subclasses"),
         ("torch._ops.OpOverload", "_schema"),
         ("torch.autograd.Variable", "_execution_engine"),
         ("torch.autograd.profiler", "_is_profiler_enabled"),
@@ -222,3 +224,13 @@ def end_data_workers(loaded: Any) -> None:
     """Ends the data workers of a DataLoader's iterator now; without workers, does nothing."""
     if (end := getattr(loaded, "_shutdown_workers", None)) is not None:
         end()
+
+
+def fake_tensors() -> Any:
+    """Makes a context in which tensors have shapes, types and devices, and no memory (FakeTensorMode).
+
+    Its method `from_tensor` makes such a tensor of another.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,137 @@
+"""Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from grappe.errors import PlanError
+from grappe.fields import split
+from grappe.foresight import compose
+from grappe.foresight.kernels import Kernels
+from grappe.foresight.sketch import Sketch
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import Plan
+from grappe.training.options import Options
+from grappe.training.request import Request, data_folder
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.training.watchers.base import RunInfo, Watcher
+from grappe.training.worker import worker as train_worker
+
+FILE = Path(__file__).parent.parent / "docs" / "foresee.json"
+STEPS = 3  # the optimizer's state comes with the first
+TASKS = ("digits", "pysource batch_size=8 megabytes=0.3", "coatnet batch_size=8")
+PLANS = (
+    "", "replicate=2", "shard=2", "shard=2,zero=2", "shard=2,zero=1", "recompute", "microbatches=2", "precision=bf16",
+    "replicate=2,microbatches=2", "shard=2,microbatches=2", "shard=2,zero=1,microbatches=2", "shard=2,recompute",
+    "replicate=2,precision=bf16", "shard=4", "replicate=2,shard=2", "offload=cpu",
+    "pipeline=2,microbatches=4", "tensor=2",
+)  # fmt: skip
+BEGUN = "grappe training begins"
+
+
+class Begun(Watcher):
+    """Notes in the profile when the first step begins."""
+
+    def started(self, info: RunInfo) -> None:
+        with torch.profiler.record_function(BEGUN):
+            pass
+
+
+def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) -> list[dict]:
+    """Runs one process of a training of a few steps; on process 0 returns every process's bytes. Collective.
+
+    Counted is what torch's allocator gives, from the beginning of the process: its peak in the steps, and before them.
+    """
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with profiler:
+        result = train_worker(request, process, rendezvous_folder)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    begun = min(event["ts"] for event in events if event["name"] == BEGUN)
+    levels = sorted(
+        (event["ts"], event["args"]["Total Allocated"])
+        for event in events
+        if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
+    )
+    found = {
+        "peak": max((level for at, level in levels if at >= begun), default=0),
+        "start": max((level for at, level in levels if at < begun), default=0),
+    }
+    (request.base / f"{process.rank}.json").write_text(json.dumps(found))
+    if process.rank:
+        return []
+    held = [one["held"] for one in Run(result.run).read_description()["costs"]]
+    return [{"held": one} for one in held]
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """Yields each task, with its fields, and each plan that is measured."""
+    for task in TASKS:
+        for plan in PLANS:
+            yield task, plan
+
+
+def main() -> None:
+    """Measures what the file has not yet, and predicts everything anew."""
+    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for task, plan in cells():
+        key = f"{task} | {plan}"
+        if key not in found:
+            with contextlib.suppress(PlanError):  # the task does not support the plan
+                found[key] = {"measured": measured_cell(task, plan)}
+                FILE.write_text(json.dumps(found, indent=1) + "\n")
+    sketches = {}
+    for key, cell in found.items():
+        task, _, plan = key.partition(" | ")
+        if task not in sketches:
+            name, *fields = task.split()
+            made = TaskReference.of(name, split(fields)).resolve()
+            sketches[task] = Sketch(made, data_folder(), kernels=Kernels())
+        needs = compose.needs(sketches[task], Plan.parse(plan))
+        states = {name: getattr(needs.states, name) for name in ("parameters", "gradients", "optimizer")}
+        cell["predicted"] = {"held": states, "peak": needs.peak, "least": needs.least}
+        print(key, error(cell), flush=True)
+        FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def error(cell: dict) -> float | None:
+    """Computes how far the measured peak lies outside the predicted range, in percent; below 0: predicted too low."""
+    low, high = cell["predicted"]["least"], cell["predicted"]["peak"]
+    if high is None:
+        return None
+    measured = max(one["peak"] for one in cell["measured"])
+    nearest = min(max(measured, low), high)
+    return round(100 * (nearest / measured - 1), 2)
+
+
+def measured_cell(task: str, plan: str) -> list[dict]:
+    """Trains a few steps in new processes; returns each process's bytes."""
+    name, *fields = task.split()
+    with tempfile.TemporaryDirectory() as folder:
+        request = Request(
+            task=TaskReference.of(name, split(fields)),
+            plan=Plan.parse(plan),
+            base=Path(folder),
+            run=Path(folder) / "run",
+            quiet=True,
+            options=Options(steps=STEPS, bare=True),
+            also=(Begun(),),
+        )
+        found = start("benchmarks.foresee:measured", request, request.plan)
+        for rank, one in enumerate(found):
+            one.update(json.loads((Path(folder) / f"{rank}.json").read_text()))
+    return found
+
+
+if __name__ == "__main__":
+    main()

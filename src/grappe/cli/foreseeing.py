@@ -1,0 +1,52 @@
+"""Defines the command that says before a training what it needs: foresee."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from grappe.cli.arguments import DataFolder, FieldText, TaskName
+from grappe.cli.exit import show
+from grappe.errors import EXIT_FAILURE, EXIT_OK
+from grappe.fields import Counts
+
+
+def register(app: App) -> None:
+    """Adds the command to `app`."""
+    app.command(foresee)
+
+
+def foresee(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: Annotated[
+        list[str] | None,
+        Parameter(negative="", help="A plan; repeatable. Default: plans that train the same, on --gpus."),
+    ] = None,
+    site: Annotated[
+        str | None, Parameter(help="Compare with the memory of this cluster's GPUs (see: grappe sites).")
+    ] = None,
+    gpus: Annotated[
+        Counts, Parameter(help="Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.")
+    ] = (),
+    batch_size: Annotated[
+        Counts, Parameter(help="Samples per step over all processes: 64,256. Default: the task's.")
+    ] = (),
+    data: DataFolder = None,
+) -> int:
+    """Say what plans need in memory, before any process of them starts. Exit code 1 if no plan fits the site."""
+    from grappe.fields import split
+    from grappe.verbs.foresee import table
+    from grappe.verbs.foresee.foresee import foresee as verb
+    from grappe.verbs.foresee.foresee import room_of
+
+    texts = split(fields)
+    room = None if site is None else room_of(site)
+    found = verb(task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data)
+    show(table.table(found, room))
+    for line in table.sentences(found, room):
+        show(line)
+    known = [one for one in found if one.needs is not None]
+    return EXIT_FAILURE if not known or (room is not None and not any(one.fits for one in known)) else EXIT_OK

@@ -1,0 +1,189 @@
+"""Composes what a process of a plan needs from what the plain model needs: states, and the peak of a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from grappe.data.order import cut as rows_cut
+from grappe.errors import PlanError
+from grappe.foresight.memory import Accumulating, Overlay, Part, States, peak, states
+from grappe.foresight.sharding import Sharding, padded, rows_of
+from grappe.foresight.sketch import Parameter, Sketch
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import own_cores
+from grappe.parallel.pipeline.cut import cut
+from grappe.parallel.pipeline.rules import stages_each
+from grappe.plan import Plan
+from grappe.step.precision import LOWER
+
+UNFORESEEN = ("exact", "compile", "config")
+"""Keys under which a process keeps what the model of memory does not know."""
+
+STATES_ONLY = frozenset({"pipeline", "tensor", "offload", "batchnorm"})
+"""Keys of plans whose states are known and whose peak is not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Memory of the process of a plan that needs most, in bytes."""
+
+    states: States
+    peak: int | None
+    """Of all that torch allocates on the device in a training step, at most; None: not known for this plan."""
+    least: int | None
+    """The same where gloo's threads free their copies of gradients at once: on a CPU the peak lies between."""
+    rows: int
+    """Samples of its largest microbatch."""
+
+
+def refuse_unforeseen(plan: Plan) -> None:
+    """Raises PlanError for a plan whose memory is not known."""
+    if plan.engine != "native":
+        raise PlanError(
+            f"engine={plan.engine}: only plans of engine=native are foreseen; grappe measure runs any plan"
+        )
+    for key in UNFORESEEN:
+        if key in plan.changed_keys():
+            raise PlanError(f"{key}: what it keeps in memory is not foreseen; grappe measure runs any plan")
+
+
+def needs(sketch: Sketch, plan: Plan, *, batch: int | None = None, gpu: bool = False) -> Needs:
+    """Computes what a training under `plan` needs.
+
+    Args:
+        batch: samples per step over all processes; None: the task's.
+        gpu: whether the plan trains on GPUs, whose communication needs no copies of gradients.
+
+    Raises:
+        PlanError: the plan's memory is not known, or the task does not support the plan.
+    """
+    refuse_unforeseen(plan)
+    everyone = [states(parts, sketch.buffers) for parts in _processes(sketch, plan)]
+    samples = min(batch or sketch.task.batch_size, sketch.samples)
+    slices = [
+        b - a for a, b in (rows_cut(samples, plan.data_parallel, part) for part in range(plan.data_parallel))
+    ]
+    pieces = [rows_cut(max(slices), plan.microbatches, part) for part in range(plan.microbatches)]
+    rows = max(1, *(b - a for a, b in pieces))
+    largest = max(everyone, key=lambda one: one.total)
+    return Needs(
+        states=largest,
+        peak=_peak(sketch, plan, rows, copies=1 if gpu else 2),
+        least=_peak(sketch, plan, rows, copies=1),
+        rows=rows,
+    )
+
+
+def _processes(sketch: Sketch, plan: Plan) -> Iterator[list[Part]]:
+    """Yields the parts of each process that differs from others: by stage, by place in the shard and tensor axes."""
+    for own in _stages(sketch, plan):
+        for tensor in _tensor_parts(sketch, plan):
+            for rank in sorted({0, plan.shard - 1}):
+                yield [
+                    _part(dataclasses.replace(one, shape=tensor.get(one.name, one.shape)), one, plan, rank)
+                    for one in own
+                ]
+
+
+def _part(split: Parameter, whole: Parameter, plan: Plan, rank: int) -> Part:
+    numbers = split.size // split.item
+    if plan.shard > 1 and split.shape:
+        numbers = numbers // max(1, split.shape[0]) * rows_of(split, plan.shard, rank)
+    return Part(parameter=whole, numbers=numbers)
+
+
+def _stages(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
+    """Returns the parameters of each process of a pipeline."""
+    if plan.pipeline == 1:
+        return [list(sketch.parameters)]
+    parts = cut(sketch.task, sketch.plain, plan.pipeline * stages_each(plan), sketch.example())
+    home = {unit: number % plan.pipeline for number, units in enumerate(parts) for unit in units}
+    return [[one for one in sketch.parameters if home[one.unit] == place] for place in range(plan.pipeline)]
+
+
+def _tensor_parts(sketch: Sketch, plan: Plan) -> list[dict[str, tuple[int, ...]]]:
+    """Returns, for the first and the last process of the tensor axis, the shapes of its parts of split parameters.
+
+    Raises:
+        PlanError: the task has no tensor plan, or one of a style that is not known.
+    """
+    if plan.tensor == 1:
+        return [{}]
+    styles = dict(sketch.task.tensor_plan(sketch.plain))
+    if not styles:
+        raise PlanError(
+            f"tensor={plan.tensor}: {type(sketch.task).__name__} does not say how its model is split; "
+            "give it a tensor_plan(), or use shard= instead"
+        )
+    found: list[dict[str, tuple[int, ...]]] = []
+    for rank in (0, plan.tensor - 1):
+        shapes = {}
+        for one in sketch.parameters:
+            module, _, name = one.name.rpartition(".")
+            style = next((style for pattern, style in styles.items() if fnmatchcase(module, pattern)), None)
+            axis = None if style is None else _axis(type(style).__name__, sketch, module, name)
+            if axis is not None:
+                each = -(-one.shape[axis] // plan.tensor)
+                mine = max(0, min(each, one.shape[axis] - rank * each))
+                shapes[one.name] = (*one.shape[:axis], mine, *one.shape[axis + 1 :])
+        found.append(shapes)
+    return found
+
+
+def _axis(style: str, sketch: Sketch, module: str, name: str) -> int | None:
+    """Returns the axis along which a style of torch's splits a parameter; None: every process has it whole."""
+    embeds = type(sketch.plain.get_submodule(module)).__name__ == "Embedding"
+    if style == "ColwiseParallel":
+        return 1 if embeds else 0
+    if style == "RowwiseParallel":
+        return 0 if embeds else None if name == "bias" else 1
+    if style in ("SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"):
+        return None
+    raise PlanError(f"tensor_plan() has the style {style} for {module}: how it splits is not foreseen")
+
+
+def _peak(sketch: Sketch, plan: Plan, rows: int, copies: int) -> int | None:
+    """Computes the most bytes in a step, of a process with the longest rows; None: not known."""
+    if plan.changed_keys() & STATES_ONLY or sketch.task.whole_batch_loss:
+        return None
+    lower = plan.precision if plan.precision in LOWER else "fp32"
+    threads = plan.threads or own_cores(ProcessRank(size=plan.processes, local_size=plan.processes))
+    trace = sketch.trace(rows, lower, plan.recompute, threads)
+    sharded = plan.shard > 1
+    whole = [Part(parameter=one, numbers=one.size // one.item) for one in sketch.parameters]
+    parts = next(iter(_processes(sketch, plan)))
+    kept = states(whole if not sharded else parts, sketch.buffers)
+    parameters = sum(
+        padded(one, plan.shard) // plan.shard if one.shape else one.size for one in sketch.parameters
+    )
+    base = sketch.buffers + kept.optimizer + (parameters if sharded else kept.parameters)
+    passes = [peak(trace, _overlay(sketch, plan, place, copies)) for place in _distinct(plan.microbatches)]
+    temporary = sketch.together * max((part.temporary for part in (parts if sharded else whole)), default=0)
+    update = int(kept.gradients + temporary)
+    # The batch before is kept until its loss is read, one step late.
+    return base + max(*passes, update) + 2 * plan.microbatches * trace.batch
+
+
+def _distinct(microbatches: int) -> Sequence[tuple[bool, bool]]:
+    """Returns the microbatches of a step that differ: is it the first, is it the last?"""
+    first = [(True, microbatches == 1)]
+    return first + [(False, False)] * (microbatches > 2) + [(False, True)] * (microbatches > 1)
+
+
+def _overlay(sketch: Sketch, plan: Plan, place: tuple[bool, bool], copies: int) -> Overlay:
+    first, last = place
+    if plan.shard > 1:
+        reduces = last or plan.zero != 1
+        return Sharding(
+            sketch.parameters,
+            plan.shard,
+            plan.zero,
+            there=not first,
+            reduces=reduces,
+            copies=copies,
+        )
+    sizes = [one.size if one.trained else 0 for one in sketch.parameters]
+    buckets = sum(sizes) if plan.replicate > 1 else 0
+    return Accumulating(sizes, there=not first, buckets=buckets, last=last)

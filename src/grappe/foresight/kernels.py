@@ -1,0 +1,168 @@
+"""Kernels: measures the memory that a few operators' kernels take besides their output, each once, on this CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grappe.launch.local import local
+from grappe.launch.rank import ProcessRank
+from grappe.private_api.torch import tree_leaves
+
+WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_product")
+"""Operators whose kernels on a CPU allocate more than their output: by oneDNN, or for each thread."""
+LARGEST = 2 << 30  # bytes of arguments and output; what is larger is not tried
+
+
+class Form(NamedTuple):
+    """A tensor without its values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    kind: str
+    """Type of its numbers: "float32"."""
+
+
+class Call(NamedTuple):
+    """An operator with its arguments, without values."""
+
+    name: str
+    """convolution.default, of torch.ops.aten"""
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelRequest:
+    """The calls to measure, on their way to the process that runs them."""
+
+    calls: tuple[Call, ...]
+    threads: int
+    run: None = None
+
+
+class Kernels:
+    """Bytes that operators' kernels take besides their output; those not known yet are collected."""
+
+    def __init__(self) -> None:
+        self.threads = 1
+        """Of the process whose kernels are asked for."""
+        self._known: dict[tuple[int, Call], int] = {}
+        self._missing: dict[Call, None] = {}
+
+    def __call__(self, operator: Any, arguments: Any, keywords: Any, output: Any) -> int:
+        if not str(operator).startswith(WITH_SCRATCH):
+            return 0
+        call = Call(
+            str(operator).removeprefix("aten."),
+            _described(arguments),
+            tuple(sorted((name, _described(value)) for name, value in keywords.items())),
+        )
+        key = (self.threads, call)
+        if key not in self._known:
+            self._missing[call] = None
+        return self._known.get(key, 0)
+
+    def measure(self) -> bool:
+        """Measures what is not known yet, in a process of its own; returns whether there was anything."""
+        calls, self._missing = tuple(self._missing), {}
+        if not calls:
+            return False
+        request = KernelRequest(calls=calls, threads=self.threads)
+        found = local("grappe.foresight.kernels:worker", request, 1)
+        for call, size in zip(calls, found, strict=True):
+            self._known[self.threads, call] = size
+        return True
+
+
+def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path) -> list[int]:
+    """Runs each call twice, and returns the bytes that its second run took besides its output."""
+    torch.set_num_threads(request.threads)
+    with _silent(), tempfile.TemporaryDirectory() as folder:
+        kept = []
+        profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
+        with torch.no_grad(), profiler:
+            for number, call in enumerate(request.calls):
+                kept.append(_run(call, f"kernel {number}"))
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return [max(0, _peak(events, f"kernel {number}") - size) for number, size in enumerate(kept)]
+
+
+def _run(call: Call, name: str) -> int:
+    """Runs a call under `name`; returns the bytes of its output."""
+    if _size(call) > LARGEST:
+        return 0
+    operator, _, overload = call.name.partition(".")
+    function = getattr(getattr(torch.ops.aten, operator), overload)
+    arguments = [_real(one) for one in call.arguments]
+    keywords = {key: _real(value) for key, value in call.keywords}
+    output = None
+    with contextlib.suppress(
+        RuntimeError
+    ):  # in bf16 fake tensors may have a type that the kernel does not take
+        function(*arguments, **keywords)  # oneDNN keeps what it makes for a first call
+        with torch.profiler.record_function(name):
+            output = function(*arguments, **keywords)
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
+    spans = [event for event in events if event.get("name") == name and event.get("ph") == "X"]
+    if not spans:  # it did not run
+        return 0
+    span = spans[0]
+    begun, ended = span["ts"], span["ts"] + span["dur"]
+    now = most = 0
+    changes = [one for one in events if one.get("name") == "[memory]" and begun <= one["ts"] <= ended]
+    for change in sorted(changes, key=lambda one: one["ts"]):
+        now += change["args"]["Bytes"]
+        most = max(most, now)
+    return most
+
+
+def _size(call: Call) -> int:
+    forms = [
+        one for one in (*call.arguments, *(value for _, value in call.keywords)) if isinstance(one, Form)
+    ]
+    return 4 * sum(torch.Size(one.size).numel() for one in forms)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Form(tuple(value.shape), tuple(value.stride()), str(value.dtype).removeprefix("torch."))
+    return tuple(_described(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, Form):
+        made = torch.empty_strided(value.size, value.stride, dtype=getattr(torch, value.kind))
+        return made.fill_(1) if made.is_floating_point() else made.zero_()
+    return [_real(one) for one in value] if isinstance(value, tuple) else value
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Context without standard error: torch's profiler writes there."""
+    kept = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)

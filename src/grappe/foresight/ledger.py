@@ -1,0 +1,81 @@
+"""Ledger: counts the bytes of tensors while operators run on fake tensors, which have shapes and no memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from grappe.private_api.torch import TorchDispatchMode, tree_leaves
+
+Scratch = Callable[[Any, Any, Any, Any], int]
+"""An operator, its arguments, its keywords and its output to the bytes that its kernel takes besides the output."""
+
+
+class Mark(NamedTuple):
+    """A moment of a traced step."""
+
+    kind: str
+    which: int
+    """Index of the unit or parameter; -1: the whole model."""
+    level: int
+    """Bytes in use at this moment, over those before the step."""
+    peak: int
+    """Most bytes in use since the mark before."""
+
+
+class Ledger(TorchDispatchMode):
+    """Mode that follows the storage of each operator's output from its making to its end.
+
+    Args:
+        known: tensors whose bytes do not count.
+        scratch: what an operator's kernel takes beside its output.
+    """
+
+    def __init__(self, known: Iterable[Tensor], scratch: Scratch | None = None) -> None:
+        super().__init__()
+        self._storages: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
+        self._ends: dict[int, weakref.ref] = {}
+        self._scratch = scratch
+        self.now = self._peak = 0
+        self.marks: list[Mark] = []
+        for tensor in known:
+            self._storages[tensor.untyped_storage()] = 0
+
+    def mark(self, kind: str, which: int = -1) -> None:
+        """Notes a moment."""
+        self.marks.append(Mark(kind, which, self.now, max(self._peak, self.now)))
+        self._peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        output = func(*args, **keywords)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf)
+        besides = 0 if self._scratch is None else self._scratch(func, args, keywords, output)
+        self._peak = max(self._peak, self.now + besides)
+        return output
+
+    def _follow(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        before = self._storages.get(storage)
+        if before is not None and before in (0, size):
+            return
+        self._storages[storage] = size
+        self.now += size - (before or 0)
+        key = id(storage)
+        storages = self
+
+        def ended(_: Any, size: int = size) -> None:
+            storages._ends.pop(key, None)
+            storages.now -= size
+
+        self._ends[key] = weakref.ref(storage, ended)

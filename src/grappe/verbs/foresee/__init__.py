@@ -1,0 +1,1 @@
+"""grappe foresee: what plans need in memory, before any process of them starts."""

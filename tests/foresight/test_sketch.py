@@ -1,0 +1,97 @@
+"""A trace has the bytes that the allocator counts, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from grappe import Arrays, Task
+from grappe.errors import PlanError, TaskError
+from grappe.foresight.compose import needs
+from grappe.foresight.sharding import padded, rows_of
+from grappe.foresight.sketch import GRADIENT, Sketch
+from grappe.plan import Plan
+
+
+class Twice(nn.Module):
+    """A matrix that is called twice and tied, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.second(self.first(self.first(x))))
+
+
+class Small(Task):
+    batch_size: int = 4
+
+    def model(self) -> nn.Module:
+        return Twice()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        return Arrays(torch.ones(20, 8), torch.zeros(20, dtype=torch.int64))
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):
+        return torch.optim.Adam(named_parameters)
+
+
+class Looks(Small):
+    """A model that reads a value."""
+
+    def model(self) -> nn.Module:
+        class Reading(Twice):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+        return Reading()
+
+
+def test_a_tied_parameter_counts_once_and_a_frozen_one_has_no_gradient(tmp_path: Path) -> None:
+    found = needs(Sketch(Small(), tmp_path), Plan())
+    assert found.states.parameters == 4 * (64 + 24 + 3)
+    assert found.states.gradients == 4 * 64
+    assert found.states.optimizer == 2 * 4 * 64 + 4  # and the count of its steps
+    assert found.peak is not None and found.peak > found.states.total
+
+
+def test_a_trace_marks_each_gradient_once_and_ends_empty(tmp_path: Path) -> None:
+    trace = Sketch(Small(), tmp_path).trace(4)
+    assert [mark.which for mark in trace.marks if mark.kind == GRADIENT] == [0]
+    assert trace.marks[-1].level == 0
+    assert trace.batch == 4 * 8 * 4 + 4 * 8
+
+
+def test_a_larger_batch_than_was_read_has_activations_in_proportion(tmp_path: Path) -> None:
+    sketch = Sketch(Small(batch_size=64), tmp_path)
+    peaks = [max(mark.peak for mark in sketch.trace(rows).marks) for rows in (100, 200, 300)]
+    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
+
+
+def test_a_model_that_reads_values_is_named_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"Looks cannot run without values.*test_sketch\.py.*item"):
+        Sketch(Looks(), tmp_path).trace(4)
+
+
+@pytest.mark.parametrize("text", ["engine=textbook,replicate=2", "compile", "exact=2"])
+def test_what_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="grappe measure"):
+        needs(Sketch(Small(), tmp_path), Plan.parse(text))
+
+
+def test_rows_are_split_as_torch_chunks_them(tmp_path: Path) -> None:
+    one = Sketch(Small(), tmp_path).parameters[1]  # the frozen weight, of 3 rows
+    assert one.shape == (3, 8)
+    chunks = torch.empty(3, 8).chunk(4)
+    assert [rows_of(one, 4, rank) for rank in range(4)] == [*map(len, chunks), 0]
+    assert padded(one, 4) == 4 * 8 * 4

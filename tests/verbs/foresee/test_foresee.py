@@ -1,0 +1,50 @@
+"""The table and sentences of grappe foresee: of each plan, and of a site's GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from grappe.errors import UsageError
+from grappe.foresight.compose import Needs
+from grappe.foresight.memory import States
+from grappe.verbs.foresee.foresee import Foreseen, Room, candidates, foresee, room_of
+from grappe.verbs.foresee.table import sentences
+
+
+def needing(peak: int | None) -> Needs:
+    states = States(parameters=10**9, gradients=10**9, optimizer=2 * 10**9, buffers=0)
+    return Needs(states=states, peak=peak, least=peak, rows=8)
+
+
+def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
+    assert room_of("narval").size == 40 * 10**9
+    with pytest.raises(UsageError, match="narval-cpu"):
+        room_of("narval-cpu")
+
+
+def test_a_plan_fits_with_a_margin_and_an_unknown_peak_fits_never_for_sure() -> None:
+    room = Room(whose="a GPU", size=20 * 10**9)
+    assert room.fits(needing(16 * 10**9))
+    assert room.fits(needing(17 * 10**9)) is False
+    assert room.fits(needing(None)) is None
+    assert Room(whose="a GPU", size=5 * 10**9).fits(needing(None)) is False
+
+
+def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> None:
+    plans = [str(plan) for plan in candidates((1, 2))]
+    assert plans[0] == "" and "replicate=2" in plans and "shard=2,recompute,microbatches=4" not in plans
+    assert plans.index("replicate=2") < plans.index("shard=2,zero=1") < plans.index("shard=2")
+
+
+def test_the_first_that_fits_is_named_or_what_to_change() -> None:
+    room = Room(whose="a GPU", size=20 * 10**9)
+    too_big = Foreseen(plan="", processes=1, batch=8, needs=needing(30 * 10**9), fits=False)
+    fitting = Foreseen(plan="shard=2", processes=2, batch=8, needs=needing(10 * 10**9), fits=True)
+    assert "the first that fits: shard=2" in sentences([too_big, fitting], room)[-1]
+    assert "none of them fits" in sentences([too_big], room)[-1]
+
+
+def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
+    found = foresee("digits", ["compile", "tensor=2", "pipeline=2,microbatches=4"], site="narval")
+    assert "compile" in found[0].why and "tensor_plan" in found[1].why
+    assert found[2].needs is not None and found[2].needs.peak is None
