@@ -33,6 +33,10 @@ def export(
     no_build: Annotated[
         bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
     ] = False,
+    operators: Annotated[
+        list[Path] | None,
+        Parameter(help="A C++ file that registers operators of the model's own; once for each file."),
+    ] = None,
     trained: Annotated[
         bool,
         SWITCH,
@@ -52,6 +56,7 @@ def export(
         data=data,
         format=format,
         build=not no_build,
+        sources=operators or (),
         trained=trained,
         progress=progress,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_record import given
 from grappe.training.task_reference import field_texts
-from grappe.verbs.export import cpp, weights
+from grappe.verbs.export import cpp, operators, weights
 from grappe.verbs.export.folder import check_target, whole_or_nothing
 from grappe.verbs.export.manifest import program_readme, weights_readme, write_manifest
 from grappe.verbs.export.package import compile_to, instruction_set, open_made
@@ -60,6 +60,8 @@ class _Export:
     step: int
     trained: bool
     data: Path
+    build: bool
+    sources: Sequence[Path]
     progress: Callable[[str], None]
 
     def predictions(self, split: Any) -> Iterator[Any]:
@@ -88,6 +90,7 @@ def export(
     data: Path | str | None = None,
     format: Format = "program",
     build: bool = True,
+    sources: Sequence[Path] = (),
     trained: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Exported:
@@ -100,6 +103,7 @@ def export(
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         task: needed where the run was not trained here by this user, as for grappe.load.
         build: whether to build and prove the C++ program too, where there are cmake and a compiler.
+        sources: C++ files that register the operators which the model uses and LibTorch has not.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
         progress: called with a few words, now and then.
 
@@ -125,18 +129,18 @@ def export(
         step=int(taken.rpartition("-")[2]),
         trained=trained,
         data=place,
+        build=build,
+        sources=sources,
         progress=progress,
     )
     known = _known(work, taken)
     with whole_or_nothing(target) as staged:
         write = _write_program if format == "program" else _write_weights
-        proof, why = write(work, staged, known, build)
+        proof, why = write(work, staged, known)
     return Exported(folder=target, checkpoint=taken, proof=proof, cpp=why)
 
 
-def _write_weights(
-    work: _Export, staged: Path, known: dict[str, Any], build: bool
-) -> tuple[Proof, str | None]:
+def _write_weights(work: _Export, staged: Path, known: dict[str, Any]) -> tuple[Proof, str | None]:
     names = _output_names(work, program_of(work.task, work.model, work.samples))
     files = weights.write_weights(staged, work.model, known)
     again = weights.runner(staged, work.task, work.samples)
@@ -146,19 +150,20 @@ def _write_weights(
     return proof, None
 
 
-def _write_program(
-    work: _Export, staged: Path, known: dict[str, Any], build: bool
-) -> tuple[Proof, str | None]:
+def _write_program(work: _Export, staged: Path, known: dict[str, Any]) -> tuple[Proof, str | None]:
     program = program_of(work.task, work.model, work.samples)
     names, takes = _output_names(work, program), input_names(work.samples)
     work.progress("tracing the model")
     traced = trace(program, work.samples.example())
+    custom = operators.custom_operators(traced)
+    operators.check_sources(work.sources, custom)
     work.progress("compiling the model, which takes a minute or more")
     package = staged / PACKAGE
     made = compile_to(package, traced)
     runners: dict[str, Runner] = {"in Python": weights.in_batches(open_made(package, made))}
     files = [PACKAGE, *cpp.write_sources(package, work.samples, takes, names)]
-    why = cpp.cannot_build() if build else "it was not asked for"
+    files += operators.write_sources(staged, work.sources)
+    why = cpp.cannot_build() if work.build else "it was not asked for"
     with tempfile.TemporaryDirectory(prefix="grappe-build-") as folder:
         if why is None:
             work.progress("building the C++ program")
@@ -175,6 +180,7 @@ def _write_program(
             for name, dtype, shape in zip(takes, work.samples.dtypes, work.samples.shapes, strict=True)
         ],
         "outputs": [{"name": name} for name in names],
+        "operators": custom,
         "proof": {**dataclasses.asdict(proof), "tolerance": TOLERANCE, "cpp": why or True},
     }
     inputs = " ".join(tests[:-1])
