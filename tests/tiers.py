@@ -15,6 +15,7 @@ FOLDERS = (
     "checkpoint/test_saver.py",
     "cli/test_bad_input.py",
     "data/images/test_training.py",
+    "extension",
     "faults",
     "gallery",
     "parallel/test_shard.py",

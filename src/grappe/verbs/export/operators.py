@@ -29,8 +29,8 @@ def check_sources(sources: Sequence[Path], names: Sequence[str]) -> None:
     if names and not sources:
         raise UsageError(
             f"the model uses operators that LibTorch has not: {', '.join(names)}. Give the C++ source that registers "
-            "them, which the program compiles: --operators FILE.cpp (an operator that is written in Python cannot leave "
-            "it); or take the weights alone: --format safetensors"
+            "them, which the program compiles: --operators FILE.cpp (one that is written in Python cannot leave it); "
+            "or take the weights alone: --format safetensors"
         )
     if sources and not names:
         raise UsageError("--operators: the model uses no operator but LibTorch's own: leave the option out")
