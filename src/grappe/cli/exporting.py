@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from grappe.cli.arguments import SWITCH, CheckpointName, DataFolder, RunFolder, RunTask
 from grappe.cli.exit import plain_table, show
 from grappe.errors import EXIT_OK
-from grappe.launch.terminal import progress
+from grappe.launch.terminal import complain, progress
 
 
 def register(app: App) -> None:
@@ -24,8 +24,11 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="A new folder to write.")],
     format: Annotated[
-        Literal["program", "safetensors"],
-        Parameter(help="A C++ program with the compiled model, or the weights alone with the task's fields."),
+        Literal["program", "safetensors", "onnx", "torchscript"],
+        Parameter(
+            help="A C++ program with the compiled model; the weights alone with the task's fields; ONNX (needs "
+            "grappe[onnx]); or TorchScript, which is deprecated."
+        ),
     ] = "program",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
@@ -43,7 +46,8 @@ def export(
         Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
     ] = False,
 ) -> int:
-    """Write a run's model as a C++ program, proven on the whole validation split, or not written."""
+    """Write a run's model as a C++ program, weights, or ONNX; proven on the whole validation split, or not written."""
+    from grappe.verbs.export.exchange import DEPRECATED
     from grappe.verbs.export.export import export as verb
     from grappe.verbs.export.folder import check_target
 
@@ -61,6 +65,8 @@ def export(
         progress=progress,
     )
     progress("")
+    if format == "torchscript":
+        complain(f"grappe: {DEPRECATED}")
     proof, table = done.proof, plain_table("", "")
     table.add_row("written", str(done.folder))
     table.add_row("checkpoint", done.checkpoint)

@@ -95,7 +95,7 @@ def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance
         operators=OPERATORS.format(", ".join(f"`{one}`" for one in known["operators"]))
         if known["operators"]
         else "",
-        inputs=", ".join(_field(one) for one in known["inputs"]),
+        inputs=", ".join(field(one) for one in known["inputs"]),
         outputs=", ".join(f"`{one['name']}`" for one in known["outputs"]),
         proof=(
             f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
@@ -105,7 +105,8 @@ def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance
     )
 
 
-def _field(one: Mapping[str, Any]) -> str:
+def field(one: Mapping[str, Any]) -> str:
+    """Describes an input: its name, NumPy's name of its numbers, its shape."""
     return f"`{one['name']}` {one['dtype']} {['N', *one['shape']]}".replace("'", "")
 
 

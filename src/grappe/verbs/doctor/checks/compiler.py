@@ -24,7 +24,7 @@ Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Tries the compiler that torch would take on a small program; looks for Python's headers, and for nvcc's version."""
+    """Tries the compiler that torch would take on a small program; looks for Python's headers, and for nvcc."""
     if not machine.is_node_leader:
         return
     needed = machine.plan.compile or machine.plan.engine == "deepspeed"
