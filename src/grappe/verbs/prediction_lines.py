@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def opened(file: Path) -> Stream:
         DataError: it is no file, or cannot be read.
     """
     if str(file) == STDIN:
-        return sys.stdin.buffer
+        return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
     try:

@@ -103,7 +103,8 @@ def write(
                 assert made is not None
                 made.save(str(file), external_data=False)
             else:
-                torch.jit.trace(program, tuple(example), check_trace=False).save(str(file))
+                script = torch.jit.trace(program, tuple(example), check_trace=False)
+                torch.jit.save(script, str(file))
     except Exception as error:  # of the exporter, which has many kinds
         text = printable(" ".join(str(error).split()), 500)
         raise TaskError(

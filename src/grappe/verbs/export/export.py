@@ -201,7 +201,7 @@ def _write_exchange(work: _Export, staged: Path, known: dict[str, Any]) -> tuple
     run = exchange.opened(kind, file, made)
     proof = work.prove({exchange.RUNTIMES[kind]: weights.in_batches(run)}, names)
     tests = _write_tests(work, staged, takes, names)
-    about = {
+    about: dict[str, Any] = {
         "kind": kind,
         **known,
         **exchange.versions(kind),
