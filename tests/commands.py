@@ -40,9 +40,9 @@ class Command:
             )
         self.text = text
 
-    def end(self) -> tuple[int, str, str]:
+    def end(self, patience: float = PATIENCE_SECONDS) -> tuple[int, str, str]:
         """Exit code, standard output and standard error, once it has ended."""
-        out, err = self.process.communicate(self.text, timeout=PATIENCE_SECONDS)
+        out, err = self.process.communicate(self.text, timeout=patience)
         return self.process.returncode, out, err
 
     def stop_signal(self) -> None:

@@ -28,6 +28,7 @@ FOLDERS = (
     "training/test_saving.py",
     "training/test_training.py",
     "training/test_training_scores.py",
+    "training/test_with_optimizer.py",
     "training/watchers/test_loggers.py",
     "verbs/data/test_bench.py",
     "verbs/export",

@@ -102,6 +102,7 @@ class Noised(Images):
 
     def augment(self, inputs, targets, keys, training=True):
         assert not torch.is_autocast_enabled("cpu")
+        assert not torch.backends.cuda.matmul.allow_tf32  # the flag alone: what it does needs a GPU
         return grappe.randn_like(inputs), targets
 
 
@@ -111,8 +112,13 @@ def test_augment_draws_for_its_own_samples() -> None:
     for plan in ("", "microbatches=3"):
         world = World(process=ProcessRank(), device=torch.device("cpu"))
         loader = training_loader(task, data, Plan.parse(plan), world)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            batches = list(loader.batches(0, 3))
+        torch.backends.cuda.matmul.allow_tf32 = True  # as precision=tf32 sets it
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                batches = list(loader.batches(0, 3))
+            assert torch.backends.cuda.matmul.allow_tf32
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
         found.append(torch.cat([micro.inputs for batch in batches for micro in batch.microbatches]))
     assert torch.equal(*found)
     assert len(found[0].flatten(1).unique(dim=0)) == 29

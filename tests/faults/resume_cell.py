@@ -69,10 +69,12 @@ def part(
     options: Options,
     dies_at: int | None,
     happenings: Mapping[tuple[int, int], Happening] | None = None,
+    given: Path | None = None,
 ) -> str:
     """Trains, or goes on, until the end or until it dies behind step `dies_at`; what the user is told.
 
     Args:
+        given: another script's file to begin with, its optimizer's state too.
         happenings: by process and step: what happens to it behind that step, when no save is under way.
     """
     plan = Plan.parse(f"{text},threads=1" if text else "threads=1")
@@ -82,7 +84,8 @@ def part(
         run=run,
         base=run.parent,
         data=run.parent,
-        weights=None,
+        weights=given,
+        with_optimizer=given is not None,
         options=options,
     )
     # Another launcher than ours, so that the pool's own output is left alone.

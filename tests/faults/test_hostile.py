@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from grappe.checkpoint.commit import MANIFEST, fingerprint, json_hash
+from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import STATE
 from grappe.checkpoint.initial import build
 from grappe.errors import GrappeError
@@ -283,7 +284,7 @@ def test_weights_to_start_from(run, tmp_path, case: str, suffix: str) -> None:
                 bomb.writestr(name, bytes(1 << 24), zipfile.ZIP_DEFLATED, 9)
     else:
         file.write_bytes(PICKLES[case])
-    assert "evil" in told(lambda: build(Images(), run / "started", file))
+    assert "evil" in told(lambda: build(Images(), run / "started", Begin(given=file)))
 
 
 def test_the_bait_is_live(tmp_path, monkeypatch) -> None:

@@ -44,9 +44,10 @@ def train(folder: Path, kills: int, steps: int, plan: str, generator: random.Ran
         try:
             if struck < kills and strike(command, run, generator):
                 struck += 1
-                command.process.wait(PATIENCE_SECONDS)
+                # Who was killed may not have been needed any more: then it trains on to its end, and prints.
+                command.end(PATIENCE_SECONDS + steps)
                 continue
-            code, _, err = command.end()
+            code, _, err = command.end(PATIENCE_SECONDS + steps)
             assert code == 0, err
             return run, struck
         finally:

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.weights import named_tensors
 from grappe.training.run import Run
@@ -19,7 +20,7 @@ def test_a_run_that_was_parted_is_taken_over_whole(recorded, tmp_path, plan: str
     run = Run(shutil.copytree(recorded(plan).run, tmp_path / "run"))
     newest, model = run.latest(), load(run, TASK)
     assert newest is not None
-    build(TASK, tmp_path / "new/checkpoints", run.folder)
+    build(TASK, tmp_path / "new/checkpoints", Begin(given=run.folder))
     (tmp_path / "new/run.json").write_text("{}")
     begun = Run(tmp_path / "new").latest()
     assert begun is not None

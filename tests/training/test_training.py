@@ -214,3 +214,17 @@ def test_numpys_learning_rates_are_numbers_in_the_curves(tmp_path: Path) -> None
     rates = [one["lr"] for one in run.records("step")]
     assert rates == pytest.approx([0.1 * np.cos(step / 6) for step in range(6)])
     assert run.read_description()["start"]["optimizer"]["lr"] == pytest.approx(0.1)
+
+
+def test_the_mean_loss_is_printed_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    train(tmp_path / "run", print_every=2)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {
+        int(one[3]): (float(one[5]), float(one[7])) for one in lines if one[:1] == ["epoch"] and "lr" in one
+    }
+    records = {one["step"]: one for one in Run(tmp_path / "run").records("step")}
+    assert list(shown) == [2, 4, 6, 8]
+    for step, (loss, lr) in shown.items():
+        mean = (records[step - 1]["loss"] + records[step]["loss"]) / 2
+        assert loss == pytest.approx(mean, abs=1e-4)
+        assert lr == pytest.approx(records[step]["lr"], rel=0.01)

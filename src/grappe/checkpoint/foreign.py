@@ -43,13 +43,13 @@ def foreign_weights(file: Path) -> Weights:
                 f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "
                 "run's folder"
             )
-        return Under(found, _wrapping(found))
+        return Under(found, wrapping(found))
     if file.suffix not in PICKLED and not _is_saved_by_torch(file):
         raise RunError(
             f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
         )
-    found = InMemory(_state_dict(file))
-    return Under(found, _wrapping(found))
+    found = InMemory(state_dict_of(read_content(file), file))
+    return Under(found, wrapping(found))
 
 
 def _is_saved_by_torch(file: Path) -> bool:
@@ -58,7 +58,12 @@ def _is_saved_by_torch(file: Path) -> bool:
         return stream.read(2).startswith(MAGIC)
 
 
-def _state_dict(file: Path) -> dict[str, Tensor]:
+def read_content(file: Path) -> Any:
+    """Reads what torch.save wrote, as tensors and plain containers only.
+
+    Raises:
+        RunError: the file is damaged, or holds more than those.
+    """
     try:
         zipped = zipfile.is_zipfile(file)
         if zipped:
@@ -66,7 +71,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise RunError("it is compressed, which torch's own files never are")
         # Mapped, what is not asked for costs no memory: the optimizer's state, say.
-        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except MemoryError as error:
         raise RunError(
             f"--from {file}: it needs more memory than the model's weights may: {ALONE}"
@@ -74,6 +79,14 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:300]
         raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error
+
+
+def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:
+    """Returns the model's weights in the content of a file.
+
+    Raises:
+        RunError: there are none.
+    """
     if isinstance(content, dict):
         content = next((content[key] for key in KEYS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(
@@ -81,12 +94,12 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
     ):
         raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
     for name, value in content.items():
-        if (why := _not_plain(value)) is not None:
+        if (why := not_plain(value)) is not None:
             raise RunError(f"--from {file}: {name!r} is {why}: weights are plain tensors: {ALONE}")
     return content
 
 
-def _not_plain(tensor: Tensor) -> str | None:
+def not_plain(tensor: Tensor) -> str | None:
     """Names the kind of a tensor that is not one of numbers in memory; None for one that is."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}"
@@ -99,7 +112,7 @@ def _not_plain(tensor: Tensor) -> str | None:
     return f"on the device {tensor.device.type}" if tensor.device.type != "cpu" else None
 
 
-def _wrapping(names: Iterable[str]) -> str:
+def wrapping(names: Iterable[str]) -> str:
     """Returns the prefix that DDP, Lightning or torch.compile put before all names; two wrappers make one prefix."""
     found, names = "", list(names)
     while prefix := next((p for p in PREFIXES if names and all(n.startswith(found + p) for n in names)), ""):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import mmap
 import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from grappe.checkpoint import tensor_file
 from grappe.checkpoint.choice import choose
 from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign import ALONE, foreign_weights
+from grappe.checkpoint.foreign_training import Begin, ForeignTraining, foreign_training
 from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
@@ -25,25 +30,31 @@ from grappe.launch import files as safe
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
 from grappe.launch.limits import LimitReached, Limits
-from grappe.launch.terminal import complain
 from grappe.task import Task
 
 SLACK = 1 << 26  # bytes, for what is not weights: names, headers, torch's own
 LEAST_SECONDS = 3
+MOST_STATES = 3  # of an optimizer, each as large as the weights, as with Adam's amsgrad
 BYTES_PER_SECOND = 10**8  # of a file that is read, and copied into the model
 
 
-def build(task: Task, checkpoints: Path, given: Path | None, run: str = "") -> None:
+def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> tuple[str, ...]:
     """Makes the model in a separate process and saves it as step 0; the memory of building is freed with that process.
 
+    A run that begins with the state of another training is saved as the step behind that training's epochs.
+
     Args:
-        given: a run or a file to take the weights from, instead of fresh ones.
+        begin: what to take over, instead of fresh weights.
         run: the id of the run that it is for.
 
+    Returns:
+        Notes for the user about what was taken over.
+
     Raises:
-        GrappeError: the model cannot be made, or `given` does not fit it.
+        GrappeError: the model cannot be made, or what is given does not fit it.
     """
-    run_in_fork(lambda: _build(task, checkpoints, given, run))
+    notes = run_in_fork(lambda: _build(task, checkpoints, begin, run))
+    return tuple(notes.splitlines())
 
 
 def built(task: Task) -> Weights:
@@ -51,12 +62,33 @@ def built(task: Task) -> Weights:
     return InMemory({name: tensor.detach() for name, tensor in named_tensors(_made(task)).items()})
 
 
-def _build(task: Task, checkpoints: Path, given: Path | None, run: str) -> None:
+def _build(task: Task, checkpoints: Path, begin: Begin | None, run: str) -> str:
     torch.set_num_threads(1)  # a forked process must not use its parent's threads
     model = _made(task)
-    if given is not None:
-        take_over(model, given)
+    if begin is not None and begin.in_the_middle:
+        return _continue(task, model, begin, checkpoints, run)
+    notes = "" if begin is None else take_over(model, begin.given)
     _save(model, checkpoints, run)
+    return notes
+
+
+def _continue(task: Task, model: nn.Module, begin: Begin, checkpoints: Path, run: str) -> str:
+    """Saves the first checkpoint of a run that goes on with another training's state; returns notes, one a line."""
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    optimizer = user_call(task, "optimizer", trained) if begin.with_optimizer else None
+
+    def work() -> str:
+        note = _copied(model, begin.given)
+        with _refusing(begin.given):
+            found = foreign_training(begin, model, optimizer)
+        step = found.epochs_done * begin.steps_per_epoch
+        _save(model, checkpoints, run, step, found)
+        state = "with the optimizer's state" if optimizer is not None else "with a fresh optimizer"
+        where = f"begins behind {found.epochs_done} epochs (step {step}) {state}, from {begin.given}"
+        return "\n".join(filter(None, (where, *found.notes, note)))
+
+    own = sum(tensor.nbytes for tensor in share_memory(model))
+    return _limited(work, begin.given, own, own * (1 + MOST_STATES if begin.with_optimizer else 1))
 
 
 def _made(task: Task) -> nn.Module:
@@ -84,55 +116,78 @@ def check_model(task: Task, model: object) -> None:
         )
 
 
-def _save(model: nn.Module, checkpoints: Path, run: str = "") -> None:
-    pieces = [_piece(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
-    pieces += [_piece(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
-    beside = checkpoints / f".step-000000.{secrets.token_hex(8)}"
+def _save(
+    model: nn.Module, checkpoints: Path, run: str, step: int = 0, found: ForeignTraining | None = None
+) -> None:
+    pieces = [Piece.whole(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
+    pieces += [Piece.whole(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
+    state: dict[str, Any] = {"step": step}
+    if found is not None:
+        pieces += found.pieces
+        state |= found.state(step)
+    beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     safe.make_folder(checkpoints, IN_RUN)
     safe.make_folder(beside, IN_PART)
     files = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
-    files[STATE] = write_new(beside / STATE, b'{"step": 0}')
-    commit(beside, step_folder(checkpoints, 0), files, Origin(step=0, run=run))
+    files[STATE] = write_new(beside / STATE, json.dumps(state).encode())
+    commit(beside, step_folder(checkpoints, step), files, Origin(step=step, run=run))
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
-    shape = tuple(tensor.shape)
-    return Piece(name, tensor.detach().cpu(), shape, (0,) * len(shape))
-
-
-def _given_weights(given: Path) -> Weights:
+def _given_weights(given: Path) -> tuple[Weights, str]:
+    """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
     if not given.is_dir():
-        return foreign_weights(given)
+        return foreign_weights(given), ""
     found = choose(given / "checkpoints")
     if found.checkpoint is None:
         why = f": {found.passed_over[0]}" if found.passed_over else ""
         raise RunError(f"--from {given}: there is no run with a checkpoint that verifies{why}")
-    if found.passed_over:
-        complain(f"grappe: --from {given}: {found}")
-    return found.checkpoint.read_model()
+    return found.checkpoint.read_model(), f"--from {given}: {found}" if found.passed_over else ""
 
 
-def take_over(model: nn.Module, given: Path) -> None:
+def take_over(model: nn.Module, given: Path) -> str:
     """Reads the weights in `given` into the model, by a process that may take as much memory as the model does.
+
+    Returns:
+        A note where an older checkpoint than the newest is taken; else "".
 
     Raises:
         RunError: they are not this model's, or `given` is damaged or hostile.
     """
     own = sum(tensor.nbytes for tensor in share_memory(model))
+    return _limited(lambda: _copied(model, given), given, own, own)
+
+
+def _limited(work: Callable[[], str], given: Path, own: int, most: int) -> str:
+    """Calls `work` in a process that may take `most` bytes; `own` is the size of the model's weights.
+
+    Raises:
+        RunError: the process needed more.
+    """
     size = _size(given)
-    limits = Limits(memory=own + SLACK, mapped=size + SLACK, seconds=LEAST_SECONDS + size // BYTES_PER_SECOND)
+    limits = Limits(
+        memory=most + SLACK, mapped=size + SLACK, seconds=LEAST_SECONDS + size // BYTES_PER_SECOND
+    )
     try:
-        run_in_fork(lambda: _copied(model, given), limits)
+        return run_in_fork(work, limits)
     except LimitReached as error:
         raise RunError(
             f"--from {given}: refused, since {error}, and the model's weights are {own / 1e6:,.1f} MB: {ALONE}"
         ) from None
 
 
-def _copied(model: nn.Module, given: Path) -> None:
+def _copied(model: nn.Module, given: Path) -> str:
+    with _refusing(given):
+        weights, note = _given_weights(given)
+        _copy(model, weights, given)
+    return note
+
+
+@contextlib.contextmanager
+def _refusing(given: Path) -> Iterator[None]:
+    """Turns whatever a stranger's file leads to into one message."""
     try:
-        _copy(model, _given_weights(given), given)
+        yield
     except GrappeError:
         raise
     except Exception as error:  # a file of a stranger's may lead to any

@@ -50,6 +50,12 @@ class Piece(NamedTuple):
     offset: tuple[int, ...]
     """The part's first index in the whole tensor, by dimension."""
 
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Piece:
+        """Returns a tensor that is not spread over processes, on the CPU."""
+        shape = tuple(tensor.shape)
+        return cls(name, tensor.detach().cpu(), shape, (0,) * len(shape))
+
 
 def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None = None) -> Fingerprint:
     """Writes tensors to a new file and flushes it to disk; returns its fingerprint.

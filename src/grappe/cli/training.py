@@ -37,6 +37,17 @@ def train(
             help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
         ),
     ] = None,
+    with_optimizer: Annotated[
+        bool,
+        SWITCH,
+        Parameter(help="Take the optimizer's state and the number of epochs done from the --from file, too."),
+    ] = False,
+    epochs_done: Annotated[
+        int | None,
+        Parameter(
+            help="Epochs that the training of --from has done: begin behind them. Default: what the file says."
+        ),
+    ] = None,
     watch: Annotated[
         list[str] | None,
         Parameter(
@@ -65,6 +76,8 @@ def train(
         run=run,
         data=data_folder(data),
         weights=from_,
+        with_optimizer=with_optimizer,
+        epochs_done=epochs_done,
         options=options,
         watchers=checked_watchers(watch or ()),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ def augments(task: Task, *, training: bool) -> bool:
 
 def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bool = True) -> tuple[Any, Any]:
     """The task's augmentation of a batch."""
-    with torch.autocast(keys.device.type, enabled=False):  # evaluation asks for batches inside the model's
+    with _in_full_precision(keys.device):
         if _takes_training(task):
             batch = task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
         else:
@@ -76,6 +77,21 @@ def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bo
         f"{type(task).__name__}.augment() gave {form(batch)}: it must give a pair, `return inputs, targets`"
         + at(task, "augment")
     )
+
+
+@contextlib.contextmanager
+def _in_full_precision(device: torch.device) -> Iterator[None]:
+    """Context without the model's lower precision: an augmentation has the same bits under every plan.
+
+    Evaluation asks for batches inside the model's autocast; precision=tf32 rounds every product of matrices to 11 bits.
+    """
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def counts_of(task: Task, targets: Any) -> Tensor | None:

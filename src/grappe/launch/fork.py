@@ -16,8 +16,11 @@ from grappe.launch.orphan import end_with_forking_parent
 DONE = "done"  # written by the child, as an exit code alone may be the task's own
 
 
-def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
+def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) -> str:
     """Calls `work` in a forked process, under `limits`, and waits for the process.
+
+    Returns:
+        What `work` returned; "" for None.
 
     Raises:
         GrappeError: `work` raised an error, or the process died.
@@ -37,18 +40,18 @@ def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
         end_with_forking_parent(parent)
         os.close(reader)
         message = _message_of(work if limits is None else lambda: _limited(work, limits))
-        os.write(writer, (message or DONE).encode()[:60_000])
-        os._exit(1 if message else 0)
+        os.write(writer, message.encode()[:60_000])
+        os._exit(0 if message.startswith(DONE) else 1)
     os.close(writer)
     with os.fdopen(reader) as stream:
         killed = limits is not None and limits.watch(pid, reader)
         message = stream.read()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if message == DONE:
-        return
+    name, _, text = message.partition("\n")
+    if name == DONE:
+        return text
     if not message and limits is not None and (reached := limits.reached(exit_code, killed)) is not None:
         raise reached
-    name, _, text = message.partition("\n")
     if not text:
         text = (
             "the process that makes the model was killed, or ended itself: "
@@ -57,9 +60,9 @@ def run_in_fork(work: Callable[[], None], limits: Limits | None = None) -> None:
     raise getattr(errors, name, TaskError)(text)
 
 
-def _limited(work: Callable[[], None], limits: Limits) -> None:
+def _limited(work: Callable[[], str | None], limits: Limits) -> str | None:
     limits.apply()
-    work()
+    return work()
 
 
 def exit_code_in_fork(work: Callable[[], None]) -> int:
@@ -78,11 +81,10 @@ def exit_code_in_fork(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _message_of(work: Callable[[], None]) -> str:
-    """Calls `work`; returns "" when it returned, else the error's class and message."""
-    message = ""
+def _message_of(work: Callable[[], str | None]) -> str:
+    """Calls `work`; returns DONE and what `work` returned, or the error's class and message."""
     try:
-        work()
+        message = f"{DONE}\n{work() or ''}"
     except GrappeError as error:
         message = f"{type(error).__name__}\n{error}"
     except BaseException as error:

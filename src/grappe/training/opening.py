@@ -17,7 +17,8 @@ import torch
 
 import grappe
 from grappe.checkpoint.commit import OLDER
-from grappe.checkpoint.format import Checkpoint, step_folder
+from grappe.checkpoint.foreign_training import Begin
+from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.leftovers import leftovers
@@ -66,7 +67,8 @@ class OpenRequest:
     folder: Path | None
     base: Path
     data: Path
-    weights: Path | None
+    begin: Begin | None
+    """Beginning of a new run that takes over weights; None: fresh weights."""
     dataset: str
     """The training data's fingerprint."""
     sampling: str = ""
@@ -137,16 +139,17 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
         with contextlib.suppress(OSError):
             safe.remove_tree(entry, IN_PART)
     known, chosen = run.read_description(), run.choose()
-    found = chosen.checkpoint
+    found, taken_over = chosen.checkpoint, ()
     if found is None and any(OLDER in why for why in chosen.passed_over):
         raise RunError(
             f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
         )
     if found is None:
-        build(request.task, run.checkpoints, request.weights, known.get("id", ""))
+        taken_over = build(request.task, run.checkpoints, request.begin, known.get("id", ""))
         if new:
-            return 0, ()
-        found = Checkpoint(folder=step_folder(run.checkpoints, 0), step=0)
+            return list_checkpoints(run.checkpoints)[0].step, taken_over
+        found = run.choose().checkpoint
+        assert found is not None, "what was built just now verifies"
     changes = tuple(changed(known, now))
     _refuse_another_order(run, known, now, found.step)
     restarts = int(known.get("restarts", 0)) + 1
@@ -155,7 +158,7 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
     history = [*history, *(f"restart {restarts} at step {found.step}: {one}" for one in changes)]
     run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
     run.cut_back(found.step)
-    notes = chosen.passed_over
+    notes = (*chosen.passed_over, *taken_over)
     resumed = f"resuming from step {found.step}" if found.step else "starting again from step 0"
     mine = Plan.parse(request.plan).engine
     if found.step and (engine := found.read_values().get("engine_name")) != mine:

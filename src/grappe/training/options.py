@@ -34,6 +34,8 @@ class Options:
     """Compute the metrics over the training batches, too; shown with the next evaluation as training_NAME."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
+    print_every: int | None = None
+    """Steps between lines with the mean training loss. Default: a line for each evaluation only."""
     log: Names = ()
     """Loggers beside the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()
@@ -44,4 +46,14 @@ class Options:
     """Only take steps, also beyond the task's epochs; no evaluation, no saving. For measurements."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "evaluate_every", "save_every", "patience", "steps", "keep", "profile_steps")
+        at_least(
+            self,
+            1,
+            "evaluate_every",
+            "save_every",
+            "patience",
+            "steps",
+            "keep",
+            "print_every",
+            "profile_steps",
+        )

@@ -31,7 +31,7 @@ def reporting(options: Options, terminal: UserStream | None, samples: Any, world
     if world.rank == 0:
         found.append(Curves())
         if terminal is not None:
-            found.append(Console(terminal, sample_word(samples)))
+            found.append(Console(terminal, sample_word(samples), options.print_every))
         found += [find_logger(name)() for name in options.log]
     if world.rank in options.profile:
         found.append(Profile(world.rank, options.profile_steps, terminal))

@@ -35,6 +35,10 @@ class Request:
     """The folder of datasets."""
     weights: Path | None = None
     """A run or a file with initial weights."""
+    with_optimizer: bool = False
+    """Whether the optimizer's state and the number of epochs done in the file `weights` are taken over, too."""
+    epochs_done: int | None = None
+    """Epochs that the training of `weights` has done: the run begins behind them. None: what the file says."""
     options: Options = dataclasses.field(default_factory=Options)
     quiet: bool = False
     """Whether to print nothing but errors."""
@@ -42,6 +46,14 @@ class Request:
     """The user's own watchers, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
     also: tuple[Watcher, ...] = ()
     """Further watchers, a copy on every process."""
+
+    def __post_init__(self) -> None:
+        if self.weights is None and (self.with_optimizer or self.epochs_done is not None):
+            raise UsageError(
+                "--with-optimizer and --epochs-done say how to begin from a file: give it by --from FILE"
+            )
+        if self.epochs_done is not None and self.epochs_done < 0:
+            raise UsageError(f"--epochs-done={self.epochs_done}: give 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grappe import engines
+from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.saver import Saver
@@ -235,9 +236,22 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
         folder=request.run,
         base=request.base,
         data=request.data,
-        weights=request.weights,
+        begin=_begin(request, task, data),
         dataset=dataset,
         sampling="" if drawn is None else drawn.fingerprint,
+    )
+
+
+def _begin(request: Request, task: Task, data: Data) -> Begin | None:
+    if request.weights is None:
+        return None
+    return Begin(
+        given=request.weights,
+        with_optimizer=request.with_optimizer,
+        epochs_done=request.epochs_done,
+        epochs=task.epochs,
+        steps_per_epoch=data.order.steps_per_epoch,
+        engine=request.plan.engine,
     )
 
 

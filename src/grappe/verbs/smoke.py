@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from grappe.errors import UsageError
 from grappe.launch.folders import scratch
 from grappe.training.options import Options
 from grappe.training.request import Request
@@ -18,7 +19,10 @@ def smoke(request: Request) -> str:
 
     Raises:
         GrappeError: a part failed.
+        UsageError: the request begins behind step 0.
     """
+    if request.with_optimizer or request.epochs_done:
+        raise UsageError("--smoke takes steps 1 and 2: leave --with-optimizer and --epochs-done out")
     with scratch("smoke") as folder:
         first = dataclasses.replace(request, run=folder / "run", options=Options(steps=1))
         run_training(first)

@@ -25,6 +25,8 @@ def train(
     data: Path | str | None = None,
     fields: Mapping[str, str] | None = None,
     from_: Path | str | None = None,
+    with_optimizer: bool = False,
+    epochs_done: int | None = None,
     options: Options | None = None,
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
@@ -37,7 +39,10 @@ def train(
         run: the run's folder; None makes a new one under `base`.
         data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
         fields: texts for the task's fields, if the task is given by name.
-        from_: a run or a safetensors file to start from.
+        from_: a run, or a .safetensors, .ckpt or .pt file to start from.
+        with_optimizer: take over the optimizer's state and the number of epochs done in the file `from_`, too.
+        epochs_done: epochs that the training of `from_` has done: the run begins behind them. None: what the file says
+            if `with_optimizer`, else 0.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
             "file.py:MyWatcher". Watchers run on process 0, which gets copies of instances.
 
@@ -51,6 +56,8 @@ def train(
         base=Path(base),
         data=data_folder(data),
         weights=Path(from_) if from_ else None,
+        with_optimizer=with_optimizer,
+        epochs_done=epochs_done,
         options=options or Options(),
         watchers=checked_watchers(watchers),
     )

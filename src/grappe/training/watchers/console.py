@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -30,9 +31,12 @@ class Console(Watcher):
 
     Args:
         sample: the word for a sample in the rate per second.
+        print_every: steps between lines with the training loss; None: no such lines.
     """
 
-    def __init__(self, stream: UserStream, sample: str = "samples") -> None:
+    def __init__(self, stream: UserStream, sample: str = "samples", print_every: int | None = None) -> None:
+        self._print_every = print_every
+        self._losses, self._loss_steps, self._loss_seconds = list[float](), 0, 0.0  # since the last such line
         # Given, since a notebook's environment variables would make rich draw as on a terminal.
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -77,8 +81,28 @@ class Console(Watcher):
         self._seconds += record.seconds
         self._steps += 1
         self._count(record)
+        if self._print_every is not None:
+            self._print_loss(record, self._print_every)
         if self._seconds > (REFRESH_SECONDS if self._cell is None else CELL_SECONDS):
             self._refresh()
+
+    def _print_loss(self, record: Record, every: int) -> None:
+        """Prints a line after each `every` steps, with the mean of their losses."""
+        assert self._info is not None
+        if not record.skipped:
+            self._losses.append(record.loss)
+        self._loss_steps += 1
+        self._loss_seconds += record.seconds
+        if record.step % every:
+            return
+        rate = self._loss_steps * self._info.batch_size / self._loss_seconds if self._loss_seconds else 0.0
+        loss = statistics.fmean(self._losses) if self._losses else math.nan
+        self._clear_cell()
+        self._console.print(
+            f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {loss:.4f}  "
+            f"lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
+        )
+        self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
 
     def _count(self, record: Record) -> None:
         assert self._info is not None

@@ -1,0 +1,289 @@
+"""Reads what a training script saved beside its weights: the optimizer's state, and how many epochs were done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grappe.checkpoint.foreign import not_plain, read_content, state_dict_of, wrapping
+from grappe.checkpoint.names import OPTIMIZER
+from grappe.checkpoint.tensor_file import Piece
+from grappe.errors import RunError
+from grappe.errors.foreign_text import printable
+
+KEYS = ("optimizer", "optimizer_state_dict", "optim", "opt", "optimizer_states")
+"""Under which scripts, and Lightning, save the state of an optimizer."""
+EPOCHS = ("epoch", "epochs", "start_epoch")
+OF_A_VERSION = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+"""Fields of a parameter group that some versions of torch have and others have not."""
+OF_A_SCHEDULE = {
+    "params",
+    "param_names",
+    "initial_lr",
+    "swa_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+}
+OF_A_SCHEDULE |= {"lr_scale", "name"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Begin:
+    """Beginning of a new run: its position in the data, and the state of another training that is taken over."""
+
+    given: Path
+    """A run, or a file."""
+    with_optimizer: bool = False
+    """Whether the optimizer's state is taken over, and the number of epochs done."""
+    epochs_done: int | None = None
+    """Epochs that are done; None: what the file says, with its optimizer's state; else 0."""
+    epochs: int = 0
+    """Epochs of the task."""
+    steps_per_epoch: int = 0
+    engine: str = "native"
+    """The engine that will go on."""
+
+    @property
+    def in_the_middle(self) -> bool:
+        """True if the run may begin behind step 0."""
+        return self.with_optimizer or bool(self.epochs_done)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForeignTraining:
+    """The state of another training, in the form of a checkpoint."""
+
+    epochs_done: int
+    pieces: Sequence[Piece]
+    """`optimizer.NAME.KEY`: the optimizer's tensors."""
+    values: Mapping[str, Mapping[str, Any]]
+    """The optimizer's entries that are not tensors, by parameter."""
+    notes: Sequence[str]
+    """Notes for the user, one line each."""
+    engine: str
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Returns the JSON of the checkpoint of `step`, as a training under `engine` would have written it."""
+        position = {"schedule_steps": step, "data_parallel": 1}
+        return {"engine_name": self.engine, "engine": {"optimizer": self.values, **position}}
+
+
+def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None) -> ForeignTraining:
+    """Reads the state of the training that saved the file `begin.given`.
+
+    torch numbers the parameters of an optimizer in the order in which it was given them: the task's optimizer is taken
+    to have been given the same ones in the same order as the script's.
+
+    Args:
+        model: the task's, for its parameters' names.
+        optimizer: the task's, over its trainable parameters; None: its state is not wanted.
+
+    Raises:
+        RunError: the file holds no such state, or the state is not one of this optimizer.
+    """
+    file = begin.given
+    if callable(getattr(optimizer, "eval", None)):  # schedule-free: it evaluates other weights than it trains
+        raise RunError(
+            f"--with-optimizer --from {file}: {type(optimizer).__name__} has two sets of weights, and counts outside "
+            "its state: only its own run can go on with it. Leave --with-optimizer out"
+        )
+    if optimizer is None:
+        done = _checked(begin, begin.epochs_done or 0)
+        return ForeignTraining(epochs_done=done, pieces=(), values={}, notes=(), engine=begin.engine)
+    content = _content(file)
+    saved = _optimizer_of(content, file)
+    notes = _check_groups(saved, optimizer, file)
+    _check_order(content, model, file)
+    _check_states(saved, optimizer, file)
+    optimizer.load_state_dict(dict(saved))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pieces, values = [], {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                pieces.append(Piece.whole(f"{OPTIMIZER}{names[id(parameter)]}.{key}", value))
+            elif value is not None:
+                values.setdefault(names[id(parameter)], {})[key] = value
+    done, how = _epochs_done(content, begin)
+    return ForeignTraining(
+        epochs_done=_checked(begin, done),
+        pieces=pieces,
+        values=values,
+        notes=(*how, *notes),
+        engine=begin.engine,
+    )
+
+
+def _content(file: Path) -> dict[str, Any]:
+    if file.is_dir():
+        raise RunError(
+            f"--with-optimizer --from {file}: that is a folder: go on with a run of grappe's by --run {file}; "
+            "--with-optimizer is for files of other scripts (.pt, .ckpt)"
+        )
+    if file.suffix == ".safetensors":
+        raise RunError(f"--with-optimizer --from {file}: a .safetensors file holds weights alone")
+    content = read_content(file)
+    if not isinstance(content, dict):
+        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
+    return content
+
+
+def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    found = next((content[key] for key in KEYS if key in content), None)
+    if isinstance(found, list):  # Lightning's
+        if len(found) != 1:
+            raise RunError(
+                f"--with-optimizer --from {file}: it has the states of {len(found)} optimizers, not of one"
+            )
+        found = found[0]
+    groups = found.get("param_groups") if isinstance(found, dict) else None
+    states = found.get("state") if isinstance(found, dict) else None
+    if not (_is_list_of_dicts(groups) and isinstance(states, dict)):
+        known = ", ".join(printable(str(key), 40) for key in list(content)[:8]) or "nothing"
+        raise RunError(
+            f"--with-optimizer --from {file}: there is no optimizer's state in it, as torch.save({{'optimizer': "
+            f"optimizer.state_dict(), …}}) writes it, only: {known}. Leave --with-optimizer out, and give "
+            "--epochs-done N to begin behind N epochs with a fresh optimizer"
+        )
+    return found
+
+
+def _is_list_of_dicts(found: object) -> bool:
+    return isinstance(found, list) and all(
+        isinstance(one, dict) and isinstance(one.get("params"), list) for one in found
+    )
+
+
+def _check_groups(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) -> list[str]:
+    """Refuses groups that are not the optimizer's; returns a note for each number in which they differ."""
+    theirs, mine = saved["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, mine)]
+    if sizes[0] != sizes[1]:
+        raise RunError(
+            f"--with-optimizer --from {file}: its optimizer has {_sizes(sizes[0])}, this task's {_sizes(sizes[1])}: "
+            "the task's optimizer() must be given the parameters as the script's was"
+        )
+    notes = []
+    for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
+        ignored = OF_A_VERSION | OF_A_SCHEDULE
+        differing = (set(their) ^ set(own)) - ignored
+        if differing:
+            raise RunError(
+                f"--with-optimizer --from {file}: its optimizer is not of the class "
+                f"{type(optimizer).__name__}: only one of the two has "
+                f"{', '.join(sorted(printable(str(name), 40) for name in differing)[:5])}"
+            )
+        where = f" of group {number}" if len(mine) > 1 else ""
+        notes += [
+            f"{name}{where}: {printable(str(their[name]), 40)} in the file, {own[name]} in the task, which counts"
+            for name in own
+            if name not in {*ignored, "lr"} and _plain(their[name]) != _plain(own[name])
+        ]
+        if _plain(their["lr"]) != _plain(own["lr"]):
+            notes.append(
+                f"lr{where}: last {printable(str(their['lr']), 40)} in the file; the task's lr and schedule count"
+            )
+    return notes
+
+
+def _sizes(sizes: list[int]) -> str:
+    return (
+        " + ".join(map(str, sizes)) + f" parameters in {len(sizes)} group" + ("s" if len(sizes) > 1 else "")
+    )
+
+
+def _plain(value: object) -> object:
+    """Returns a number, or a tuple of numbers, whatever holds it."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_order(content: Mapping[str, Any], model: nn.Module, file: Path) -> None:
+    """Refuses weights whose parameters come in another order than the model's: the optimizer knows them by number."""
+    names = list(state_dict_of(content, file))
+    prefix = wrapping(names)
+    mine = [name for name, _ in model.named_parameters()]
+    known = set(mine)
+    theirs = [name for name in (full.removeprefix(prefix) for full in names) if name in known]
+    if theirs != mine:
+        differing = next((pair for pair in zip(theirs, mine, strict=False) if pair[0] != pair[1]), ("", ""))
+        raise RunError(
+            f"--with-optimizer --from {file}: its parameters come in another order than the model's "
+            f"({printable(differing[0], 80)} where the model has {differing[1]}), and an optimizer's state knows its "
+            "parameters by their number only"
+        )
+
+
+def _check_states(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) -> None:
+    """Refuses a state that is not of its parameter's shape, or not of plain tensors and numbers."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(type(one) is int for one in numbers) or len(set(numbers)) != len(numbers):
+        raise RunError(f"--with-optimizer --from {file}: its optimizer's parameters are not numbered")
+    of_number = dict(zip(numbers, parameters, strict=True))
+    for number, state in saved["state"].items():
+        parameter = of_number.get(number) if isinstance(number, int) else None
+        if parameter is None or not isinstance(state, dict):
+            raise RunError(f"--with-optimizer --from {file}: its optimizer's state is of no parameter")
+        for key, value in state.items():
+            if (why := _unfit(key, value, parameter)) is not None:
+                raise RunError(
+                    f"--with-optimizer --from {file}: {printable(str(key), 40)!r} of parameter {number} is {why}"
+                )
+
+
+def _unfit(key: object, value: object, parameter: Tensor) -> str | None:
+    if not (isinstance(key, str) and key.isidentifier()):
+        return "no name of an optimizer's state"
+    if value is None or isinstance(value, bool | int | float):
+        return None
+    if not isinstance(value, Tensor):
+        return f"of the class {type(value).__name__}"
+    if (why := not_plain(value)) is not None:
+        return why
+    if value.dim() and value.shape != parameter.shape:
+        return f"{list(value.shape)}, where the parameter is {list(parameter.shape)}"
+    return None
+
+
+def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of epochs done, and a note how it was found."""
+    if begin.epochs_done is not None:
+        return begin.epochs_done, ()
+    counted = _lightnings_epochs(content)
+    if counted is not None:
+        return counted, (f"{counted} epochs done, as Lightning counted them in the file",)
+    key = next((key for key in EPOCHS if type(content.get(key)) is int), None)
+    if key is None:
+        raise RunError(
+            f"--with-optimizer --from {begin.given}: it does not say how many epochs were done: give --epochs-done N"
+        )
+    done = content[key]
+    return done, (f"{done} epochs done, as the file's {key!r} is understood; otherwise give --epochs-done N",)
+
+
+def _lightnings_epochs(content: Mapping[str, Any]) -> int | None:
+    """Returns the number of whole epochs that Lightning's loop has counted; None: the file is not Lightning's."""
+    found: Any = content
+    for key in ("loops", "fit_loop", "epoch_progress", "current", "completed"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if type(found) is int else None
+
+
+def _checked(begin: Begin, done: int) -> int:
+    if done < 0:
+        raise RunError(f"{done} epochs done: give --epochs-done N with 0 or more")
+    if done >= begin.epochs:
+        raise RunError(
+            f"--from {begin.given}: {done} epochs are done, and the task has epochs={begin.epochs}: nothing is left to "
+            f"do. Say how many there are in all, as in epochs={done + 10}"
+        )
+    return done
