@@ -16,6 +16,7 @@ from torch import nn
 from grappe.errors import DataError, TaskError
 from grappe.training.run import Run
 from grappe.verbs import predict as verb
+from grappe.verbs.prediction_files import save
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
@@ -107,7 +108,7 @@ def test_tensors_of_any_kind_are_shown(lines, run: Run, tmp_path: Path, gives, f
     assert len(found) == 3
     if first is not None:
         assert found[0] == first
-    verb.save(tmp_path / "out.npy", verb.predict(run, ARRAY, task=Outputs()))
+    save(tmp_path / "out.npy", verb.predict(run, ARRAY, task=Outputs()))
     assert len(np.load(tmp_path / "out.npy")) == 3
 
 
@@ -127,7 +128,7 @@ def test_what_is_no_tensor_of_outputs_is_said(lines, gives, words: str) -> None:
 def test_nothing_to_predict(lines, run: Run, tmp_path: Path) -> None:
     assert lines(ARRAY[:0]) == []
     with pytest.raises(DataError, match="there is no sample"):
-        verb.save(tmp_path / "out.npy", verb.predict(run, ARRAY[:0], task=Outputs()))
+        save(tmp_path / "out.npy", verb.predict(run, ARRAY[:0], task=Outputs()))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from grappe.errors import TaskError, UsageError
-from grappe.verbs.predict import as_json, rows, save
+from grappe.verbs.predict import as_json, rows
+from grappe.verbs.prediction_files import save
 
 A, B = torch.arange(6.0).view(3, 2), torch.arange(3)
 

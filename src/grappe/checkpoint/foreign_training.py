@@ -143,16 +143,15 @@ def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
                 f"--with-optimizer --from {file}: it has the states of {len(found)} optimizers, not of one"
             )
         found = found[0]
-    groups = found.get("param_groups") if isinstance(found, dict) else None
-    states = found.get("state") if isinstance(found, dict) else None
-    if not (_is_list_of_dicts(groups) and isinstance(states, dict)):
+    held = found if isinstance(found, dict) else {}
+    if not (_is_list_of_dicts(held.get("param_groups")) and isinstance(held.get("state"), dict)):
         known = ", ".join(printable(str(key), 40) for key in list(content)[:8]) or "nothing"
         raise RunError(
             f"--with-optimizer --from {file}: there is no optimizer's state in it, as torch.save({{'optimizer': "
             f"optimizer.state_dict(), …}}) writes it, only: {known}. Leave --with-optimizer out, and give "
             "--epochs-done N to begin behind N epochs with a fresh optimizer"
         )
-    return found
+    return held
 
 
 def _is_list_of_dicts(found: object) -> bool:

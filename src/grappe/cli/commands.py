@@ -106,9 +106,16 @@ def evaluate(
 @app.command
 def predict(
     run: RunFolder,
-    inputs: Annotated[str, Parameter(help="A .npy file of inputs [N, ...], or train, validation or test.")],
+    inputs: Annotated[
+        str,
+        Parameter(
+            help="train, validation or test; a .npy file of inputs [N, ...]; a .jsonl file, or - for lines on "
+            "the standard input; a picture, or a folder of them.",
+            allow_leading_hyphen=True,  # for - alone
+        ),
+    ],
     /,
-    *,
+    *pictures: Annotated[str, Parameter(help="Further pictures.")],
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
@@ -120,16 +127,20 @@ def predict(
 ) -> int:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
     from grappe.verbs import predict as verb
+    from grappe.verbs.prediction_files import save
+    from grappe.verbs.prediction_pictures import files_of
 
+    files = files_of([inputs, *pictures] if pictures else inputs)
     taken: list[str] = []
     predictions = verb.predict(
-        run, inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append, trained=trained
+        run, files or inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append, trained=trained
     )
     if out is not None:
-        verb.save(out, predictions)
+        save(out, predictions)
         return EXIT_OK
     for index, one in enumerate(predictions):
-        say(json.dumps({"sample": index, "checkpoint": taken[0], **verb.as_json(one)}))
+        name = {"file": str(files[index])} if files else {}
+        say(json.dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(one)}))
     return EXIT_OK
 
 

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from grappe.cli.arguments import SWITCH, CheckpointName, DataFolder, RunFolder, RunTask
 from grappe.cli.exit import plain_table, show
 from grappe.errors import EXIT_OK
-from grappe.launch.terminal import progress
+from grappe.launch.terminal import complain, progress
 
 
 def register(app: App) -> None:
@@ -24,10 +24,10 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="A new folder to write.")],
     format: Annotated[
-        Literal["program", "safetensors", "transformers"],
+        Literal["program", "safetensors", "transformers", "onnx", "torchscript"],
         Parameter(
-            help="A C++ program with the compiled model; the weights alone with the task's fields; or a folder for "
-            "from_pretrained of transformers."
+            help="A C++ program with the compiled model; the weights alone with the task's fields; a folder for "
+            "from_pretrained of transformers; ONNX (needs grappe[onnx]); or TorchScript, which is deprecated."
         ),
     ] = "program",
     task: RunTask = None,
@@ -36,13 +36,18 @@ def export(
     no_build: Annotated[
         bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
     ] = False,
+    operators: Annotated[
+        list[Path] | None,
+        Parameter(help="A C++ file that registers operators of the model's own; once for each file."),
+    ] = None,
     trained: Annotated[
         bool,
         SWITCH,
         Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
     ] = False,
 ) -> int:
-    """Write a run's model as a C++ program, proven on the whole validation split, or not written."""
+    """Write a run's model as a C++ program, weights, or ONNX; proven on the whole validation split, or not written."""
+    from grappe.verbs.export.exchange import DEPRECATED
     from grappe.verbs.export.export import export as verb
     from grappe.verbs.export.folder import check_target
 
@@ -55,10 +60,13 @@ def export(
         data=data,
         format=format,
         build=not no_build,
+        sources=operators or (),
         trained=trained,
         progress=progress,
     )
     progress("")
+    if format == "torchscript":
+        complain(f"grappe: {DEPRECATED}")
     proof, table = done.proof, plain_table("", "")
     table.add_row("written", str(done.folder))
     table.add_row("checkpoint", done.checkpoint)

@@ -64,7 +64,7 @@ your torch first (gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch'
 | `main.cpp` | the program, to read and to change |
 | `npy.h`, `json.h`, `checksum.h` | read the samples, print the predictions, refuse a damaged package |
 | `model.h` | what the model takes and gives |
-| `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
+{operators}| `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
 | `test/` | samples, and the predictions that they should have |
 | `manifest.json`, `SHA256SUMS` | its origin, its proof, each file's hash: `sha256sum --check SHA256SUMS` |
 
@@ -75,6 +75,9 @@ It takes, in this order: {inputs}. It gives: {outputs}.
 
 **`model.pt2` is native code.** Open it only if you trust who made it, and check the hashes first.
 """
+
+
+OPERATORS = "| `operators/` | the operators {}, which LibTorch has not: compiled into the program |\n"
 
 
 def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance: float) -> str:
@@ -89,7 +92,10 @@ def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance
         tolerance=tolerance,
         what=what,
         instructions=known["instruction_set"],
-        inputs=", ".join(_field(one) for one in known["inputs"]),
+        operators=OPERATORS.format(", ".join(f"`{one}`" for one in known["operators"]))
+        if known["operators"]
+        else "",
+        inputs=", ".join(field(one) for one in known["inputs"]),
         outputs=", ".join(f"`{one['name']}`" for one in known["outputs"]),
         proof=(
             f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
@@ -99,7 +105,8 @@ def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance
     )
 
 
-def _field(one: Mapping[str, Any]) -> str:
+def field(one: Mapping[str, Any]) -> str:
+    """Describes an input: its name, NumPy's name of its numbers, its shape."""
     return f"`{one['name']}` {one['dtype']} {['N', *one['shape']]}".replace("'", "")
 
 

@@ -74,6 +74,11 @@ def open_made(file: Path, made: str | None) -> Callable[..., Any]:
     """
     if made is None:
         refuse_package(file)
+    check_made(file, made)
+    return torch_inductor.load_package(file)
+
+
+def check_made(file: Path, made: str | None) -> None:
+    """Raises GrappeError where a file is not as this process has made it."""
     if safe.kind(file) != "file" or sha256(file) != made:
         raise GrappeError(f"{file} is not as it was made: somebody has changed it, and it is not opened")
-    return torch_inductor.load_package(file)

@@ -1,0 +1,322 @@
+"""grappe predict takes JSON lines and pictures to the same predictions as arrays, and names what it cannot take."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from grappe import Arrays
+from grappe.data import CentreCrop, Images
+from grappe.errors import DataError, UsageError
+from grappe.tasks.digits import Digits
+from grappe.training.run import Run
+from grappe.verbs import prediction_lines
+from grappe.verbs.predict import predict
+from grappe.verbs.prediction_files import save
+from tests.commands import GRAPPE
+from tests.patience import PATIENCE_SECONDS
+from tests.training.test_training import train
+from tests.verbs.export.tasks import Plain
+
+
+class Pairs(Plain):
+    """Two inputs by name: numbers, and whole numbers."""
+
+    def model(self) -> nn.Module:
+        return Embedding()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        generator = torch.Generator().manual_seed(3)
+        inputs = {"x": torch.randn(29, 4, generator=generator), "ids": torch.arange(29)[:, None] % 7}
+        return Arrays(inputs, torch.arange(29) % 3)
+
+
+class Embedding(nn.Module):
+    """Adds what a number stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.table(ids).mean(1))
+
+
+class Photographs(Plain):
+    """Pictures in folders, of which the middle is taken."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Float(), nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+
+    def data(self, split: str, folder: Path) -> Images:
+        return Images(folder / "photographs", CentreCrop(size=8, short=10))
+
+
+class Float(nn.Module):
+    """Bytes to numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() / 255
+
+
+class Wide(Plain):
+    """Samples of 100 kB."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(25_000, 3)
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        return Arrays(torch.ones(29, 25_000), torch.arange(29) % 3)
+
+
+TASKS = {"plain": Plain, "wide": Wide, "pairs": Pairs, "digits": Digits, "photographs": Photographs}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with pictures of two classes."""
+    folder = tmp_path_factory.mktemp("inputs")
+    random = np.random.default_rng(0)
+    for number in range(12):
+        place = folder / "photographs" / f"class{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (14 + number, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / f"{number:02}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Callable[[str], Run]:
+    made: dict[str, Run] = {}
+
+    def run(name: str) -> Run:
+        if name not in made:
+            made[name] = Run(train(folder / f"run-{name}", TASKS[name](), "threads=1", steps=1).run)
+        return made[name]
+
+    return run
+
+
+@pytest.fixture
+def given(runs, folder: Path) -> Callable[[str, Any], list[torch.Tensor]]:
+    return lambda name, inputs: list(predict(runs(name), inputs, task=TASKS[name], data=folder))
+
+
+def same(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def write(file: Path, lines: list[Any]) -> Path:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def test_json_lines_of_arrays(given, tmp_path: Path) -> None:
+    inputs = Plain().data("validation", tmp_path).inputs
+    lines = write(tmp_path / "a.jsonl", inputs.tolist())
+    assert same(given("plain", lines), given("plain", "validation"))
+    whole = write(
+        tmp_path / "whole.ndjson", [[1, 2, 3, 4], [0.5, 2, 3, 4]]
+    )  # types are the task's, not a line's
+    assert same(given("plain", whole), given("plain", torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 3, 4]])))
+
+
+def test_json_lines_of_objects_and_several_lengths(given, tmp_path: Path) -> None:
+    inputs = Pairs().data("validation", tmp_path).inputs
+    rows = [{"x": x, "ids": ids} for x, ids in zip(inputs["x"].tolist(), inputs["ids"].tolist(), strict=True)]
+    assert same(given("pairs", write(tmp_path / "a.jsonl", rows)), given("pairs", "validation"))
+    longer = [{**row, "ids": row["ids"] * (1 + number % 2)} for number, row in enumerate(rows)]
+    assert same(given("pairs", write(tmp_path / "b.jsonl", longer)), given("pairs", "validation"))
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        ("plain", "[1, 2, 3", r"a\.jsonl, line 3: it is no JSON"),
+        ("plain", "[" * 100_000, r"line 3: it is no JSON"),
+        ("plain", '["a", 1, 2, 3]', "line 3: give numbers, in nested lists of one length"),
+        ("plain", "[[1], [2, 3]]", "line 3: give numbers, in nested lists of one length"),
+        ("plain", "[[1, 2, 3, 4]]", r"line 3: it is \[1, 4\], and the model takes \[4\]"),
+        ("plain", "null", "line 3: give numbers"),
+        ("plain", "[1, 2, 3, 1e400, 5]", "the model does not take inputs of shape"),
+        ("pairs", "[1, 2, 3, 4]", "line 3: give an object with x, ids"),
+        ("pairs", '{"x": [1, 2, 3, 4]}', "line 3: give an object with x, ids"),
+        ("pairs", '{"x": [1, 2, 3, 4], "ids": [1.5]}', "line 3, ids: give whole numbers"),
+        ("pairs", '{"x": [1, 2, 3, 4], "ids": [99999999999999999999]}', "line 3, ids: "),
+    ],
+)
+def test_lines_that_are_no_samples(given, name: str, line: str, told: str, tmp_path: Path) -> None:
+    good = '{"x": [1, 2, 3, 4], "ids": [1]}' if name == "pairs" else "[1, 2, 3, 4]"
+    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n")
+    with pytest.raises(DataError, match=told):
+        given(name, tmp_path / "a.jsonl")
+
+
+class Trickle(io.RawIOBase):
+    """Gives its bytes a few at a time, as a pipe does."""
+
+    def __init__(self, content: bytes, size: int) -> None:
+        self._rest, self._size = content, size
+
+    def read1(self, size: int = -1) -> bytes:
+        part, self._rest = self._rest[: self._size], self._rest[self._size :]
+        return part
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_lines_in_any_pieces(size: int) -> None:
+    content = b"".join(b"[%d, 1]\n" % number for number in range(600)) + b"[600, 1]"
+    example = torch.zeros(1, 2)
+    found = list(prediction_lines.batches(Trickle(content, size), "-", example))
+    assert sum(count for _, count in found) == 601
+    assert max(count for _, count in found) <= prediction_lines.BATCH
+    assert torch.cat([batch for batch, _ in found])[:, 0].tolist() == list(range(601))
+
+
+def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction_lines, "LONGEST", 100)
+    with pytest.raises(DataError, match="a line is longer than"):
+        list(prediction_lines.batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
+
+
+def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> None:
+    words = [
+        GRAPPE,
+        "predict",
+        str(runs("plain").folder),
+        "-",
+        "--task",
+        f"{__file__}:Plain",
+        "--data",
+        str(folder),
+    ]
+    child = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )  # fmt: skip
+    assert child.stdin
+    assert child.stdout
+    answers = []
+    for number in range(3):
+        child.stdin.write(f"[{number}, 2, 3, 4]\n")
+        child.stdin.flush()
+        answers.append(json.loads(child.stdout.readline()))
+    child.stdin.close()
+    assert child.wait(PATIENCE_SECONDS) == 0
+    child.stdout.close()
+    assert [one["sample"] for one in answers] == [0, 1, 2]
+    assert len({str(one["output"]) for one in answers}) == 3
+
+
+def test_pictures_are_what_the_tasks_arrays_hold(given, tmp_path: Path) -> None:
+    images = Digits().data("validation", tmp_path).inputs
+    for number in range(5):
+        Image.fromarray(images[number, 0].numpy()).save(tmp_path / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("")
+    wanted = given("digits", "validation")[:5]
+    for inputs in (tmp_path, sorted(tmp_path.glob("*.png"))):
+        found = given("digits", inputs)
+        assert [int(one["class"]) for one in found] == [int(one["class"]) for one in wanted]
+        assert same([one["probability"] for one in found], [one["probability"] for one in wanted])
+    assert len(given("digits", tmp_path / "0.png")) == 1
+
+
+def test_pictures_as_a_tasks_own_data_read_them(given, folder: Path) -> None:
+    wanted = given("photographs", "validation")
+    files = [folder / "photographs" / f"class{number % 2}" / f"{number:02}.png" for number in range(12)]
+    assert same(given("photographs", [*files[::2], *files[1::2]]), wanted)
+
+
+def test_pictures_that_cannot_be_taken(given, folder: Path, tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((9, 8), np.uint8)).save(tmp_path / "large.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "large.png").read_bytes()[:40])
+    (tmp_path / "no.jpg").write_bytes(b"text")
+    for name, told in [
+        ("large.png", "it has 8 x 9 pixels, and the task's samples 8 x 8: resize it"),
+        ("cut.png", r"cut\.png: "),
+        ("no.jpg", r"no\.jpg: neither JPEG nor PNG"),
+        ("none.png", r"none\.png is no file"),
+    ]:
+        with pytest.raises(DataError, match=told):
+            given("digits", tmp_path / name)
+    with pytest.raises(DataError, match="data say not how a picture becomes a sample"):
+        given("plain", tmp_path / "large.png")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="there is no picture in this folder"):
+        given("digits", tmp_path / "empty")
+    with pytest.raises(UsageError, match="several inputs are pictures"):
+        given("digits", [tmp_path / "large.png", tmp_path / "a.npy"])
+    with pytest.raises(
+        UsageError, match=r"a\.txt: give one of train, validation, test, a \.npy file, JSON lines"
+    ):
+        given("digits", tmp_path / "a.txt")
+
+
+def test_files_of_predictions_are_those_in_memory(runs, folder: Path, tmp_path: Path) -> None:
+    rows = list(predict(runs("digits"), "validation", task=Digits, data=folder))
+    save(tmp_path / "out.npz", iter(rows))
+    found = np.load(tmp_path / "out.npz")
+    assert found["class"].tolist() == [int(row["class"]) for row in rows]
+    assert found["probability"].dtype == np.float32
+    save(tmp_path / "one.npy", (row["probability"] for row in rows))
+    assert np.array_equal(np.load(tmp_path / "one.npy"), found["probability"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.npy", "out.npz"]
+    with pytest.raises(UsageError, match="there is no folder"):
+        save(tmp_path / "none" / "out.npy", iter([torch.zeros(2)]))
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from grappe.verbs.predict import predict
+from grappe.verbs.prediction_files import save
+from tests.verbs.test_prediction_inputs import TASKS
+
+name, run, inputs, folder = sys.argv[1:]
+found = predict(run, inputs, task=TASKS[name], data=folder)
+next(found)
+now = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (now + (200 << 20), now + (200 << 20)))
+try:
+    np.ones(300 << 20, np.uint8)
+except MemoryError:
+    save(Path(folder) / "limited.npy", found)
+    print(len(np.load(Path(folder) / "limited.npy", mmap_mode="r")))
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), [("npy", "wide"), ("jsonl", "plain")])
+def test_files_larger_than_the_memory(kind: str, name: str, runs, folder: Path) -> None:
+    """300 MB of samples, in a process that may take 200 MB more than before the first."""
+    file, count = folder / f"large.{kind}", 3_000
+    if kind == "npy":
+        np.lib.format.open_memmap(
+            file, "w+", np.float32, (count, 25_000)
+        ).flush()  # takes no room on the disk
+    else:
+        padded = b"[1, 2, 3, 4" + b" " * 100_000 + b"]\n"
+        with file.open("wb") as stream:
+            for _ in range(count):
+                stream.write(padded)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, name, str(runs(name).folder), str(file), str(folder)],
+        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    file.unlink()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(count - 1)
