@@ -17,7 +17,7 @@ from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
 from grappe.data.prepare import dataset_of
 from grappe.data.sampling import Sampling
-from grappe.parallel.batchnorm import Kept, kept_buffers, put_back
+from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.step.given import loss_of
 from grappe.task import Task, overrides
@@ -236,14 +236,14 @@ def _evaluating(module: nn.Module) -> None:
 
 
 class _RestoredBuffers:
-    """Module that restores the buffers before each forward; not after it, since backward may still read them."""
+    """Module that restores the buffers before each forward, as new tensors: a backward may still read the old ones."""
 
     def __init__(self) -> None:
         self._kept: Kept = []
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         self._kept = self._kept or kept_buffers(module)
-        put_back(self._kept)
+        replace_buffers(self._kept)
 
 
 def _in_float32(forward: Any) -> Any:
