@@ -59,6 +59,15 @@ def test_what_couples_samples_is_found_whether_evaluation_stops_it_or_not() -> N
     assert not torch.allclose(Whitening()(x)[2:3], alone(x[2:3]), atol=1e-2)
 
 
+def test_a_normalisation_that_begins_at_zero_is_found() -> None:
+    layer = nn.BatchNorm1d(8)
+    nn.init.zeros_(layer.weight)
+    coupling = found(layer)
+    assert coupling.modules == {"1": None}
+    assert not coupling.independent_rows
+    assert not layer.weight.any(), "the model itself is left alone"
+
+
 @pytest.mark.parametrize(
     "draw",
     [

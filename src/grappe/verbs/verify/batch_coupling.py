@@ -104,6 +104,10 @@ def batch_coupled_modules(
     if rows < FEWEST_ROWS:
         return BatchCoupling(modules={}, independent_rows=False)
     model = copy.deepcopy(model).train()
+    for module in model.modules():
+        # One that begins at 0, as the last of a residual block may, would hide what it couples.
+        if isinstance(module, BatchNormBase) and module.affine and not module.weight.any():
+            module.weight.fill_(1.0)
     with RandomOps(off=True), inside(None):
         calls = _calls(model, call, part(0, rows))
         try:
