@@ -19,6 +19,7 @@ from grappe.training.run import Run
 from tests.faults.resume_cell import part
 from tests.parity.tasks import Images
 from tests.processes import Pool
+from tests.training.test_training import train
 
 TASK = Images(rule="adam", batchnorm=True, batch_size=16, samples=48)
 
@@ -69,3 +70,10 @@ def test_a_resumed_training_reads_its_weights_once(pool: Pool, tmp_path: Path, p
     for name, size in sizes.items():
         if tensors.shape(name):  # a step counter is read by every process
             assert total[name] == copies * size, name
+
+
+def test_a_count_of_restarts_that_is_none_begins_anew(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=2, save_every=1)
+    Run(tmp_path / "run").describe(restarts=[[], None])
+    train(tmp_path / "run", steps=3, save_every=1)
+    assert Run(tmp_path / "run").read_description()["restarts"] == 1

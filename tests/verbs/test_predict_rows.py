@@ -57,3 +57,8 @@ def test_arrays(tmp_path: Path) -> None:
         save(tmp_path / "two.npy", rows({"a": A, "b": B}, 3, "Mine"))
     with pytest.raises(UsageError, match="several forms or shapes"):
         save(tmp_path / "x.npy", rows([torch.ones(n) for n in (1, 2)], 2, "Mine"))
+
+
+def test_a_tensor_without_numbers_is_said() -> None:
+    with pytest.raises(TaskError, match="a tensor on the device meta"):
+        as_json({"score": torch.ones(2, device="meta")})

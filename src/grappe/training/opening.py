@@ -152,7 +152,8 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
         assert found is not None, "what was built just now verifies"
     changes = tuple(changed(known, now))
     _refuse_another_order(run, known, now, found.step)
-    restarts = int(known.get("restarts", 0)) + 1
+    before = known.get("restarts")
+    restarts = (before if isinstance(before, int) else 0) + 1
     kept = {name: known[name] for name in ("started", "host", "id") if name in known}
     history = known.get("changes") if isinstance(known.get("changes"), list) else []
     history = [*history, *(f"restart {restarts} at step {found.step}: {one}" for one in changes)]

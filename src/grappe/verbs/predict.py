@@ -164,6 +164,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
     if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
+        if getattr(value, "is_meta", False):
+            raise TaskError(
+                "a prediction is a tensor on the device meta, which has no numbers: give a real one"
+            )
         return _finite(value.tolist())
     if value is None or isinstance(value, str | int | float | bool | complex):
         return _finite(value)
