@@ -234,6 +234,22 @@ def test_pictures_are_what_the_tasks_arrays_hold(given, tmp_path: Path) -> None:
     assert len(given("digits", tmp_path / "0.png")) == 1
 
 
+def test_a_splits_name_is_never_a_folder(
+    given, runs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = given("digits", "validation")
+    (tmp_path / "validation").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert len(given("digits", "validation")) == len(wanted)  # no pictures are in the folder
+    with pytest.raises(DataError, match="there is no picture in this folder"):
+        given("digits", "./validation")
+    done = subprocess.run(
+        [GRAPPE, "predict", str(runs("digits").folder), "validation", "--task", "digits", "--data", str(folder)],
+        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert len(done.stdout.splitlines()) == len(wanted), done.stderr
+
+
 def test_pictures_as_a_tasks_own_data_read_them(given, folder: Path) -> None:
     wanted = given("photographs", "validation")
     files = [folder / "photographs" / f"class{number % 2}" / f"{number:02}.png" for number in range(12)]

@@ -18,6 +18,7 @@ def needing(peak: int | None) -> Needs:
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
     assert room_of("narval").size == 40 * 10**9
+    assert room_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
     with pytest.raises(UsageError, match="narval-cpu"):
         room_of("narval-cpu")
 

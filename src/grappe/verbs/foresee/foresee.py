@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grappe.foresight.compose import Needs
     from grappe.foresight.sketch import Sketch
 
-GPU_MEMORY = re.compile(r"(\d+) ?GB")
+GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
 MARGIN = 1.1  # of a GPU's peak: what its allocator cannot use between blocks, and kernels' workspace
 MEASURES = (
@@ -80,7 +80,8 @@ def room_of(site: str) -> Room:
         raise UsageError(
             f"--site={site}: it names no GPU's memory; leave --site out, and compare with your device's own"
         )
-    return Room(whose=f"{site}'s {node.gpu}", size=int(found[1]) * 10**9)
+    smallest = min(map(int, found[1].split(" or ")))  # a job may get either
+    return Room(whose=f"{site}'s {node.gpu}", size=smallest * 10**9)
 
 
 def foresee(
