@@ -32,7 +32,12 @@ def test_this_machines_compiler_fits() -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert words(examine(compiler.check)).startswith("note: there is no C++ compiler on the PATH")
-    assert words(examine(compiler.check, "compile")).startswith("error: ")
+    assert words(examine(compiler.check, "compile,device=cpu")).startswith("error: ")
+    assert words(examine(compiler.check, "engine=deepspeed")).startswith("warning: ")  # its kernels are optional
+    disk = "engine=deepspeed,offload=nvme:/tmp,shard=2"
+    assert words(examine(compiler.check, disk)).startswith("error: ")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert words(examine(compiler.check, "compile")).startswith("warning: ")
 
 
 def stand_in(folder: Path, body: str) -> Path:
@@ -52,7 +57,7 @@ def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
     found = examine(compiler.check, environment={"CXX": str(old)})
     assert f"warning: the C++ compiler {old} (gcc 8.5.0) does not fit" in words(found)
     assert APT in words(found)
-    assert examine(compiler.check, "compile", environment={"CXX": str(old)})[0].level == "error"
+    assert examine(compiler.check, "compile,device=cpu", environment={"CXX": str(old)})[0].level == "error"
 
 
 @pytest.mark.parametrize(
