@@ -184,7 +184,9 @@ def test_types_are_the_tasks_whatever_a_line_says() -> None:
     example = Both(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
     ((found, count),) = prediction_lines.batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
     assert isinstance(found, Both) and count == 1
-    assert found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
+    assert (
+        found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
+    )
     for number in ("1.5", "1e300", "Infinity", "NaN"):
         with pytest.raises(DataError, match="give whole numbers"):
             list(prediction_lines.batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
@@ -343,7 +345,10 @@ def test_files_are_named_as_numpy_names_them(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link.npy").symlink_to(tmp_path / "elsewhere" / "there.npy")
     save(tmp_path / "link.npy", rows)
-    assert (tmp_path / "link.npy").is_symlink() and np.load(tmp_path / "elsewhere" / "there.npy").shape == (3, 2)
+    assert (tmp_path / "link.npy").is_symlink() and np.load(tmp_path / "elsewhere" / "there.npy").shape == (
+        3,
+        2,
+    )
 
 
 def test_a_folder_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

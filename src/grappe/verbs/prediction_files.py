@@ -20,8 +20,8 @@ SUFFIXES = (".npy", ".npz")
 def save(file: Path, predictions: Iterable[Any]) -> None:
     """Writes predictions [N, ...]: to a .npy file where each is a tensor, to a .npz file where each is a dict.
 
-    The file appears once all are written; in memory is one row at a time. Like numpy.save it adds .npy to a name without
-    that ending; of a link it writes what the link leads to.
+    The file appears once all are written; in memory is one row at a time. A name of another ending gets
+    .npy, as numpy.save's does; of a link what it leads to is written.
 
     Raises:
         DataError: there is none.

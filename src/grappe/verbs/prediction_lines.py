@@ -41,8 +41,14 @@ def opened(file: Path) -> Stream:
     if str(file) == STDIN:
         try:
             return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
-        except (AttributeError, ValueError, OSError) as error:  # None where it is closed; without a number in a notebook
-            raise DataError("there is no standard input here to read lines from: give a file of them") from error
+        except (
+            AttributeError,
+            ValueError,
+            OSError,
+        ) as error:  # None where it is closed; without a number in a notebook
+            raise DataError(
+                "there is no standard input here to read lines from: give a file of them"
+            ) from error
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
     try:
@@ -127,15 +133,15 @@ def _collect(value: Any, example: Any, place: str, found: list[np.ndarray]) -> N
 def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
     if example.is_complex():
         raise DataError(
-            "the model's inputs are complex numbers, which JSON lines cannot give: predict a split, or call the model in "
-            "Python, with model = grappe.load(run)"
+            "the model's inputs are complex numbers, which JSON lines cannot give: predict a split, or call the model "
+            "in Python, with model = grappe.load(run)"
         )
     try:
         array = np.array(value)
     except ValueError:  # rows of several lengths
         array = np.array(None)
     whole = not example.is_floating_point()
-    if whole and array.dtype.kind == "f" and (np.abs(array) <= EXACT).all() and (array == np.rint(array)).all():
+    if whole and array.dtype.kind == "f" and _is_whole(array):
         array = array.astype(np.int64)  # 1.0
     if array.dtype.kind not in (WHOLE if whole else f"{WHOLE}f"):
         what = "whole numbers" if whole else "numbers"
@@ -151,6 +157,10 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
     if array.ndim != example.dim() - 1:
         raise DataError(f"{place}: it is {list(array.shape)}, and the model takes {list(example.shape[1:])}")
     return array
+
+
+def _is_whole(array: np.ndarray) -> bool:
+    return bool((np.abs(array) <= EXACT).all() and (array == np.rint(array)).all())
 
 
 def _shapes(leaves: list[np.ndarray]) -> list[tuple[int, ...]]:

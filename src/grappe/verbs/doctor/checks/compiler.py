@@ -43,7 +43,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def _is_needed(plan: Plan) -> bool:
-    """Returns whether a training under `plan` ends without a compiler: inductor's kernels for CPUs, DeepSpeed's disk."""
+    """Returns whether a training ends without a compiler: for inductor's kernels on a CPU, or DeepSpeed's disk."""
     import torch
 
     if plan.engine == "deepspeed" and plan.offload.startswith("nvme"):

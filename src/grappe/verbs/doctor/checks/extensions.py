@@ -29,7 +29,7 @@ REQUIRES_TORCH = re.compile(r"torch\b(?!-)", re.ASCII)
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Asks the dynamic linker about the extensions beside the task, and, outside jobs, of packages that require torch."""
+    """Asks the dynamic linker about extensions beside the task, and, outside jobs, of packages that require torch."""
     if not machine.is_node_leader:
         return
     own = list(of_task(machine.task))
@@ -85,7 +85,7 @@ def of_packages() -> Iterator[Path]:
 
 
 def answer(file: Path, libraries: Iterable[Path]) -> str | None:
-    """Returns what `ldd -r` says of a library, with torch's own where they are once torch is imported; None: nothing."""
+    """Returns what `ldd -r` says, with torch's libraries where they are once torch is imported; None: no answer."""
     before = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     path = ":".join((*map(str, libraries), *filter(None, before)))
     try:
