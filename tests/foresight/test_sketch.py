@@ -10,6 +10,7 @@ from torch import nn
 
 from grappe import Arrays, Task
 from grappe.errors import PlanError, TaskError
+from grappe.foresight import kernels
 from grappe.foresight.compose import needs
 from grappe.foresight.sharding import padded, rows_of
 from grappe.foresight.sketch import GRADIENT, Sketch
@@ -44,6 +45,13 @@ class Small(Task):
 
     def optimizer(self, named_parameters):
         return torch.optim.Adam(named_parameters)
+
+
+class Normal(Small):
+    """A layer whose kernel takes memory of its own."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3))
 
 
 class Looks(Small):
@@ -81,6 +89,50 @@ def test_a_larger_batch_than_was_read_has_activations_in_proportion(tmp_path: Pa
 def test_a_model_that_reads_values_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"Looks cannot run without values.*test_sketch\.py.*item"):
         Sketch(Looks(), tmp_path).trace(4)
+
+
+class Broken(Small):
+    """Samples that cannot be read."""
+
+    def data(self, split: str, folder: Path) -> list[int]:
+        class Samples(list):
+            def __getitem__(self, index: int) -> None:
+                raise ValueError("no such picture")
+
+        return Samples(range(20))
+
+
+class Unsplit(Small):
+    """A tensor plan that fails."""
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, object]:
+        return {"first": model.nothing}
+
+
+def test_what_the_tasks_own_code_raises_names_its_line(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"no such picture.*test_sketch\.py"):
+        Sketch(Broken(), tmp_path)
+    with pytest.raises(TaskError, match=r"nothing.*test_sketch\.py.*tensor_plan"):
+        needs(Sketch(Unsplit(), tmp_path), Plan.parse("tensor=2"))
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "tensor=2"])
+def test_a_model_of_transformers_is_split_as_in_a_training(plan: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.parallel.families import Llama
+
+    sketch = Sketch(Llama(), tmp_path)
+    whole = sum(one.size for one in sketch.parameters)
+    found = needs(sketch, Plan.parse(plan)).states.parameters
+    assert whole / 2 <= found < whole * 0.75
+
+
+def test_a_kernel_that_is_too_large_to_be_tried_leaves_the_peak_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "LARGEST", 100)
+    sketch = Sketch(Normal(), tmp_path, kernels=kernels.Kernels())
+    assert needs(sketch, Plan()).peak is None
 
 
 @pytest.mark.parametrize("text", ["engine=textbook,replicate=2", "compile", "exact=2"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from grappe.checkpoint.foreign_training import _optimizer_of
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
@@ -205,6 +206,11 @@ def with_a_path_as_key(content: dict[str, Any]) -> None:
     content["optimizer"]["state"][0]["../../evil"] = torch.tensor(1.0)
 
 
+def factored(content: dict[str, Any]) -> None:
+    moment = content["optimizer"]["state"][0]["exp_avg"]
+    content["optimizer"]["state"][0]["row_var"] = moment.flatten(1).mean(1)
+
+
 def sparse(content: dict[str, Any]) -> None:
     content["optimizer"]["state"][0]["exp_avg"] = torch.eye(3).to_sparse()
 
@@ -238,6 +244,7 @@ def before_its_begin(content: dict[str, Any]) -> None:
         (in_two_groups, r"its optimizer has 1 \+ 3 \+ 4 parameters in 3 groups, this task's"),
         (of_another_class, "its optimizer is not of the class Adam"),
         (of_another_shape, r"'exp_avg' of parameter 0 is \[3, 5, 7\], where the parameter is"),
+        (factored, r"'row_var' of parameter 0 is .*factored.*leave --with-optimizer out"),
         (of_no_parameter, "of no parameter"),
         (with_a_path_as_key, "no name of an optimizer's state"),
         (sparse, "'exp_avg' of parameter 0 is of the layout sparse_coo"),
@@ -253,6 +260,13 @@ def test_what_cannot_be_taken_over_is_refused(tmp_path, whole, change, words: st
     with pytest.raises(GrappeError, match=words):
         train(tmp_path / "run", file, with_optimizer=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_other_things_under_an_optimizers_names_are_passed_over() -> None:
+    state = {"state": {}, "param_groups": [{"params": [0]}]}
+    assert _optimizer_of({"optimizer": "adam", "opt": {"lr": 1.0}, "optim": state}, Path("a.pt")) is state
+    with pytest.raises(GrappeError, match="only: optimizer"):
+        _optimizer_of({"optimizer": "adam"}, Path("a.pt"))
 
 
 def test_files_without_an_optimizer(tmp_path, whole) -> None:

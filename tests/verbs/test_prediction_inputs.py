@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch import nn
 
 from grappe import Arrays
 from grappe.data import CentreCrop, Images
-from grappe.errors import DataError, UsageError
+from grappe.errors import DataError, TaskError, UsageError
 from grappe.tasks.digits import Digits
 from grappe.training.run import Run
 from grappe.verbs import prediction_lines
@@ -62,6 +62,13 @@ class Photographs(Plain):
 
     def data(self, split: str, folder: Path) -> Images:
         return Images(folder / "photographs", CentreCrop(size=8, short=10))
+
+
+class Broken(list):
+    """Samples that cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError("no such sample")
 
 
 class Float(nn.Module):
@@ -166,6 +173,43 @@ def test_lines_that_are_no_samples(given, name: str, line: str, told: str, tmp_p
         given(name, tmp_path / "a.jsonl")
 
 
+class Both(NamedTuple):
+    """Two inputs in order, by name."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+def test_types_are_the_tasks_whatever_a_line_says() -> None:
+    example = Both(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
+    ((found, count),) = prediction_lines.batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
+    assert isinstance(found, Both) and count == 1
+    assert (
+        found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
+    )
+    for number in ("1.5", "1e300", "Infinity", "NaN"):
+        with pytest.raises(DataError, match="give whole numbers"):
+            list(prediction_lines.batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
+
+
+def test_what_lines_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="complex numbers"):
+        list(prediction_lines.batches(Trickle(b"[1]", 10), "-", torch.zeros(1, 1, dtype=torch.complex64)))
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DataError, match="there is no standard input"):
+        prediction_lines.opened(Path("-"))
+
+
+def test_validation_data_that_cannot_be_read_name_the_line(
+    given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = write(tmp_path / "a.jsonl", [[1, 2, 3, 4]])
+    given("plain", lines)
+    monkeypatch.setattr(Plain, "data", lambda *_: Broken(range(29)))
+    with pytest.raises(TaskError, match=r"Plain failed.*no such sample.*test_prediction_inputs\.py"):
+        given("plain", lines)
+
+
 class Trickle(io.RawIOBase):
     """Gives its bytes a few at a time, as a pipe does."""
 
@@ -234,6 +278,22 @@ def test_pictures_are_what_the_tasks_arrays_hold(given, tmp_path: Path) -> None:
     assert len(given("digits", tmp_path / "0.png")) == 1
 
 
+def test_a_splits_name_is_never_a_folder(
+    given, runs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = given("digits", "validation")
+    (tmp_path / "validation").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert len(given("digits", "validation")) == len(wanted)  # no pictures are in the folder
+    with pytest.raises(DataError, match="there is no picture in this folder"):
+        given("digits", "./validation")
+    done = subprocess.run(
+        [GRAPPE, "predict", str(runs("digits").folder), "validation", "--task", "digits", "--data", str(folder)],
+        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert len(done.stdout.splitlines()) == len(wanted), done.stderr
+
+
 def test_pictures_as_a_tasks_own_data_read_them(given, folder: Path) -> None:
     wanted = given("photographs", "validation")
     files = [folder / "photographs" / f"class{number % 2}" / f"{number:02}.png" for number in range(12)]
@@ -276,6 +336,26 @@ def test_files_of_predictions_are_those_in_memory(runs, folder: Path, tmp_path: 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.npy", "out.npz"]
     with pytest.raises(UsageError, match="there is no folder"):
         save(tmp_path / "none" / "out.npy", iter([torch.zeros(2)]))
+
+
+def test_files_are_named_as_numpy_names_them(tmp_path: Path) -> None:
+    rows = [torch.ones(2)] * 3
+    save(tmp_path / "pred", rows)
+    assert np.load(tmp_path / "pred.npy").shape == (3, 2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.npy").symlink_to(tmp_path / "elsewhere" / "there.npy")
+    save(tmp_path / "link.npy", rows)
+    assert (tmp_path / "link.npy").is_symlink() and np.load(tmp_path / "elsewhere" / "there.npy").shape == (
+        3,
+        2,
+    )
+
+
+def test_a_folder_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    rows = iter([torch.ones(2)])
+    with pytest.raises(UsageError, match="it is a folder"):
+        save(tmp_path, rows)
+    assert len(list(rows)) == 1
 
 
 LIMITED = """

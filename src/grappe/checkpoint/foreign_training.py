@@ -136,7 +136,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    found = next((content[key] for key in KEYS if key in content), None)
+    found = next((content[key] for key in KEYS if _has_groups(content.get(key))), None)
     if isinstance(found, list):  # Lightning's
         if len(found) != 1:
             raise RunError(
@@ -152,6 +152,12 @@ def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
             "--epochs-done N to begin behind N epochs with a fresh optimizer"
         )
     return held
+
+
+def _has_groups(found: object) -> bool:
+    """Returns whether it is an optimizer's state, or a list of some: a script may save other things as `opt`."""
+    several = found if isinstance(found, list) else [found]
+    return bool(several) and all(isinstance(one, dict) and "param_groups" in one for one in several)
 
 
 def _is_list_of_dicts(found: object) -> bool:
@@ -249,7 +255,10 @@ def _unfit(key: object, value: object, parameter: Tensor) -> str | None:
     if (why := not_plain(value)) is not None:
         return why
     if value.dim() and value.shape != parameter.shape:
-        return f"{list(value.shape)}, where the parameter is {list(parameter.shape)}"
+        return (
+            f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: a state of another shape, "
+            "a factored one (Adafactor), say, is not taken over: leave --with-optimizer out"
+        )
     return None
 
 

@@ -22,7 +22,7 @@ from grappe.checkpoint.foreign_training import Begin, ForeignTraining, foreign_t
 from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
-from grappe.checkpoint.weights import InMemory, Weights, named_tensors
+from grappe.checkpoint.weights import InMemory, Weights, kind_of, named_tensors
 from grappe.errors import GrappeError, RunError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call
@@ -234,16 +234,10 @@ def _copy(model: nn.Module, weights: Weights, given: Path) -> None:
                 shapes = f"{list(weights.shape(name))} there, {list(tensor.shape)} in the model"
                 raise RunError(f"--from {given}: {name} is {shapes}")
             value = weights.read(name)
-            if _kind(value.dtype) != _kind(tensor.dtype):
+            if kind_of(value.dtype) != kind_of(tensor.dtype):
                 kinds = f"{value.dtype} there, {tensor.dtype} in the model".replace("torch.", "")
                 raise RunError(f"--from {given}: {name} is {kinds}")
             tensor.copy_(value)
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex or dtype.is_floating_point:
-        return "complex" if dtype.is_complex else "decimal"
-    return "truth" if dtype == torch.bool else "whole"
 
 
 def _some(names: list[str]) -> str:

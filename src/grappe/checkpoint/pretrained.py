@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe.checkpoint.tensor_file import TensorFiles
+from grappe.checkpoint.weights import kind_of
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files as safe
@@ -37,7 +38,7 @@ def pretrained(
         unused: patterns of the names in the files that the model does not have.
 
     Raises:
-        TaskError: there are no such files, or names or shapes differ.
+        TaskError: there are no such files, or names, shapes or kinds of numbers differ.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return model
@@ -66,7 +67,11 @@ def pretrained(
                 f"{where}: {names[0]} is {list(weights.shape(found))} there and {list(tensor.shape)} in the model: "
                 "is it made from the same configuration?"
             )
-        tensor.copy_(weights.read(found))
+        value = weights.read(found)
+        if kind_of(value.dtype) != kind_of(tensor.dtype):
+            kinds = f"{value.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
+            raise TaskError(f"{where}: {names[0]} is {kinds}: quantized weights have to be converted first")
+        tensor.copy_(value)
     return model
 
 

@@ -132,3 +132,10 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu()
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Names the kind of a type's numbers: tensors of two kinds are never each other's values."""
+    if dtype.is_complex or dtype.is_floating_point:
+        return "complex" if dtype.is_complex else "decimal"
+    return "truth" if dtype == torch.bool else "whole"

@@ -8,13 +8,16 @@ from fnmatch import fnmatchcase
 
 from grappe.data.order import cut as rows_cut
 from grappe.errors import PlanError
+from grappe.errors.user_code import naming_user_line
 from grappe.foresight.memory import Accumulating, Overlay, Part, States, peak, states
 from grappe.foresight.sharding import Sharding, padded, rows_of
-from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.sketch import Parameter, Sketch, homes_of
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
 from grappe.parallel.pipeline.cut import cut
 from grappe.parallel.pipeline.rules import stages_each
+from grappe.parallel.pipeline.units import pipeline_units
+from grappe.parallel.tensor import tensor_styles
 from grappe.plan import Plan
 from grappe.step.precision import LOWER
 
@@ -58,8 +61,14 @@ def needs(sketch: Sketch, plan: Plan, *, batch: int | None = None, gpu: bool = F
 
     Raises:
         PlanError: the plan's memory is not known, or the task does not support the plan.
+        TaskError: the task's own code fails.
     """
     refuse_unforeseen(plan)
+    with naming_user_line(sketch.task):
+        return _needs(sketch, plan, batch, gpu)
+
+
+def _needs(sketch: Sketch, plan: Plan, batch: int | None, gpu: bool) -> Needs:
     everyone = [states(parts, sketch.buffers) for parts in _processes(sketch, plan)]
     samples = min(batch or sketch.task.batch_size, sketch.samples)
     slices = [
@@ -99,24 +108,22 @@ def _stages(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
     if plan.pipeline == 1:
         return [list(sketch.parameters)]
     parts = cut(sketch.task, sketch.plain, plan.pipeline * stages_each(plan), sketch.example())
-    home = {unit: number % plan.pipeline for number, units in enumerate(parts) for unit in units}
-    return [[one for one in sketch.parameters if home[one.unit] == place] for place in range(plan.pipeline)]
+    place_of = {unit: number % plan.pipeline for number, units in enumerate(parts) for unit in units}
+    # Not Parameter.unit: of a model of transformers a pipeline's units are others than those that are sharded.
+    homes = homes_of(pipeline_units(sketch.task, sketch.plain))
+    places = {name: place_of[homes[id(one)]] for name, one in sketch.plain.named_parameters()}
+    return [[one for one in sketch.parameters if places[one.name] == place] for place in range(plan.pipeline)]
 
 
 def _tensor_parts(sketch: Sketch, plan: Plan) -> list[dict[str, tuple[int, ...]]]:
     """Returns, for the first and the last process of the tensor axis, the shapes of its parts of split parameters.
 
     Raises:
-        PlanError: the task has no tensor plan, or one of a style that is not known.
+        PlanError: neither the task nor its model has a tensor plan, or it has a style that is not known.
     """
     if plan.tensor == 1:
         return [{}]
-    styles = dict(sketch.task.tensor_plan(sketch.plain))
-    if not styles:
-        raise PlanError(
-            f"tensor={plan.tensor}: {type(sketch.task).__name__} does not say how its model is split; "
-            "give it a tensor_plan(), or use shard= instead"
-        )
+    styles = tensor_styles(sketch.plain, sketch.task, plan)
     found: list[dict[str, tuple[int, ...]]] = []
     for rank in (0, plan.tensor - 1):
         shapes = {}
@@ -151,6 +158,8 @@ def _peak(sketch: Sketch, plan: Plan, rows: int, copies: int) -> int | None:
     lower = plan.precision if plan.precision in LOWER else "fp32"
     threads = plan.threads or own_cores(ProcessRank(size=plan.processes, local_size=plan.processes))
     trace = sketch.trace(rows, lower, plan.recompute, threads)
+    if not trace.complete:
+        return None
     sharded = plan.shard > 1
     whole = [Part(parameter=one, numbers=one.size // one.item) for one in sketch.parameters]
     parts = next(iter(_processes(sketch, plan)))

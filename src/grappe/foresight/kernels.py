@@ -56,6 +56,8 @@ class Kernels:
     def __init__(self) -> None:
         self.threads = 1
         """Of the process whose kernels are asked for."""
+        self.untried = False
+        """Whether a call was too large to be tried."""
         self._known: dict[tuple[int, Call], int] = {}
         self._missing: dict[Call, None] = {}
 
@@ -67,6 +69,9 @@ class Kernels:
             _described(arguments),
             tuple(sorted((name, _described(value)) for name, value in keywords.items())),
         )
+        if sum(map(_size, _forms((call.arguments, call.keywords, _described(output))))) > LARGEST:
+            self.untried = True
+            return 0
         key = (self.threads, call)
         if key not in self._known:
             self._missing[call] = None
@@ -103,8 +108,6 @@ def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path
 
 def _run(call: Call, name: str) -> int:
     """Runs a call under `name`; returns the bytes of its output."""
-    if _size(call) > LARGEST:
-        return 0
     operator, _, overload = call.name.partition(".")
     function = getattr(getattr(torch.ops.aten, operator), overload)
     arguments = [_real(one) for one in call.arguments]
@@ -134,11 +137,20 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
     return most
 
 
-def _size(call: Call) -> int:
-    forms = [
-        one for one in (*call.arguments, *(value for _, value in call.keywords)) if isinstance(one, Form)
-    ]
-    return 4 * sum(torch.Size(one.size).numel() for one in forms)
+def _forms(value: Any) -> Iterator[Form]:
+    if isinstance(value, Form):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _forms(one)
+
+
+def _size(form: Form) -> int:
+    """Computes the bytes of a tensor's memory, from its first number to its last."""
+    if 0 in form.size:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(form.size, form.stride, strict=True))
+    return (last + 1) * getattr(torch, form.kind).itemsize
 
 
 def _described(value: Any) -> Any:

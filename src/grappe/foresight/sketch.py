@@ -19,6 +19,7 @@ from grappe.data.prepare import dataset_of
 from grappe.data.rand_like import entering
 from grappe.data.rows import at_rows
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
+from grappe.errors.user_code import naming_user_line
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.ledger import Ledger, Mark
 from grappe.launch.rank import ProcessRank
@@ -77,6 +78,8 @@ class Trace:
     """Bytes of its inputs, targets and weights."""
     boundaries: tuple[int, ...]
     """Bytes of each unit's output."""
+    complete: bool = True
+    """Whether what all kernels take is counted."""
 
 
 class Sketch:
@@ -88,7 +91,7 @@ class Sketch:
         kernels: what kernels take besides their output; None: nothing, as on a device that is not here.
 
     Raises:
-        TaskError: the model, the loss or the optimizer cannot run without values.
+        TaskError: the model, the loss or the optimizer cannot run without values, or the task's own code fails.
     """
 
     def __init__(
@@ -96,11 +99,12 @@ class Sketch:
     ) -> None:
         self.task, self._kernels = task, kernels
         self.mode: Any = fake_tensors()
-        self._batch = _Batches(task, data, self.mode)
+        with naming_user_line(task):
+            self._batch = _Batches(task, data, self.mode)
         with _explained(task, "be made"):
             self.plain = on_meta(task)
             model = self._made()
-            homes = _homes(task.units(model))
+            homes = homes_of(task.units(model))
             self.buffers = sum(_bytes(one) for one in model.buffers())
         with _explained(task, "be stepped by its optimizer"), self.mode:
             self.parameters, self.together = _stepped(task, list(model.named_parameters()), homes, foreach)
@@ -182,7 +186,7 @@ class _Batches:
         return self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _homes(units: Sequence[nn.Module]) -> dict[int, int]:
+def homes_of(units: Sequence[nn.Module]) -> dict[int, int]:
     """Returns the first unit of each parameter, by its id."""
     homes: dict[int, int] = {}
     for number, unit in enumerate(units):
@@ -256,6 +260,8 @@ def _traced(
 ) -> Trace:
     micro = batch.microbatches[0]
     given = _tensors(micro)
+    if kernels is not None:
+        kernels.untried = False
     ledger = Ledger([*model.parameters(), *model.buffers(), *given], kernels)
     boundaries = [0] * len(units)
     for number, unit in enumerate(units):
@@ -277,6 +283,7 @@ def _traced(
         marks=tuple(ledger.marks),
         batch=sum(map(_bytes, given)),
         boundaries=tuple(boundaries),
+        complete=kernels is None or not kernels.untried,
     )
 
 

@@ -21,7 +21,7 @@ def on_meta(task: Task) -> nn.Module:
             model = model_of(task)
         if not _has_loose_tensors(model):
             return model
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, TypeError):  # TypeError: .numpy()
         pass  # it computes with values while it is made; then it has to have them
     return model_of(task)
 

@@ -34,6 +34,17 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
     """
     if plan.tensor == 1:
         return
+    styles = tensor_styles(model, task, plan)
+    assert world.mesh is not None
+    parallelize_module(model, world.mesh["tensor"], styles)
+
+
+def tensor_styles(model: nn.Module, task: Task, plan: Plan) -> dict[str, ParallelStyle]:
+    """Returns how each module is split, by its name or a pattern: as the task says, else as its model does.
+
+    Raises:
+        PlanError: neither the task nor its model has a tensor plan, or the model's own cannot be followed.
+    """
     styles = dict(task.tensor_plan(model))
     for name, one in transformers.models(model).items() if not styles else ():
         styles |= _styles(one, plan, model, f"{name}." if name else "")
@@ -42,8 +53,7 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
             f"tensor={plan.tensor}: {type(task).__name__} does not say how its model is split; "
             "give it a tensor_plan() (see grappe/tasks/pysource.py), or use shard= instead"
         )
-    assert world.mesh is not None
-    parallelize_module(model, world.mesh["tensor"], styles)
+    return styles
 
 
 def _styles(one: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:

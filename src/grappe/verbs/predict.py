@@ -59,7 +59,8 @@ def predict(
     made = given(run, task).resolve()
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
-    batches = source(made, lambda: data_of(run, data))
+    with naming_user_line(made):
+        batches = source(made, lambda: data_of(run, data))
     done = 0
     while True:
         # Left before each yield: else gradients would be off in the code that asks for the predictions.

@@ -14,16 +14,24 @@ import torch
 
 from grappe.errors import DataError, UsageError
 
+SUFFIXES = (".npy", ".npz")
+
 
 def save(file: Path, predictions: Iterable[Any]) -> None:
     """Writes predictions [N, ...]: to a .npy file where each is a tensor, to a .npz file where each is a dict.
 
-    The file appears once all are written; in memory is one row at a time.
+    The file appears once all are written; in memory is one row at a time. A name of another ending gets
+    .npy, as numpy.save's does; of a link what it leads to is written.
 
     Raises:
         DataError: there is none.
-        UsageError: they are neither, or of several shapes.
+        UsageError: they are neither, or of several shapes; or `file` is a folder, or in none.
     """
+    target = (file if file.suffix in SUFFIXES else Path(f"{file}.npy")).resolve()
+    if file.is_dir() or target.is_dir():
+        raise UsageError(f"--out {file}: it is a folder: give a file in it, as {file}/predictions.npy")
+    if not target.parent.is_dir():
+        raise UsageError(f"--out {file}: there is no folder {target.parent}")
     rows = iter(predictions)
     first = next(rows, None)
     if first is None:
@@ -31,9 +39,7 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
     names = tuple(first) if isinstance(first, dict) else ("",)
     if names != ("",) and file.suffix != ".npz":
         raise UsageError(f"--out {file}: predictions have {', '.join(names)}: give a file that ends in .npz")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"--out {file}: there is no folder {file.absolute().parent}")
-    with tempfile.TemporaryDirectory(prefix=".grappe-predict-", dir=file.absolute().parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".grappe-predict-", dir=target.parent) as folder:
         parts = {name: Path(folder) / f"{number}.npy" for number, name in enumerate(names)}
         with contextlib.ExitStack() as stack:
             columns = {name: _Column(stack.enter_context(part.open("wb"))) for name, part in parts.items()}
@@ -43,7 +49,7 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
             for column in columns.values():
                 column.finish()
         made = parts[""] if names == ("",) and file.suffix != ".npz" else _zipped(parts, Path(folder))
-        made.replace(file)
+        made.replace(target)
 
 
 class _Column:

@@ -20,13 +20,12 @@ from grappe.data.prepare import dataset_of, prepare
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, UsageError
 from grappe.errors.native_code import refuse_package
-from grappe.task import Task
+from grappe.task import SPLITS, Task
 from grappe.verbs import prediction_lines, prediction_pictures
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-SPLITS = ("train", "validation", "test")
 BATCH = 256
 BATCH_BYTES = 1 << 26
 """Of an array's batch: large samples come in smaller batches."""

@@ -22,6 +22,7 @@ SUFFIXES = (".jsonl", ".ndjson")
 BATCH = 256
 PART = 1 << 20  # bytes that are read at a time
 LONGEST = 1 << 26  # bytes of a line
+EXACT = 1 << 53  # up to which a float tells whole numbers apart
 WHOLE = "biu"  # NumPy's kinds of whole numbers
 
 
@@ -38,7 +39,16 @@ def opened(file: Path) -> Stream:
         DataError: it is no file, or cannot be read.
     """
     if str(file) == STDIN:
-        return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
+        try:
+            return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
+        except (
+            AttributeError,
+            ValueError,
+            OSError,
+        ) as error:  # None where it is closed; without a number in a notebook
+            raise DataError(
+                "there is no standard input here to read lines from: give a file of them"
+            ) from error
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
     try:
@@ -121,11 +131,18 @@ def _collect(value: Any, example: Any, place: str, found: list[np.ndarray]) -> N
 
 
 def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
+    if example.is_complex():
+        raise DataError(
+            "the model's inputs are complex numbers, which JSON lines cannot give: predict a split, or call the model "
+            "in Python, with model = grappe.load(run)"
+        )
     try:
         array = np.array(value)
     except ValueError:  # rows of several lengths
         array = np.array(None)
     whole = not example.is_floating_point()
+    if whole and array.dtype.kind == "f" and _is_whole(array):
+        array = array.astype(np.int64)  # 1.0
     if array.dtype.kind not in (WHOLE if whole else f"{WHOLE}f"):
         what = "whole numbers" if whole else "numbers"
         raise DataError(f"{place}: give {what}, in nested lists of one length, as the model's inputs are")
@@ -142,6 +159,10 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
     return array
 
 
+def _is_whole(array: np.ndarray) -> bool:
+    return bool((np.abs(array) <= EXACT).all() and (array == np.rint(array)).all())
+
+
 def _shapes(leaves: list[np.ndarray]) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in leaves]
 
@@ -154,6 +175,7 @@ def _stacked(samples: list[list[np.ndarray]], example: Any) -> Any:
             return torch.as_tensor(next(columns)).to(inner.dtype)
         if isinstance(inner, dict):
             return {key: fill(one) for key, one in inner.items()}
-        return type(inner)(fill(one) for one in inner)
+        filled = [fill(one) for one in inner]
+        return type(inner)(*filled) if hasattr(inner, "_fields") else type(inner)(filled)
 
     return fill(example)

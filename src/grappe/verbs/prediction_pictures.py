@@ -21,7 +21,7 @@ from grappe.data.images.decode import decoded
 from grappe.data.images.headers import NoPicture, header_of
 from grappe.errors import DataError, UsageError
 from grappe.errors.foreign_text import printable
-from grappe.task import Task
+from grappe.task import SPLITS, Task
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 CHANNELS = {1: "L", 3: "RGB"}
@@ -32,10 +32,14 @@ Decode = Callable[[bytes], Tensor]
 def files_of(inputs: Any) -> list[Path] | None:
     """Lists the pictures that `inputs` names: one, several, or a folder's by name; None if it names none.
 
+    A split's name is never a folder: `./validation`, or a Path, names the folder.
+
     Raises:
         DataError: the folder has none.
         UsageError: one of several files is no picture.
     """
+    if isinstance(inputs, str) and inputs in SPLITS:
+        return None
     if isinstance(inputs, str | Path):
         path = Path(inputs)
         if path.is_dir() and path.suffix not in (".npy", ".jsonl", ".ndjson"):

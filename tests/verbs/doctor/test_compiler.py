@@ -32,7 +32,14 @@ def test_this_machines_compiler_fits() -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert words(examine(compiler.check)).startswith("note: there is no C++ compiler on the PATH")
-    assert words(examine(compiler.check, "compile")).startswith("error: ")
+    assert words(examine(compiler.check, "compile,device=cpu")).startswith("error: ")
+    assert words(examine(compiler.check, "engine=deepspeed")).startswith(
+        "warning: "
+    )  # its kernels are optional
+    disk = "engine=deepspeed,offload=nvme:/tmp,shard=2"
+    assert words(examine(compiler.check, disk)).startswith("error: ")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert words(examine(compiler.check, "compile")).startswith("warning: ")
 
 
 def stand_in(folder: Path, body: str) -> Path:
@@ -52,7 +59,7 @@ def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
     found = examine(compiler.check, environment={"CXX": str(old)})
     assert f"warning: the C++ compiler {old} (gcc 8.5.0) does not fit" in words(found)
     assert APT in words(found)
-    assert examine(compiler.check, "compile", environment={"CXX": str(old)})[0].level == "error"
+    assert examine(compiler.check, "compile,device=cpu", environment={"CXX": str(old)})[0].level == "error"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,49 @@ def test_a_build_for_gpus() -> None:
     assert "it is built for CUDA, and this torch is 2.13.0+cpu | build it again with this torch" in found
 
 
-def test_installed_packages_are_looked_at() -> None:
-    assert all(file.suffix == ".so" for file in extensions.of_packages())
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Installs a package that requires torch; returns the extension in it, beside which is a variant for GPUs."""
+    extension = tmp_path / "packages" / f"mine{sysconfig.get_config_var('EXT_SUFFIX')}"
+    facts = tmp_path / "packages" / "mine-1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mine\nVersion: 1\nRequires-Dist: torch>=2\n"
+    )
+    (facts / "RECORD").write_text(f"{extension.name},,\nlibmine_cuda117.so,,\n")
+    source = "namespace c10 { void not_here(int); }\nvoid use() { c10::not_here(1); }"
+    compiled = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(extension)]
+    subprocess.run(compiled, input=source, text=True, check=True, capture_output=True)
+    (tmp_path / "packages" / "libmine_cuda117.so").write_bytes(extension.read_bytes())
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    return extension
+
+
+def test_installed_packages_are_looked_at(package: Path, tmp_path: Path) -> None:
+    found = [file for file in extensions.of_packages() if file.is_relative_to(tmp_path)]
+    assert found == [package]
+    said = [one for one in examine(extensions.check) if str(tmp_path) in one.what]
+    assert [one.level for one in said] == ["note"] and "which no library has" in said[0].what
+    assert not examine(extensions.check, job=True)
+
+
+def test_what_there_is_no_time_for_is_said(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "ALL_SECONDS", -1.0)
+    assert words(extensions.of_files([package, package], (), APT)).startswith(
+        f"note: {package} and 1 more is not looked at"
+    )
+
+
+def test_an_ldd_that_runs_files_is_not_asked(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [extensions.runs_files("glibc", one) for one in ("2.17", "2.27", "2.36", "")] == [True] + [
+        False
+    ] * 3
+    assert not extensions.runs_files("", "")
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.17"))
+    monkeypatch.setattr(extensions, "answer", lambda *_: pytest.fail("it was asked"))
+    assert "are not looked at" in words(examine(extensions.check))
+
+
+def test_a_task_without_a_file_has_no_libraries_beside_it() -> None:
     assert not list(extensions.of_task("digits"))
     assert not list(extensions.of_task(None))

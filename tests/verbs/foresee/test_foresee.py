@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from grappe.errors import UsageError
+from grappe.cli import foreseeing
+from grappe.errors import TaskError, UsageError
 from grappe.foresight.compose import Needs
 from grappe.foresight.memory import States
 from grappe.verbs.foresee.foresee import Foreseen, Room, candidates, foresee, room_of
 from grappe.verbs.foresee.table import sentences
+from tests.foresight import test_sketch
 
 
 def needing(peak: int | None) -> Needs:
@@ -18,6 +20,7 @@ def needing(peak: int | None) -> Needs:
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
     assert room_of("narval").size == 40 * 10**9
+    assert room_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
     with pytest.raises(UsageError, match="narval-cpu"):
         room_of("narval-cpu")
 
@@ -32,7 +35,7 @@ def test_a_plan_fits_with_a_margin_and_an_unknown_peak_fits_never_for_sure() -> 
 
 def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> None:
     plans = [str(plan) for plan in candidates((1, 2))]
-    assert plans[0] == "" and "replicate=2" in plans and "shard=2,recompute,microbatches=4" not in plans
+    assert plans[0] == "" and "replicate=2" in plans and "shard=2,microbatches=4,recompute" in plans
     assert plans.index("replicate=2") < plans.index("shard=2,zero=1") < plans.index("shard=2")
 
 
@@ -42,9 +45,30 @@ def test_the_first_that_fits_is_named_or_what_to_change() -> None:
     fitting = Foreseen(plan="shard=2", processes=2, batch=8, needs=needing(10 * 10**9), fits=True)
     assert "the first that fits: shard=2" in sentences([too_big, fitting], room)[-1]
     assert "none of them fits" in sentences([too_big], room)[-1]
+    unknown = Foreseen(plan="pipeline=2", processes=2, batch=8, needs=needing(None), fits=None)
+    assert "none of them fits" not in sentences([too_big, unknown], room)[-1]
 
 
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
     found = foresee("digits", ["compile", "tensor=2", "pipeline=2,microbatches=4"], site="narval")
     assert "compile" in found[0].why and "tensor_plan" in found[1].why
     assert found[2].needs is not None and found[2].needs.peak is None
+
+
+def test_plans_of_which_none_can_be_foreseen_are_refused() -> None:
+    with pytest.raises(UsageError, match="compile: what it keeps in memory is not foreseen"):
+        foresee("digits", ["compile"])
+
+
+def test_a_task_that_reads_values_is_said_once() -> None:
+    with pytest.raises(TaskError, match=r"cannot run without values"):
+        foresee(f"{test_sketch.__file__}:Looks", ["", "microbatches=2"])
+
+
+@pytest.mark.parametrize(("fits", "code"), [((False, None), 0), ((False, False), 1), ((True, False), 0)])
+def test_the_exit_code_is_1_only_if_none_fits_for_sure(
+    fits: tuple[bool | None, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
+    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: found)
+    assert foreseeing.foresee("digits", site="narval") == code

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe.errors import GrappeError, UsageError
+from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grappe.foresight.compose import Needs
     from grappe.foresight.sketch import Sketch
 
-GPU_MEMORY = re.compile(r"(\d+) ?GB")
+GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
 MARGIN = 1.1  # of a GPU's peak: what its allocator cannot use between blocks, and kernels' workspace
 MEASURES = (
@@ -80,7 +80,8 @@ def room_of(site: str) -> Room:
         raise UsageError(
             f"--site={site}: it names no GPU's memory; leave --site out, and compare with your device's own"
         )
-    return Room(whose=f"{site}'s {node.gpu}", size=int(found[1]) * 10**9)
+    smallest = min(map(int, found[1].split(" or ")))  # a job may get either
+    return Room(whose=f"{site}'s {node.gpu}", size=smallest * 10**9)
 
 
 def foresee(
@@ -99,7 +100,8 @@ def foresee(
     own are run once each, in a process of their own.
 
     Raises:
-        GrappeError: the task cannot be traced, or the site is not known.
+        TaskError: the task cannot be traced.
+        UsageError: no plan can be foreseen, or the site is not known.
     """
     from grappe.data.prepare import prepare
     from grappe.foresight.kernels import Kernels
@@ -112,7 +114,10 @@ def foresee(
     prepare(made, folder)
     sketch = Sketch(made, folder, foreach=room is not None, kernels=None if room else Kernels())
     batches = batch_size or (made.batch_size,)
-    return [_foreseen(sketch, plan, batch, room) for batch in batches for plan in wanted]
+    found = [_foreseen(sketch, plan, batch, room) for batch in batches for plan in wanted]
+    if all(one.needs is None for one in found):
+        raise UsageError("; ".join(dict.fromkeys(one.why for one in found)))
+    return found
 
 
 def candidates(counts: Sequence[int]) -> Iterator[Plan]:
@@ -133,6 +138,8 @@ def _foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Fore
     try:
         engines.check(plan)
         found = needs(sketch, plan, batch=batch, gpu=room is not None)
+    except TaskError:
+        raise  # every plan has it
     except GrappeError as error:
         return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
     return Foreseen(

@@ -57,7 +57,7 @@ def sentences(found: Sequence[Foreseen], room: Room | None) -> list[str]:
     if fitting is not None and fitting.needs is not None and fitting.needs.peak is not None:
         needed = size(Room.needed(fitting.needs.peak))
         lines.append(f"the first that fits: {fitting.plan or 'one process'}, with {needed} a process")
-    elif known:
+    elif known and not any(one.fits is None for one in found if one.needs is not None):
         lines.append(
             f"none of them fits: the smallest takes {size(Room.needed(min(known)))} a process. Take more processes "
             "with shard=, more microbatches, recompute, or a smaller batch_size"

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from grappe.errors import GrappeError
 from grappe.launch import command
 from grappe.verbs.doctor.checks.compiler import of_site
-from grappe.verbs.doctor.finding import Finding, Machine, warning
+from grappe.verbs.doctor.finding import Finding, Machine, note, warning
 
-MOST = 60
-"""Libraries that are looked at: each takes some milliseconds."""
+EACH_SECONDS, ALL_SECONDS = 5.0, 20.0
+"""For a library, and for all of them: each takes some milliseconds, and processors may be waiting."""
+TAGGED = tuple(one for one in EXTENSION_SUFFIXES if one != ".so")
+"""Endings of what Python imports. Packages ship other libraries in variants, of which only one is ever loaded."""
+SAFE_GLIBC = (2, 27)
+"""The first whose ldd never runs the file that it is asked about."""
 MISSING = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
 VERSION = re.compile(r"version `((?:GLIBCXX|CXXABI|GLIBC)_[\w.]+)' not found")
 UNDEFINED = re.compile(r"undefined symbol: (\w+)")
@@ -23,16 +29,43 @@ REQUIRES_TORCH = re.compile(r"torch\b(?!-)", re.ASCII)
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Asks the dynamic linker about the extensions of packages that require torch, and of those beside the task."""
+    """Asks the dynamic linker about extensions beside the task, and, outside jobs, of packages that require torch."""
     if not machine.is_node_leader:
         return
+    own = list(of_task(machine.task))
+    others = [] if machine.job else [one for one in of_packages() if one not in own]
+    files = list(dict.fromkeys((*own, *others)))
+    if files and runs_files(*platform.libc_ver()):
+        yield note(
+            f"{len(files)} extensions in C++ are not looked at",
+            f"this system's ldd (glibc {platform.libc_ver()[1]}) may run the file that it is asked about",
+        )
+        return
+    yield from of_files(files, own, of_site(machine.environment))
+
+
+def of_files(files: Sequence[Path], own: Collection[Path], load: str) -> Iterator[Finding]:
+    """Asks about `files` while there is time; a warning for those of the task's `own`, a note for others."""
     import torch
 
     home = Path(torch.__file__).parent
     libraries = [home / "lib", *home.parent.glob("nvidia/*/lib")]
-    load = of_site(machine.environment)
-    for file in list(dict.fromkeys((*of_task(machine.task), *of_packages())))[:MOST]:
-        yield from of_answer(file, answer(file, libraries), load, torch.__version__)
+    end, left = time.monotonic() + ALL_SECONDS, []
+    for file in files:
+        text = answer(file, libraries) if time.monotonic() < end else None
+        if text is None:
+            left.append(file)
+        else:
+            yield from of_answer(file, text, load, torch.__version__, warning if file in own else note)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        yield note(f"{left[0]}{more} is not looked at: ldd takes too long")
+
+
+def runs_files(library: str, version: str) -> bool:
+    """Returns whether the ldd of this C library may run the file that it is asked about."""
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    return library == "glibc" and bool(numbers) and numbers < SAFE_GLIBC
 
 
 def of_task(task: str | None) -> Iterator[Path]:
@@ -44,33 +77,40 @@ def of_task(task: str | None) -> Iterator[Path]:
 
 
 def of_packages() -> Iterator[Path]:
-    """Lists the libraries of installed packages that require torch."""
+    """Lists what Python imports of installed packages that require torch."""
     for package in metadata.distributions():
         if any(REQUIRES_TORCH.match(one) and "extra ==" not in one for one in package.requires or ()):
-            named = (one for one in package.files or () if one.suffix == ".so")
+            named = (one for one in package.files or () if one.name.endswith(TAGGED))
             yield from (found for one in named if (found := Path(str(package.locate_file(one)))).is_file())
 
 
-def answer(file: Path, libraries: Iterable[Path]) -> str:
-    """Returns what `ldd -r` says of a library, with torch's own where they are once torch is imported."""
+def answer(file: Path, libraries: Iterable[Path]) -> str | None:
+    """Returns what `ldd -r` says, with torch's libraries where they are once torch is imported; None: no answer."""
     before = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     path = ":".join((*map(str, libraries), *filter(None, before)))
     try:
         return command.run(
-            "ldd", "-r", str(file), both=True, environment={**os.environ, "LD_LIBRARY_PATH": path}
+            "ldd",
+            "-r",
+            str(file),
+            both=True,
+            seconds=EACH_SECONDS,
+            environment={**os.environ, "LD_LIBRARY_PATH": path},
         )
     except command.Missing:
         return ""
-    except GrappeError as mistake:
-        return str(mistake)
+    except command.Failed as mistake:
+        return None if mistake.code is None else str(mistake)
 
 
-def of_answer(file: Path, text: str, load: str, torch: str) -> Iterator[Finding]:
+def of_answer(
+    file: Path, text: str, load: str, torch: str, level: Callable[..., Finding] = warning
+) -> Iterator[Finding]:
     """Returns findings for what `ldd -r` said of `file`."""
     missing = sorted(set(MISSING.findall(text)))
     if missing:
         cuda = any(re.match(r"lib(torch_cuda|c10_cuda|cu)", one) for one in missing)
-        yield warning(
+        yield level(
             f"{file} needs {', '.join(missing)}: not found by the dynamic linker",
             "it cannot be imported"
             + (f"; it is built for CUDA, and this torch is {torch}" if cuda and "+cpu" in torch else ""),
@@ -80,7 +120,7 @@ def of_answer(file: Path, text: str, load: str, torch: str) -> Iterator[Finding]
         )
     versions = sorted(set(VERSION.findall(text)))
     if versions:
-        yield warning(
+        yield level(
             f"{file} needs {versions[-1]}, which the library that is found here has not",
             "its compiler is newer than the libstdc++ or libc that Python finds",
             f"{load}, which brings its library too; or build it here",
@@ -88,7 +128,7 @@ def of_answer(file: Path, text: str, load: str, torch: str) -> Iterator[Finding]
     unknown = [one for one in UNDEFINED.findall(text) if not PYTHON.match(one)]
     if unknown and not missing:
         other = any(part in unknown[0] for part in ("3c10", "2at", "5torch"))
-        yield warning(
+        yield level(
             f"{file} needs {unknown[0]}, which no library has"
             + (f" ({len(unknown)} such symbols)" if len(unknown) > 1 else ""),
             f"it was built for another torch than {torch}, or for another ABI of C++"
