@@ -18,16 +18,31 @@ ROOT = Path(__file__).parents[2]
 NARROW = 400  # pixels
 
 
+def built(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "docs.site", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site's folder."""
     folder = tmp_path_factory.mktemp("built") / "site"
-    done = subprocess.run(
-        [sys.executable, "-m", "docs.site", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+    done = built(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.mark.parametrize("name", ["site", "site-sources"])
+def test_a_folder_of_somebody_else_is_kept(name: str, tmp_path: Path) -> None:
+    theirs = tmp_path / name / "thesis.tex"
+    theirs.parent.mkdir()
+    theirs.touch()
+    done = built(tmp_path / "site")
+    assert done.returncode == 2
+    assert f"{theirs.parent} holds something else" in done.stderr
+    assert theirs.exists()
 
 
 @pytest.fixture(scope="module")

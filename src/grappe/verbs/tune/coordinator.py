@@ -183,8 +183,10 @@ class Coordinator:
         """Writes down what a trial has come to, or leaves it open."""
         job = self._jobs.pop(ended.number)
         trial = self._trials[ended.number]
-        if ended.how == "trained":
-            self._write(objective.ended(self._study, trial, job.rung, self._parts[job.rung]))
+        part = self._parts[job.rung]
+        missed = objective.missed(self._study, trial, part) if ended.how == "trained" else ""
+        if ended.how == "trained" and not missed:
+            self._write(objective.ended(self._study, trial, job.rung, part))
             return
         if ended.how == "failed":
             self._write(objective.failed(trial, ended.reason))
@@ -196,7 +198,7 @@ class Coordinator:
             self._error = self._error or ended.error
             self._trainings.interrupt()
         elif not self._stopping:
-            self._again(trial, ended.reason)
+            self._again(trial, ended.reason or missed)
 
     def _again(self, trial: Trial, what: str) -> None:
         """Leaves a killed trial open, to be resumed, unless it gets nowhere."""

@@ -101,7 +101,7 @@ class Study:
 
     def run_folder(self, number: int) -> Path:
         """The folder of a trial's run."""
-        return self.folder / f"trial-{number:04d}"
+        return run_folder(self.folder, number)
 
     def read(self, number: int) -> Trial | None:
         """A trial's record; None: there is none, or it cannot be read: the trial is then drawn again, the same."""
@@ -117,6 +117,11 @@ class Study:
 
     def _file(self, number: int) -> Path:
         return self.folder / TRIALS / f"{number:04d}.json"
+
+
+def run_folder(study: Path, number: int) -> Path:
+    """The folder of a trial's run, in the study's."""
+    return study / f"trial-{number:04d}"
 
 
 def best_of(search: Search, trials: Sequence[Trial]) -> Trial | None:

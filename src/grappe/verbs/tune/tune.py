@@ -144,7 +144,7 @@ def search(
         query_every: seconds between queries to Slurm.
     """
     options = options or Options()
-    _refuse(options)
+    _refuse(options, wanted)
     if jobs is not None:
         _refuse_as_jobs(options, jobs)
     samplers.check(wanted.sampler)
@@ -223,11 +223,15 @@ def _rungs(wanted: Wanted) -> int:
     return (wanted.rungs or RUNGS) if wanted.halving else 1
 
 
-def _refuse(options: Options) -> None:
+def _refuse(options: Options, wanted: Wanted) -> None:
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
     if options.part is not None:
         raise UsageError("--part stops each training early, as --halving does by results: leave it out")
+    if options.patience is not None and wanted.halving is not None:
+        raise UsageError(
+            "--patience with --halving: both stop trainings, and which would depend on the rungs: leave one out"
+        )
     if options.bare:
         raise UsageError("--bare has no evaluation, which a search needs: leave it out")
 
@@ -251,6 +255,8 @@ def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
     if jobs.name is not None or jobs.gpus:
         which = "--name" if jobs.name is not None else "--gpus"
         raise UsageError(f"{which}: each trial's job has its own name, and what the plan needs: leave it out")
+    if jobs.chain:
+        raise UsageError("--chain: each trial's job is one, which requeues itself or is submitted again: leave it out")
 
 
 def _check_metric(name: str, task: Task) -> None:
