@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+)
 
 import grappe
+from grappe.errors import TaskError
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.digits import Digits
@@ -53,6 +61,22 @@ def test_the_warm_up_begins_at_the_unscaled_rate() -> None:
 def test_what_is_not_scaled_up_has_no_warm_up() -> None:
     assert rates(0.1, 1.0, 10, cosine=False) == [0.1] * 100
     assert rates(0.1, 0.5, 10, cosine=True) == rates(0.05, 1.0, 0, cosine=True)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.4, total_steps=100),
+        lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 10),
+    ],
+)
+def test_a_schedule_that_would_undo_the_warm_up_is_refused(made: Callable[..., LRScheduler]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4, momentum=0.9)
+    schedule = made(optimizer)
+    assert warmed_up(optimizer, schedule, factor=1.0, steps=10) is schedule
+    with pytest.raises(TaskError, match=f"{type(schedule).__name__} .* would undo the warm-up"):
+        warmed_up(optimizer, schedule, factor=4.0, steps=10)
 
 
 @pytest.mark.parametrize("kind", [Digits, Cifar10, FashionMnist, Mnist, ImageNet])

@@ -54,6 +54,7 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
     ("others", "told"),
     [
         ({"halving": 1}, "--halving=1: it must be at least 2"),
+        ({"halving": 3, "rungs": 10_000}, "--rungs: at most 20"),
         ({"rungs": 2}, "give --halving 3 as well"),
         ({"halving": 3}, "takes 9 trials until one is trained to its end, and these are 4"),
         ({"halving": 2, "options": Options(patience=2)}, "--patience with --halving"),

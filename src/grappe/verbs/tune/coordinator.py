@@ -13,7 +13,7 @@ from grappe.training.request import Request
 from grappe.verbs.tune import objective, sampler
 from grappe.verbs.tune.local_trainings import OF_THE_MACHINE, line
 from grappe.verbs.tune.schedule import Job, Schedule, parts, result_of
-from grappe.verbs.tune.space import Space
+from grappe.verbs.tune.space import PLAN, Space
 from grappe.verbs.tune.study import Study, Trial
 from grappe.verbs.tune.trainings import Busy, Ended, Trainings
 from grappe.verbs.tune.trial_task import with_fields, with_plan
@@ -150,7 +150,8 @@ class Coordinator:
         if part < 1:
             options = dataclasses.replace(options, part=part)
         try:
-            task = with_fields(self._request.task, trial.fields)
+            fields = {name: text for name, text in trial.fields.items() if name != PLAN}
+            task = with_fields(self._request.task, fields)
         except UsageError as error:  # the task itself refuses this combination
             self._write(objective.failed(trial, line(error)))
             return True

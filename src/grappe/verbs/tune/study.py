@@ -193,14 +193,16 @@ def _refuse_another(study: Study, search: Search) -> None:
     there, here = study.search, search
     for word, before, now in (("searches", there.space, here.space), ("has", there.fields, here.fields)):
         for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
+            # A field that the task did not have then was what its default is now.
+            new = now is here.fields and name not in before and name not in here.given
+            if before.get(name) != now.get(name) and not new:
                 raise UsageError(
                     f"the study {study.folder} {word} {_shown(name, before)}, and this command {_shown(name, now)}: "
                     "give what the study has, or another --study"
                 )
     asked = dataclasses.asdict(here)
     for name, value in dataclasses.asdict(there).items():
-        if name not in ADOPTED and value != asked[name]:
+        if name not in (*ADOPTED, "fields") and value != asked[name]:
             raise UsageError(
                 f"the study {study.folder} has {_option(name, value)}, and this command {_option(name, asked[name])}: "
                 "give what the study has, or another --study"

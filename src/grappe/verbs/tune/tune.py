@@ -29,6 +29,7 @@ from grappe.verbs.tune.study import Search, Study, make_study
 from grappe.verbs.tune.trial_task import with_fields
 
 RUNGS = 3
+MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
 TRIALS = 20
 """Of a search without an end of its own, as a grid has."""
 
@@ -53,6 +54,9 @@ class Wanted:
     def __post_init__(self) -> None:
         at_least(self, 1, "trials", "parallel")
         at_least(self, 2, "halving", "rungs")
+        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
+            if (value := getattr(self, name)) is not None and value > most:
+                raise UsageError(f"--{name}: at most {most}")
         if self.rungs is not None and self.halving is None:
             raise UsageError(
                 f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well"
@@ -173,7 +177,7 @@ def search(
         quiet=True,
     )
     trainings = (
-        LocalTrainings(parallel=wanted.parallel, limited=options.time_limit is not None)
+        LocalTrainings(parallel=wanted.parallel, limited=options.time_limit is not None, plans=plans)
         if jobs is None
         else SlurmTrainings(found.folder, jobs, parallel=wanted.parallel, query_every=query_every)
     )
