@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import grappe
+from grappe.engines.shared.state import position
 from grappe.errors import TaskError
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.cifar10 import Cifar10
@@ -101,3 +103,22 @@ def test_a_chained_schedule_is_saved_and_resumed(tmp_path: Path) -> None:
         return [(one["loss"], one["lr"]) for one in run.records("step")]
 
     assert losses("parts", 1, 7, None) == losses("whole", None)
+
+
+class Own(LRScheduler):
+    """A schedule whose state does not say its step."""
+
+    def get_lr(self) -> list[float]:
+        return [0.1 for _ in self.base_lrs]
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+def test_a_schedules_step_is_its_own_where_its_state_has_none() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    schedule = Own(optimizer)
+    optimizer.step()
+    schedule.step()
+    world = SimpleNamespace(data_size=1)
+    assert position(schedule, world)["schedule_steps"] == 1  # type: ignore[arg-type]

@@ -29,7 +29,14 @@ from grappe.verbs.tune.trainings import Busy, Ended
 
 SLICE_SECONDS = 0.2
 SIGNALLED = 128
-LATER = ("maximum number of jobs", "contact slurm controller", "timed out", "temporarily", "no answer", "try again")
+LATER = (
+    "maximum number of jobs",
+    "contact slurm controller",
+    "timed out",
+    "temporarily",
+    "no answer",
+    "try again",
+)
 """What sbatch says when it takes no job now, and may take one later."""
 LIMITS = re.compile(r"\b(?:qos|assoc|maxsubmit)\w+", re.ASCII)
 """The limit that a job would break, as Slurm names it."""

@@ -260,7 +260,9 @@ def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
         which = "--name" if jobs.name is not None else "--gpus"
         raise UsageError(f"{which}: each trial's job has its own name, and what the plan needs: leave it out")
     if jobs.chain:
-        raise UsageError("--chain: each trial's job is one, which requeues itself or is submitted again: leave it out")
+        raise UsageError(
+            "--chain: each trial's job is one, which requeues itself or is submitted again: leave it out"
+        )
 
 
 def _check_metric(name: str, task: Task) -> None:
