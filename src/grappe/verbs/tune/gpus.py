@@ -18,7 +18,7 @@ def visible(environment: Mapping[str, str] = os.environ, devices: Path = Path("/
 
 
 def needed(plan: Plan) -> int:
-    """How many GPUs a trial takes."""
+    """The number of GPUs that a trial takes."""
     return 0 if plan.device == "cpu" else -(-plan.processes // plan.per_device)
 
 

@@ -199,7 +199,7 @@ class SlurmTrainings:
             slurm.cancel([_id(one) for one in several if one is not self._queue[number]])
 
     def _over(self, number: int, entry: Entry) -> bool:
-        """Whether a job that is in the queue still has ended."""
+        """Returns whether a job that is in the queue still has ended."""
         end = run_folder(self._study, number) / "logs" / f"job-{_id(entry)}.end"
         return entry.state in GONE or jobs.written_code(end) is not None
 
@@ -259,7 +259,7 @@ def _id(entry: Entry) -> str:
 
 
 def _may_pass(refusal: str, *, queued: bool) -> bool:
-    """Whether sbatch may take later what it refuses now.
+    """Returns whether sbatch may take later what it refuses now.
 
     Args:
         queued: whether it took jobs of the same size and length before, that are in the queue still.

@@ -89,7 +89,7 @@ def read(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str
 
 
 def holds(axis: Axis, text: str) -> bool:
-    """Whether a value, as a record has it, lies on the axis."""
+    """Returns whether a value, as a record has it, lies on the axis."""
     if isinstance(axis, Choices):
         return text in axis.texts
     try:
