@@ -11,16 +11,20 @@ from sphinx.cmd.build import main as sphinx
 
 HERE = Path(__file__).parent
 OUTPUT = HERE.parents[1] / "build" / "site"
+MARKER = ".made-by-docs-site"
+"""File in the folders that a build has made, which the next one may remove."""
 
 
 def build(output: Path) -> int:
-    """Writes the site into an empty folder `output`: English, and French in `fr`. Returns Sphinx's exit code.
+    """Writes the site into `output`, which is emptied: English, and French in `fr`. Returns Sphinx's exit code.
 
     Strict: a link or an anchor that leads nowhere is a warning, and any warning is a failure.
     """
-    sources = output.with_name(f"{output.name}-sources")
+    sources = _sources(output)
     for folder in (output, sources):
         shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / MARKER).touch()
     for language, target in (("en", output), ("fr", output / "fr")):
         assemble(language, sources / language)
         options = [
@@ -42,8 +46,29 @@ def build(output: Path) -> int:
     return 0
 
 
+def _sources(output: Path) -> Path:
+    """The folder beside `output` from which Sphinx builds."""
+    return output.with_name(f"{output.name}-sources")
+
+
+def stranger(output: Path) -> Path | None:
+    """The one of a build's folders that holds something else than an earlier build; None: both may be emptied."""
+    for folder in (output, _sources(output)):
+        empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        if not empty and not (folder / MARKER).is_file():
+            return folder
+    return None
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    given = len(sys.argv) > 1
+    target = Path(sys.argv[1]) if given else OUTPUT
+    if given and (other := stranger(target.resolve())):
+        print(
+            f"{other} holds something else than a built site: give an empty folder, or a new one",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     failed = build(target.resolve())
     if not failed:
         print(f"{target / 'index.html'} opens in a browser as it is")

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from docs.translations import BLOCK
+
 ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FRENCH = "docs/fr/"
 ORPHAN = "---\norphan: true\n---\n"
@@ -38,7 +39,7 @@ def rewrite(text: str, page: str, target: Callable[[str], str]) -> str:
         ValueError: a link leads out of the repository, or to what is not there.
     """
     parts, last = [], 0
-    for fence in FENCE.finditer(text):
+    for fence in BLOCK.finditer(text):
         parts += [_rewritten(text[last : fence.start()], page, target), fence[0]]
         last = fence.end()
     return "".join([*parts, _rewritten(text[last:], page, target)])

@@ -18,16 +18,31 @@ ROOT = Path(__file__).parents[2]
 NARROW = 400  # pixels
 
 
+def built(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "docs.site", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site's folder."""
     folder = tmp_path_factory.mktemp("built") / "site"
-    done = subprocess.run(
-        [sys.executable, "-m", "docs.site", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+    done = built(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.mark.parametrize("name", ["site", "site-sources"])
+def test_a_folder_of_somebody_else_is_kept(name: str, tmp_path: Path) -> None:
+    theirs = tmp_path / name / "thesis.tex"
+    theirs.parent.mkdir()
+    theirs.touch()
+    done = built(tmp_path / "site")
+    assert done.returncode == 2
+    assert f"{theirs.parent} holds something else" in done.stderr
+    assert theirs.exists()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +56,7 @@ def browser():
 
 
 class Page(HTMLParser):
-    """What a page links to and loads, and its anchors."""
+    """Lists what a page links to and loads, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -97,7 +112,7 @@ def test_each_command_has_its_help(site: Path) -> None:
 
 
 def walked(browser: Browser, site: Path, files: list[Path]) -> list[str]:
-    """What is wrong with these pages in a narrow browser."""
+    """Lists what is wrong with these pages in a narrow browser."""
     wrong = []
     for file in files:
         browser.open(file, NARROW, 800)

@@ -88,7 +88,7 @@ def test_gradcheck_and_opcheck() -> None:
 
 
 def test_no_row_depends_on_where_it_stands() -> None:
-    """What `exact` needs: a row's bits are the same in a batch of any size."""
+    """Tests what `exact` needs: a row's bits are the same in a batch of any size."""
     from swiglu import swiglu
 
     gate, x = operands(torch.float32, gradients=False)

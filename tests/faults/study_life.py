@@ -63,7 +63,7 @@ class Drill:
 
 @dataclasses.dataclass
 class Figures:
-    """What was killed, and what the coordinators cost."""
+    """Counts of what was killed, and what the coordinators cost."""
 
     coordinators: int = 0
     interrupts: int = 0
@@ -76,7 +76,7 @@ class Figures:
 
     @property
     def kills(self) -> int:
-        """How many in all."""
+        """Number of kills in all."""
         return self.coordinators + self.interrupts + self.trials + self.cancelled
 
 
@@ -115,7 +115,7 @@ def undisturbed(drill: Drill, study: Path, figures: Figures) -> dict[str, object
 
 
 def core_seconds(pid: int) -> float:
-    """What a process has computed so far."""
+    """Returns what a process has computed so far."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

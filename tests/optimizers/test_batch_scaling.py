@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+)
 
 import grappe
+from grappe.engines.shared.state import position
+from grappe.errors import TaskError
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.digits import Digits
@@ -55,6 +65,22 @@ def test_what_is_not_scaled_up_has_no_warm_up() -> None:
     assert rates(0.1, 0.5, 10, cosine=True) == rates(0.05, 1.0, 0, cosine=True)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.4, total_steps=100),
+        lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 10),
+    ],
+)
+def test_a_schedule_that_would_undo_the_warm_up_is_refused(made: Callable[..., LRScheduler]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4, momentum=0.9)
+    schedule = made(optimizer)
+    assert warmed_up(optimizer, schedule, factor=1.0, steps=10) is schedule
+    with pytest.raises(TaskError, match=f"{type(schedule).__name__} .* would undo the warm-up"):
+        warmed_up(optimizer, schedule, factor=4.0, steps=10)
+
+
 @pytest.mark.parametrize("kind", [Digits, Cifar10, FashionMnist, Mnist, ImageNet])
 def test_shipped_tasks_scale_from_their_own_batch(kind: type) -> None:
     base = kind()
@@ -77,3 +103,22 @@ def test_a_chained_schedule_is_saved_and_resumed(tmp_path: Path) -> None:
         return [(one["loss"], one["lr"]) for one in run.records("step")]
 
     assert losses("parts", 1, 7, None) == losses("whole", None)
+
+
+class Own(LRScheduler):
+    """A schedule whose state does not say its step."""
+
+    def get_lr(self) -> list[float]:
+        return [0.1 for _ in self.base_lrs]
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+def test_a_schedules_step_is_its_own_where_its_state_has_none() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    schedule = Own(optimizer)
+    optimizer.step()
+    schedule.step()
+    world = SimpleNamespace(data_size=1)
+    assert position(schedule, world)["schedule_steps"] == 1  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 import grappe
 from grappe import Arrays, Plan, Task
 from grappe.errors import UsageError
-from grappe.step.noise_scale import Noise, refuse
+from grappe.profiling.phases import UPDATE
+from grappe.step.noise_scale import Noise, NoiseScale, refuse
 from grappe.training.options import Options
 from grappe.training.watchers.noise import sentence
 
@@ -114,3 +117,28 @@ def test_a_scale_is_a_number_of_json() -> None:
     assert Noise(steps=1, variance=1.0, square=0.0).scale is None
     assert Noise(steps=1, variance=float("nan"), square=1.0).scale is None
     assert json.loads(json.dumps(Noise(steps=1, variance=4.0, square=2.0).scale)) == 2.0
+
+
+def test_a_step_that_overflows_counts_for_nothing() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    meter = NoiseScale(data_size=1, batch_size=2, short_step=None, steps_per_epoch=9, start=0)
+    meter.on_optimizer(optimizer, [("weight", parameter)])
+
+    def step(*gradients: float) -> None:
+        optimizer.zero_grad()
+        for gradient in gradients:
+            meter.on_output(None, SimpleNamespace(rows=1), {})  # type: ignore[arg-type]
+            (gradient / 2 * parameter).sum().backward()
+        meter.on_phase(UPDATE)
+
+    step(1.0, 1.0)  # the first is not measured
+    step(1.0, math.inf)
+    assert meter.take() is None
+    step(1.0, 3.0)
+    step(math.nan, 1.0)
+    noise = meter.take()
+    assert noise is not None
+    assert noise.steps == 1
+    assert noise.variance == pytest.approx(2.0)
+    assert noise.square == pytest.approx(3.0)

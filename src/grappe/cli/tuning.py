@@ -40,7 +40,7 @@ def tune(
         str, Parameter(help="What is searched: lr=0.01..1:log batch_size=32|64; or for all trials: epochs=3.")
     ],
     trials: Annotated[int | None, Parameter(help="Trials in all. Default: 20; of a grid all.")] = None,
-    parallel: Annotated[int, Parameter(help="Trials that are trained at a time, on this machine.")] = 1,
+    parallel: Annotated[int, Parameter(help="Trials that are trained at a time; as jobs: in the queue.")] = 1,
     plan: PlanText = "",
     study: Annotated[
         Path | None, Parameter(help="The study's folder; if there is a study, it goes on.")

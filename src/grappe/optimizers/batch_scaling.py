@@ -6,10 +6,36 @@ import math
 from typing import Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    PolynomialLR,
+    StepLR,
+)
+
+from grappe.errors import TaskError
 
 LrScaling = Literal["none", "linear", "sqrt"]
 """Rule for the learning rate of a batch of k times as many samples: as it is, k times it, or sqrt(k) times it."""
+
+CHAINABLE = (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    MultiplicativeLR,
+    MultiStepLR,
+    PolynomialLR,
+    StepLR,
+)
+"""Schedules that change the rate as they find it; others compute it anew at each step, whatever a warm-up did."""
 
 
 def scale_factor(rule: LrScaling, *, batch_size: int, base: int) -> float:
@@ -32,8 +58,16 @@ def warmed_up(
         schedule: of the scaled rate; None: it is constant.
         factor: what the rate was multiplied by; at 1 or below, nothing is warmed up.
         steps: optimizer steps until the scaled rate is reached.
+
+    Raises:
+        TaskError: `schedule` computes its rate from the step alone, and would undo the warm-up.
     """
     if factor <= 1 or steps < 1:
         return schedule
+    if schedule is not None and not isinstance(schedule, CHAINABLE):
+        raise TaskError(
+            f"{type(schedule).__name__} computes its rate from the step alone and would undo the warm-up: write the "
+            f"warm-up into it, without warmed_up, or take one of {', '.join(one.__name__ for one in CHAINABLE[1:])}"
+        )
     rising = LinearLR(optimizer, start_factor=1 / factor, total_iters=steps)
     return rising if schedule is None else ChainedScheduler([rising, schedule], optimizer)

@@ -15,7 +15,7 @@ if [ -e "$run/done" ]; then
 fi"""
 
 FRESH = """
-rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE\""""
+rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why\""""
 
 CHAINED = """
 # A chain whose job failed by itself is over.

@@ -14,6 +14,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 # What sbatch says, and what to change.
 REMEDIES = {
+    "accounting/qos policy": "you have as many jobs as you may, or this one is too large or too long for your account "
+    "or queue: wait, or ask for less with --time, --nodes or --mem",
     "account": "give another --account: `sacctmgr show assoc user=$USER format=account` lists yours",
     "time limit": "ask for less with --time: the job saves before its end and goes on by itself",
     "node configuration is not available": "no node has so many GPUs or cores, or so much memory: "

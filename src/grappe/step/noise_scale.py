@@ -93,8 +93,8 @@ class NoiseScale:
         self._squares: list[Tensor] = []
         self._slice: Tensor | None = None
         self._first = True  # in whose gradients is what an engine tries before it
-        self._sums = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
-        self._steps = 0
+        self._sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+        """Of S, of |G|^2, and of steps, over the steps in which both are numbers."""
         self._kept = (0.0, 0.0, 0.0)
 
     def on_optimizer(self, optimizer: Optimizer, named: Any) -> None:
@@ -123,15 +123,14 @@ class NoiseScale:
 
     def take(self) -> Noise | None:
         """Returns the noise so far, the newest steps counting most. Waits for the device. None: nothing new."""
-        if not self._steps:
+        variance, square, steps = (float(one) for one in self._sums)
+        if not steps:
             return None
-        variance, square = (float(one) for one in self._sums)
         before = [KEPT * one for one in self._kept]
-        self._kept = (before[0] + self._steps, before[1] + variance, before[2] + square)
-        steps, self._steps = self._steps, 0
+        self._kept = (before[0] + steps, before[1] + variance, before[2] + square)
         self._sums = [torch.zeros_like(one) for one in self._sums]
         weight, variance, square = self._kept
-        return Noise(steps=steps, variance=variance / weight, square=square / weight)
+        return Noise(steps=int(steps), variance=variance / weight, square=square / weight)
 
     def _add(self, gradient: Tensor) -> None:
         if self._slice is not None:
@@ -155,10 +154,10 @@ class NoiseScale:
         big = torch.stack([_square(one.grad) for one in self._parameters if one.grad is not None]).sum()
         variance = (small - big) / (inverse - 1.0 / whole)
         square = big - variance / whole
-        self._sums = [
-            total.to(small.device) + one for total, one in zip(self._sums, (variance, square), strict=True)
-        ]
-        self._steps += 1
+        # A step whose gradients overflow says nothing, and would make all that follow say nothing.
+        finite = torch.isfinite(variance) & torch.isfinite(square)
+        found = (torch.where(finite, one, 0.0) for one in (variance, square, torch.ones_like(small)))
+        self._sums = [total.to(small.device) + one for total, one in zip(self._sums, found, strict=True)]
 
 
 def _square(gradient: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
+from grappe.tasks import defaults
 from grappe.training.run import PARTS, Made, Run, new_folder
 from grappe.training.task_record import write_record
 from grappe.training.task_reference import field_texts, same_task
@@ -150,7 +151,7 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
             return list_checkpoints(run.checkpoints)[0].step, taken_over
         found = run.choose().checkpoint
         assert found is not None, "what was built just now verifies"
-    changes = tuple(changed(known, now))
+    changes = tuple(changed(known, now, defaults(type(request.task))))
     _refuse_another_order(run, known, now, found.step)
     before = known.get("restarts")
     restarts = (before if isinstance(before, int) else 0) + 1
@@ -192,8 +193,14 @@ def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def changed(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lists differences from the last start, one line each: `field lr: 0.1 -> 0.2`."""
+def changed(known: Mapping[str, Any], now: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Lists differences from the last start, one line each: `field lr: 0.1 -> 0.2`.
+
+    Args:
+        new: the task's defaults; a field that it did not have then, and has its default, is no difference.
+    """
+    added = {name: new[name] for name, value in now["fields"].items() if new.get(name) == value}
+    known = {**known, "fields": {**added, **(known.get("fields") or {})}}
     lines = []
     for group, word in (("fields", "field "), ("versions", "")):
         before, after = known.get(group) or {}, now[group]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grappe import engines
 from grappe.checkpoint.foreign_training import Begin
@@ -17,9 +16,7 @@ from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
-from grappe.data.order import SampleOrder
-from grappe.data.prepare import dataset_of, prepare, refuse_differing_lengths
-from grappe.data.workers import explaining_ended_workers
+from grappe.data.prepare import prepare
 from grappe.engines.base import EngineSetup
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
@@ -27,7 +24,6 @@ from grappe.launch.output import user_stream
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
-from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
 from grappe.step.noise_scale import NoiseScale
@@ -35,6 +31,7 @@ from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.training_scores import TrainingScores
 from grappe.task import Task
 from grappe.training.average import WeightAverage
+from grappe.training.datasets import Data, loaders, read
 from grappe.training.evaluation import Evaluation
 from grappe.training.facts import note_optimizer, start_facts
 from grappe.training.first_step import naming_overwritten
@@ -57,15 +54,6 @@ from grappe.training.watchers.noise import NoiseWatcher
 from grappe.training.watchers.watcher_list import WatcherList
 
 
-class Data(NamedTuple):
-    """The task's datasets."""
-
-    train: Any
-    validation: Any
-    order: SampleOrder
-    """Of the training samples."""
-
-
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
     """Runs one process of a training. Collective."""
     began = time.perf_counter()
@@ -79,7 +67,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     task = _task(request)
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
-    data = _data(task, request.data, world)
+    data = read(task, request.data, world)
 
     with open_run(_open_request(request, task, data, world), world) as opened:
         if process.launcher == "grappe":
@@ -87,9 +75,9 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             redirect(log, process, early_log(rendezvous_folder, process))
         memory = explained(task, plan, process.rank)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        loaders = _loaders(task, data, plan, world, opened, None if options.bare else chronometer)
+        loading = loaders(task, data, plan, world, opened, None if options.bare else chronometer)
         watched = waits_counted(chronometer)
-        with naming_user_line(task), memory, chronometer, watched, loaders as (batches, validation):
+        with naming_user_line(task), memory, chronometer, watched, loading as (batches, validation):
             info = _run_info(request, task, batches, opened, world)
             if terminal is not None:
                 announce(terminal, task, info, plan, opened, world)
@@ -199,44 +187,11 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
 
 
-@contextlib.contextmanager
-def _loaders(
-    task: Task, data: Data, plan: Plan, world: World, opened: Opened, chronometer: Chronometer | None
-) -> Iterator[tuple[loader.BatchLoader, loader.BatchLoader]]:
-    """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
-    batches = loader.training_loader(task, data.train, plan, world, data.order)
-    validation = loader.evaluation_loader(task, data.validation, plan, world)
-
-    def chosen(found: Mapping[str, Any]) -> None:
-        if world.rank == 0:
-            opened.check_lease()
-            with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
-                opened.run.describe(loading=dict(found))
-
-    if chronometer is not None and batches.loading is not None:
-        batches.sources.tune(chronometer.spent, opened.run.read_description().get("loading"), chosen)
-        validation.sources.like = batches.sources
-    try:
-        with explaining_ended_workers():
-            yield batches, validation
-    finally:
-        batches.sources.close()
-        validation.sources.close()
-
-
 def _task(request: Request) -> Task:
     task = request.task.resolve()
     if request.options.noise_scale:
         refuse_noise_scale(task, request.plan)
     return task
-
-
-def _data(task: Task, folder: Path, world: World) -> Data:
-    train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
-    refuse_differing_lengths(world, {"training": len(train), "validation": len(validation)})
-    with naming_user_line(task):
-        order = loader.training_order(task, train)
-    return Data(train=train, validation=validation, order=order)
 
 
 def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
@@ -295,7 +250,7 @@ def _run_info(
 
 
 def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:
-    """What measures the noise scale: on process 0 alone, whose slices are as good as others'."""
+    """Makes the meter of the noise scale: on process 0 alone, whose slices are as good as others'."""
     if not options.noise_scale or world.rank:
         return None
     return NoiseScale(

@@ -37,7 +37,7 @@ if [ -e "$run/done" ]; then
     echo 0 > "$run/logs/job-$job.end"
     exit 0
 fi
-rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE"
+rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why"
 
 # Neither the user's own packages nor those of another Python.
 unset PYTHONPATH PYTHONHOME

@@ -38,7 +38,7 @@ if [ -e "$run/done" ]; then
     echo 0 > "$run/logs/job-$job.end"
     exit 0
 fi
-rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE"
+rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why"
 
 python=(/home/me/.venv/bin/python)
 grappe=("${python[@]}" -m grappe)

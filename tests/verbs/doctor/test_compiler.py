@@ -115,7 +115,7 @@ def library(tmp_path: Path):
 
 
 def beside(folder: Path) -> str:
-    """What is found of the libraries in `folder`: other tests' packages are not of interest."""
+    """Returns what is found of the libraries in `folder`: other tests' packages are not of interest."""
     found = examine(extensions.check, task=f"{folder / 'task.py'}:Mine")
     return words(one for one in found if str(folder) in one.what)
 

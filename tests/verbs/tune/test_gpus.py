@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grappe.plan import Plan
-from grappe.verbs.tune.gpus import variables, visible
+from grappe.verbs.tune.gpus import needed, variables, visible
 
 
 def test_what_is_visible(tmp_path: Path) -> None:
@@ -32,4 +32,11 @@ def test_what_is_visible(tmp_path: Path) -> None:
     ],
 )
 def test_places(plan: str, place: int, gpus: str, found: str | None) -> None:
-    assert variables(Plan.parse(plan), place, list(gpus)).get("CUDA_VISIBLE_DEVICES") == found
+    one = Plan.parse(plan)
+    assert variables(one, place, list(gpus), needed(one)).get("CUDA_VISIBLE_DEVICES") == found
+
+
+def test_places_of_different_plans_have_no_gpu_in_common() -> None:
+    small, large = Plan.parse(""), Plan.parse("replicate=2")
+    found = [variables(one, place, list("0123"), 2) for place, one in enumerate((large, small))]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2"]

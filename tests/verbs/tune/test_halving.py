@@ -10,6 +10,7 @@ import grappe
 from grappe.errors import UsageError
 from grappe.training.options import Options
 from grappe.training.run import Run
+from grappe.verbs.tune.objective import ended, missed, reached
 from grappe.verbs.tune.study import Study
 from tests.verbs.tune.line import Line
 
@@ -53,8 +54,10 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
     ("others", "told"),
     [
         ({"halving": 1}, "--halving=1: it must be at least 2"),
+        ({"halving": 3, "rungs": 10_000}, "--rungs: at most 20"),
         ({"rungs": 2}, "give --halving 3 as well"),
         ({"halving": 3}, "takes 9 trials until one is trained to its end, and these are 4"),
+        ({"halving": 2, "options": Options(patience=2)}, "--patience with --halving"),
         ({"halving": 2, "options": Options(part=0.5)}, "--part stops each training early"),
     ],
 )
@@ -66,6 +69,19 @@ def test_wrong_use(others: dict, told: str, tmp_path: Path) -> None:
 
 
 def test_another_halving_is_another_study(tmp_path: Path) -> None:
-    searched(tmp_path / "s", halving=2, options=Options(steps=4))
+    halved = searched(tmp_path / "s", halving=2, options=Options(steps=4))
     with pytest.raises(UsageError, match="has --halving 2, and this command no --halving"):
         searched(tmp_path / "s", options=Options(steps=4))
+
+    # What ended at a rung is not taken for a later one.
+    paused = next(one for one in halved.trials if one.state == "paused")
+    rung, part = len(paused.rungs) - 1, (paused.step or 0) / 4
+    assert missed(halved, paused, 1.0) == f"it ended at step {paused.step} of 4"
+    assert not missed(halved, paused, part)
+
+    # Somebody trains it further: what counts is what it was at the rung, or at the last evaluation before.
+    Run(halved.run_folder(paused.number)).describe(step=4, status="paused")
+    assert ended(halved, paused, rung, part) == paused
+    assert not reached(halved, paused, 1.0)
+    assert reached(halved, paused, 0.75)
+    assert ended(halved, paused, rung, 0.75) == paused

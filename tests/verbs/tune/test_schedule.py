@@ -1,4 +1,4 @@
-"""Which trial is trained how far depends on results alone: not on the order in which they come."""
+"""Tests that which trial is trained how far depends on results alone: not on the order in which they come."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,12 +15,19 @@ from grappe.sites.slurm import End, Entry, SlurmError
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
+from grappe.verbs import jobs
 from grappe.verbs.submission import JobOptions, Submission
 from grappe.verbs.submit import Submitted
 from grappe.verbs.tune import slurm_trainings
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
 from grappe.verbs.tune.trainings import Busy
+from tests.patience import PATIENCE_SECONDS
 from tests.verbs.tune import line
+
+POLICY = (
+    "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
 
 
 class Played:
@@ -107,7 +115,7 @@ def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) 
     "refusal",
     [
         "sbatch: error: QOSMaxSubmitJobPerUserLimit",
-        "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates limit",
+        f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}",
         "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
         "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
     ],
@@ -121,11 +129,76 @@ def test_a_full_queue_is_waited_for(refusal: str, played: Played, tmp_path: Path
         mine.start(0, request(tmp_path, 0))
 
 
-def test_another_refusal_stops_the_study(played: Played, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "sbatch: error: Invalid account",
+        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+        f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{POLICY}",
+        POLICY,
+    ],
+)
+def test_another_refusal_stops_the_study(refusal: str, played: Played, tmp_path: Path) -> None:
     with trainings(tmp_path) as mine:
-        played.refusal = "sbatch: error: Invalid account"
-        with pytest.raises(SlurmError, match="Invalid account"):
+        played.refusal = refusal
+        with pytest.raises(SlurmError, match="sbatch: error"):
             mine.start(0, request(tmp_path, 0))
+
+
+def test_a_refusal_that_says_no_limit_is_waited_for_if_jobs_were_taken(
+    played: Played, tmp_path: Path
+) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        played.refusal = POLICY
+        with pytest.raises(Busy, match="sbatch takes no more jobs now"):
+            mine.start(1, request(tmp_path, 1))
+
+
+def test_a_later_rungs_job_lives_while_the_earlier_one_completes(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
+        [ended] = mine.look(0.0)
+        assert ended.how == "trained"
+        [old] = played.entries
+        played.entries = [dataclasses.replace(old, state="COMPLETING")]
+        mine.start(0, request(tmp_path, 0))  # the next rung
+        assert mine.look(0.0) == []
+        played.entries[0] = old  # as squeue may show it still
+        assert mine.look(0.0) == []
+        assert not played.cancelled
+        assert mine.running == {0}
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        assert len(played.submitted) == 2
+
+
+def test_of_two_jobs_the_one_that_is_followed_is_kept(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+        played.add("99", played.entries[0].name)  # one that requeued itself, say
+        assert mine.look(0.0) == []
+        assert played.cancelled == ["99"]
+        assert mine.running == {0}
+
+
+def test_a_job_whose_submission_was_not_recorded_is_when_it_is_found(played: Played, tmp_path: Path) -> None:
+    with trainings(tmp_path) as mine:
+        mine.start(0, request(tmp_path, 0))
+    for _ in range(2):
+        with trainings(tmp_path) as mine:
+            mine.start(0, request(tmp_path, 0))
+    assert [one["job"] for one in jobs.submitted(tmp_path / "trial-0000")] == ["101"]
+
+
+def test_a_study_is_the_same_by_a_link(played: Played, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("real", "link"):
+        with trainings(tmp_path / name) as mine:
+            mine.start(0, request(tmp_path / name, 0))
+    assert len(played.submitted) == 1
 
 
 def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Path) -> None:
@@ -213,6 +286,10 @@ def test_slurm_may_be_silent_for_a_while(
         assert mine.look(0.0) == []
         assert mine.notes.startswith("Slurm does not answer")
         assert mine.running == {0}
+        (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
+        assert [one.how for one in mine.look(PATIENCE_SECONDS)] == ["trained"]
+        assert mine.look(0.0) == []  # nor is there a job any more
+        mine.start(0, request(tmp_path, 0))
         mine.interrupt()
         [ended] = mine.look(1.0)
         assert ended.how == "stopped"

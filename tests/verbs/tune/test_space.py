@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grappe.errors import UsageError
-from grappe.verbs.tune.space import Choices, Range, as_texts, read
+from grappe.verbs.tune.space import Choices, Range, as_texts, holds, read
 from tests.verbs.tune.line import Line
 
 
@@ -33,6 +33,7 @@ def test_ranges_values_and_fixed_fields() -> None:
         ("lr", "0.1..1..2", "two finite ends"),
         ("lr", "0.1..", "an empty end is not a number"),
         ("width", "1.5..3", "width=1.5..3: 1.5 is not a whole number"),
+        ("width", f"1..{10**400}", "at most 9,007,199,254,740,992"),
         ("batch_size", "8|x", "x is not a whole number"),
         ("batch_size", "8|8", "a value is given twice"),
         ("how", "well|badly", "badly is not one of well, nan"),
@@ -62,3 +63,12 @@ def test_a_number_is_short_and_stays_in_its_range() -> None:
     assert float(axis.text(2 / 3)) <= axis.high
     whole = Range(low=1, high=4, whole=True, log=True)
     assert {whole.text(whole.at(part / 100)) for part in range(101)} == {"1", "2", "3", "4"}
+
+
+def test_what_lies_on_an_axis() -> None:
+    width, lr = Range(low=1, high=8, whole=True), Range(low=0.1, high=1.0)
+    assert holds(width, "8")
+    assert holds(lr, "0.1")
+    assert holds(Choices(texts=("a", "b")), "b")
+    for axis, text in ((width, "9"), (width, "1.5"), (lr, "abc"), (lr, "nan"), (Choices(texts=("a",)), "b")):
+        assert not holds(axis, text)

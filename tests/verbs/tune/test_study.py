@@ -63,6 +63,17 @@ def test_another_search_is_refused_by_name(tmp_path: Path, change: dict, told: s
     assert told in str(refused.value)
 
 
+def test_a_field_that_the_task_did_not_have_then_was_its_default(tmp_path: Path) -> None:
+    make_study(tmp_path, SEARCH)
+    more = dataclasses.replace(SEARCH, fields={"epochs": 3, "lr_scaling": "none"})
+    assert make_study(tmp_path, more).search.fields == SEARCH.fields
+    scaled = dataclasses.replace(
+        SEARCH, fields={"epochs": 3, "lr_scaling": "sqrt"}, given={"lr_scaling": "sqrt"}
+    )
+    with pytest.raises(UsageError, match="has no lr_scaling, and this command lr_scaling=sqrt"):
+        make_study(tmp_path, scaled)
+
+
 @pytest.mark.parametrize(
     "text",
     [

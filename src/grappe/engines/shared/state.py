@@ -223,9 +223,11 @@ def position(schedule: LRScheduler | None, world: World) -> dict[str, Any]:
 
 
 def _steps_of(schedule: LRScheduler | None) -> int:
-    """How often a schedule was stepped; a ChainedScheduler has no count of its own, but its parts have."""
+    """Returns the number of a schedule's steps; a ChainedScheduler has no count of its own, but its parts have."""
     if schedule is None:
         return 0
+    if (steps := getattr(schedule, "last_epoch", None)) is not None:
+        return steps
     state = schedule.state_dict()
     while "last_epoch" not in state:
         state = state["_schedulers"][0]

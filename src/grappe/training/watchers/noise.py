@@ -68,7 +68,7 @@ def record(noise: Noise, step: int) -> dict[str, Any]:
 
 
 def sentence(noise: Noise, batch_size: int, first: float | None = None) -> str:
-    """What the noise scale says about larger batches."""
+    """Formats what the noise scale says about larger batches."""
     scale = noise.scale
     if scale is None:
         return "gradient noise scale: not to be told from chance so far: it takes more steps, or more microbatches"

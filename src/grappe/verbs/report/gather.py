@@ -28,11 +28,9 @@ NOT_CURVES = frozenset(
         "count",
         "seconds",
         "skipped",
-        "steps",
-        "variance",
-        "gradient_square",
     }
 )
+PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
 
 Curve = list[tuple[float, float | None]]
 
@@ -61,13 +59,15 @@ def _run(run: Run) -> dict[str, Any]:
     evaluations: dict[str, Curve] = {}
     last = 0
     for record in run.records():
-        curves = {"step": steps, "evaluation": evaluations, "noise": evaluations}.get(str(record.get("kind")))
+        kind = str(record.get("kind"))
+        curves = {"step": steps, "evaluation": evaluations, "noise": evaluations}.get(kind)
         step = record.get("step")
         if curves is None or not isinstance(step, int):
             continue
         last = max(last, step)
+        hidden = NOT_CURVES | PARTS_OF_NOISE if kind == "noise" else NOT_CURVES
         for name, value in record.items():
-            if name not in NOT_CURVES and _is_number(value, or_null=True):
+            if name not in hidden and _is_number(value, or_null=True):
                 curves.setdefault(name, []).append((step, _rounded(value)))
     return {
         "name": run.folder.resolve().name,

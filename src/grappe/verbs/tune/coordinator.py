@@ -13,7 +13,7 @@ from grappe.training.request import Request
 from grappe.verbs.tune import objective, sampler
 from grappe.verbs.tune.local_trainings import OF_THE_MACHINE, line
 from grappe.verbs.tune.schedule import Job, Schedule, parts, result_of
-from grappe.verbs.tune.space import Space
+from grappe.verbs.tune.space import PLAN, Space
 from grappe.verbs.tune.study import Study, Trial
 from grappe.verbs.tune.trainings import Busy, Ended, Trainings
 from grappe.verbs.tune.trial_task import with_fields, with_plan
@@ -33,7 +33,7 @@ class SearchProgress:
     running: frozenset[int]
     total: int
     waiting: str = ""
-    """What a user should know: the reason why nothing can be started, or jobs that pend; "": nothing."""
+    """Note for the user: the reason why nothing can be started, or jobs that pend; "": nothing."""
 
 
 class Coordinator:
@@ -150,7 +150,8 @@ class Coordinator:
         if part < 1:
             options = dataclasses.replace(options, part=part)
         try:
-            task = with_fields(self._request.task, trial.fields)
+            fields = {name: text for name, text in trial.fields.items() if name != PLAN}
+            task = with_fields(self._request.task, fields)
         except UsageError as error:  # the task itself refuses this combination
             self._write(objective.failed(trial, line(error)))
             return True
@@ -183,8 +184,10 @@ class Coordinator:
         """Writes down what a trial has come to, or leaves it open."""
         job = self._jobs.pop(ended.number)
         trial = self._trials[ended.number]
-        if ended.how == "trained":
-            self._write(objective.ended(self._study, trial, job.rung, self._parts[job.rung]))
+        part = self._parts[job.rung]
+        missed = objective.missed(self._study, trial, part) if ended.how == "trained" else ""
+        if ended.how == "trained" and not missed:
+            self._write(objective.ended(self._study, trial, job.rung, part))
             return
         if ended.how == "failed":
             self._write(objective.failed(trial, ended.reason))
@@ -196,7 +199,7 @@ class Coordinator:
             self._error = self._error or ended.error
             self._trainings.interrupt()
         elif not self._stopping:
-            self._again(trial, ended.reason)
+            self._again(trial, ended.reason or missed)
 
     def _again(self, trial: Trial, what: str) -> None:
         """Leaves a killed trial open, to be resumed, unless it gets nowhere."""

@@ -17,15 +17,21 @@ def visible(environment: Mapping[str, str] = os.environ, devices: Path = Path("/
     return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]
 
 
-def variables(plan: Plan, place: int, gpus: Sequence[str]) -> dict[str, str]:
+def needed(plan: Plan) -> int:
+    """The number of GPUs that a trial takes."""
+    return 0 if plan.device == "cpu" else -(-plan.processes // plan.per_device)
+
+
+def variables(plan: Plan, place: int, gpus: Sequence[str], most: int) -> dict[str, str]:
     """The variables of a trial's processes.
 
     Args:
         place: of the trial, among those that run at a time, from 0.
+        most: GPUs that any of the study's trials takes; each place has so many.
     """
-    needed = -(-plan.processes // plan.per_device)
-    groups = len(gpus) // needed
-    if plan.device == "cpu" or groups < 2:
+    own = needed(plan)
+    groups = len(gpus) // max(own, most, 1)
+    if not own or groups < 2:
         return {}
-    first = place % groups * needed
-    return {DEVICES: ",".join(gpus[first : first + needed])}
+    first = place % groups * max(own, most)
+    return {DEVICES: ",".join(gpus[first : first + own])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from grappe.verbs.tune.sampler import as_optuna
-from grappe.verbs.tune.space import Space
+from grappe.verbs.tune.space import Space, holds
 from grappe.verbs.tune.study import Study
 
 FEWEST = 8
@@ -14,7 +14,11 @@ FEWEST = 8
 
 def importance(study: Study, space: Space) -> dict[str, float]:
     """The share of each field, by PED-ANOVA (Watanabe et al. 2023); {} without Optuna, or of too few trials."""
-    complete = [one for one in study.trials if one.state == "complete"]
+    complete = [
+        one
+        for one in study.trials
+        if one.state == "complete" and all(holds(axis, one.fields[name]) for name, axis in space.items())
+    ]
     if len(complete) < FEWEST or len(space) < 2:
         return {}
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 
 from grappe.checkpoint.lease import Lease
 from grappe.errors import DataError, GrappeError, RunError, UsageError
 from grappe.launch.local import Launch, advance
 from grappe.launch.local_process import LocalProcess
 from grappe.launch.signals import SignalForwarding
+from grappe.plan import Plan
 from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.verbs.tune import gpus
@@ -25,10 +27,11 @@ class LocalTrainings:
 
     Args:
         limited: whether the trainings have a time limit.
+        plans: that trials have.
     """
 
-    def __init__(self, *, parallel: int, limited: bool) -> None:
-        self._parallel = parallel
+    def __init__(self, *, parallel: int, limited: bool, plans: Sequence[Plan]) -> None:
+        self._parallel, self._most = parallel, max(map(gpus.needed, plans))
         self._limited = limited or "SLURM_JOB_END_TIME" in os.environ
         self._running: dict[int, tuple[int, Launch]] = {}
         self._processes: list[LocalProcess] = []
@@ -55,7 +58,7 @@ class LocalTrainings:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal has come."""
+        """True if a signal has come."""
         return self._signals.received
 
     def start(self, number: int, request: Request) -> None:
@@ -71,7 +74,7 @@ class LocalTrainings:
             request.plan.processes,
             self._signals,
             self._processes,
-            gpus.variables(request.plan, place, self._gpus),
+            gpus.variables(request.plan, place, self._gpus, self._most),
         )
         self._running[number] = (place, launch)
         launch.start()

@@ -26,7 +26,21 @@ def reached(study: Study, trial: Trial, part: float) -> bool:
     step, target = found.get("step"), _target(study, found, part)
     if not isinstance(step, int) or target is None or step < target:
         return False
-    return any(one.get("step") == target for one in run.records("evaluation"))
+    return bool(_evaluations(run, step, target))
+
+
+def missed(study: Study, trial: Trial, part: float) -> str:
+    """Says where a training ended that was to come to `part` of its steps, and did not; "": it did.
+
+    What ended was then the training of an earlier rung. One that patience has stopped is whole.
+    """
+    folder = study.run_folder(trial.number)
+    if not Run.is_run(folder):
+        return ""
+    found = Run(folder).read_description()
+    step, target = found.get("step"), _target(study, found, part)
+    short = isinstance(step, int) and target is not None and step < target
+    return f"it ended at step {step} of {target}" if short and found.get("status") != "stopped" else ""
 
 
 def ended(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) -> Trial:
@@ -36,10 +50,10 @@ def ended(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) -> Trial
     step, target = found.get("step"), _target(study, found, part)
     # Patience may have ended the training before; an older run does not say how many steps there are.
     at = step if target is None or (isinstance(step, int) and step < target) else target
-    evaluations = [one for one in run.records("evaluation") if one.get("step") == at]
+    evaluations = _evaluations(run, step, at)
     if not evaluations:
         return failed(trial, f"metrics.jsonl has no readable evaluation of the last step, {at}")
-    value = evaluations[-1].get(name)
+    value, at = evaluations[-1].get(name), evaluations[-1]["step"]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         shown = "not a finite number" if value is None else value
         return failed(trial, f"{name} is {shown} at step {at}")
@@ -52,6 +66,16 @@ def ended(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) -> Trial
         rungs=rungs,
         reason="",
     )
+
+
+def _evaluations(run: Run, step: object, at: object) -> list[dict[str, Any]]:
+    """The evaluations at a step; of a training that somebody has taken further, those up to it, the last one last."""
+    records = list(run.records("evaluation"))
+    found = [one for one in records if one.get("step") == at]
+    if found or not (isinstance(step, int) and isinstance(at, int) and step > at):
+        return found
+    before = [one for one in records if isinstance(one.get("step"), int) and one["step"] < at]
+    return sorted(before, key=lambda one: one["step"])
 
 
 def _target(study: Study, description: Mapping[str, Any], part: float) -> int | None:

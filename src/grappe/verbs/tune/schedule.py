@@ -124,12 +124,12 @@ def parts(search: Search) -> list[Fraction]:
 
 
 def fewest_trials(halving: int, rungs: int) -> int:
-    """How many trials it takes until one of them reaches the last rung."""
+    """Computes the number of trials until one of them reaches the last rung."""
     return math.prod([halving] * (rungs - 1))
 
 
 def result_of(trial: Trial, rung: int) -> Result | None:
-    """What a trial came to at a rung; None: it has not been trained so far."""
+    """Returns a trial's result at a rung; None: it has not been trained so far."""
     if len(trial.rungs) > rung:
         return (trial.rungs[rung],)
     return (None,) if trial.state == "failed" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,12 +24,26 @@ from grappe.verbs import jobs
 from grappe.verbs.submission import TRAIN, JobOptions, Submission
 from grappe.verbs.submit import submit
 from grappe.verbs.tune.local_trainings import KILLED, OF_THE_MACHINE
+from grappe.verbs.tune.study import run_folder
 from grappe.verbs.tune.trainings import Busy, Ended
 
 SLICE_SECONDS = 0.2
 SIGNALLED = 128
-FULL = ("maximum", "limit", "contact slurm controller", "timed out", "temporarily", "no answer", "try again")
+LATER = (
+    "maximum number of jobs",
+    "contact slurm controller",
+    "timed out",
+    "temporarily",
+    "no answer",
+    "try again",
+)
 """What sbatch says when it takes no job now, and may take one later."""
+LIMITS = re.compile(r"\b(?:qos|assoc|maxsubmit)\w+", re.ASCII)
+"""The limit that a job would break, as Slurm names it."""
+POLICY = "violates accounting/qos policy"
+"""What sbatch says of too many jobs, and of a job that is too large or too long for ever."""
+GONE = ("COMPLETING", *slurm.ENDED)
+"""States of jobs in the queue that train nothing any more; one that requeues itself comes back from the first."""
 LONGEST_REASON = 300
 
 
@@ -39,7 +54,7 @@ class Placed:
     job: str
     run: Path
     missed: float = 0.0
-    """When it was first not in the queue any more; 0.0: it is."""
+    """Time at which the job was first not in the queue any more; 0.0: it is."""
 
 
 class SlurmTrainings:
@@ -61,20 +76,21 @@ class SlurmTrainings:
         parallel: int,
         query_every: float = jobs.QUERY_SECONDS,
     ) -> None:
-        key = hashlib.sha256(str(study.absolute()).encode()).hexdigest()[:8]
+        self._study = study = study.resolve()  # one study has one name, by whatever link
+        key = hashlib.sha256(str(study).encode()).hexdigest()[:8]
         self._prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study.name)[:40]}-{key}-"
         self._options, self._parallel, self._every = options, parallel, query_every
         self._signals = SignalForwarding([], saves=True)
         self._placed: dict[int, Placed] = {}
-        self._queue: dict[int, list[Entry]] = {}
+        self._queue: dict[int, Entry] = {}
         self._queried = self._read = 0.0
         self._full: tuple[float, str] = (0.0, "")
         self._leaving = False
         self.notes = ""
 
     def __enter__(self) -> SlurmTrainings:
-        self._signals.__enter__()
         self._query()
+        self._signals.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -88,7 +104,7 @@ class SlurmTrainings:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal has come."""
+        """True if a signal has come."""
         return self._signals.received
 
     def interrupt(self) -> None:
@@ -98,8 +114,13 @@ class SlurmTrainings:
     def start(self, number: int, request: Request) -> None:
         """Takes the job that the trial has, or submits one."""
         assert request.run is not None
-        if entries := self._queue.get(number):
-            self._placed[number] = Placed(_id(entries[0]), request.run)
+        entry = self._queue.get(number)
+        if entry is not None and not self._over(number, entry):
+            job = _id(entry)
+            if job not in (str(one["job"]) for one in jobs.submitted(request.run)):
+                with contextlib.suppress(OSError):  # a folder that is gone: the job itself will say so
+                    jobs.record_job(request.run, job, self._options.site or "", "")
+            self._placed[number] = Placed(job, request.run)
             return
         others = [one for one in self._queue if one not in self._placed]
         if len(self._placed) + len(others) >= self._parallel:
@@ -111,7 +132,7 @@ class SlurmTrainings:
             [made] = submit(self._submission(number, request))
         except SlurmError as error:
             said = str(error)
-            if not any(word in said.lower() for word in FULL):
+            if not _may_pass(said, queued=bool(self._queue or self._placed)):
                 raise
             why = f"sbatch takes no more jobs now: {said.partition(chr(10))[0]}"
             self._full = (time.monotonic() + self._every, why)
@@ -139,7 +160,10 @@ class SlurmTrainings:
         while not (self.stopping or self._leaving):
             now = time.monotonic()
             if now - self._queried >= self._every:
-                self._query()
+                try:
+                    self._query()
+                except SlurmError as error:
+                    self.notes = f"Slurm does not answer: {str(error).partition(chr(10))[0]}"
             if now - self._read >= jobs.FILE_SECONDS:
                 self._read = now
                 if found := [one for number in list(self._placed) if (one := self._ended(number))]:
@@ -154,30 +178,33 @@ class SlurmTrainings:
         return [Ended(number=number, how="stopped") for number in left]
 
     def _query(self) -> None:
-        """Asks Slurm for the study's jobs: one query, whatever their number."""
+        """Asks Slurm for the study's jobs: one query, whatever their number. Of two of one trial, one is cancelled."""
         self._queried = time.monotonic()
-        try:
-            entries = [one for one in slurm.queue() if one.name.startswith(self._prefix)]
-        except SlurmError as error:
-            if not self._queue and not self._placed:
-                raise
-            self.notes = f"Slurm does not answer: {str(error).partition(chr(10))[0]}"
-            return
+        entries = [one for one in slurm.queue() if one.name.startswith(self._prefix)]
+        there = {_id(one) for one in entries}
         found = collections.defaultdict(list)
         for one in sorted(entries, key=lambda one: int(_id(one))):
             number = one.name.removeprefix(self._prefix)
-            if number.isascii() and number.isdecimal():
+            if number.isascii() and number.isdecimal() and not self._over(int(number), one):
                 found[int(number)].append(one)
-        self._queue = dict(found)
-        for several in self._queue.values():
-            slurm.cancel([_id(one) for one in several[1:]])
-        for number, placed in self._placed.items():
-            there = [_id(one) for one in self._queue.get(number, ())]
-            placed.missed = 0.0 if placed.job in there else placed.missed or self._queried
-        self.notes = _pending([one[0] for one in self._queue.values()])
+        placed = {number: one.job for number, one in self._placed.items()}
+        self._queue = {
+            number: next((one for one in several if _id(one) == placed.get(number)), several[0])
+            for number, several in found.items()
+        }
+        for placing in self._placed.values():
+            placing.missed = 0.0 if placing.job in there else placing.missed or self._queried
+        self.notes = _pending(list(self._queue.values()))
+        for number, several in found.items():
+            slurm.cancel([_id(one) for one in several if one is not self._queue[number]])
+
+    def _over(self, number: int, entry: Entry) -> bool:
+        """Returns whether a job that is in the queue still has ended."""
+        end = run_folder(self._study, number) / "logs" / f"job-{_id(entry)}.end"
+        return entry.state in GONE or jobs.written_code(end) is not None
 
     def _ended(self, number: int) -> Ended | None:
-        """How a trial's job has ended; None: it has not."""
+        """Returns how a trial's job has ended; None: it has not."""
         placed = self._placed[number]
         code = jobs.written_code(placed.run / "logs" / f"job-{placed.job}.end")
         if code is not None:
@@ -229,6 +256,20 @@ class SlurmTrainings:
 def _id(entry: Entry) -> str:
     """A job's number, without that of its place in an array."""
     return entry.job.partition("_")[0]
+
+
+def _may_pass(refusal: str, *, queued: bool) -> bool:
+    """Returns whether sbatch may take later what it refuses now.
+
+    Args:
+        queued: whether it took jobs of the same size and length before, that are in the queue still.
+    """
+    said = refusal.lower()
+    if any(words in said for words in LATER):
+        return True
+    if limits := LIMITS.findall(said):
+        return all("submit" in one for one in limits)
+    return queued and POLICY in said
 
 
 def _pending(entries: list[Entry]) -> str:

@@ -13,6 +13,8 @@ from grappe.plan import Plan
 
 DIGITS = 6
 """Significant digits of a value that is drawn, so that it can be read and pasted."""
+LARGEST = 2**53
+"""Whole number up to which a float is exact."""
 LOG = ":log"
 PLAN = "plan"
 """Name under which plans are searched, as if it were a field."""
@@ -84,6 +86,16 @@ def read(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str
     if not space:
         raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32|64|128")
     return space, fixed
+
+
+def holds(axis: Axis, text: str) -> bool:
+    """Returns whether a value, as a record has it, lies on the axis."""
+    if isinstance(axis, Choices):
+        return text in axis.texts
+    try:
+        return axis.low <= (int(text) if axis.whole else float(text)) <= axis.high
+    except ValueError:
+        return False
 
 
 def of_texts(texts: Mapping[str, str]) -> dict[str, Axis]:
@@ -158,6 +170,8 @@ def _range(name: str, text: str, *, whole: bool) -> Range:
             found.append(convert(int if whole else float, part.strip()))
         except ValueError as error:
             raise UsageError(f"{name}={text}: {part or 'an empty end'} is not {error}") from error
+    if whole and any(abs(one) > LARGEST for one in found):
+        raise UsageError(f"{name}: the ends of a range of whole numbers are at most {LARGEST:,}")
     if len(found) != 2 or not all(map(math.isfinite, found)):
         raise UsageError(f"{name}={text}: a range has two finite ends, {name}=LOW..HIGH")
     low, high = found

@@ -52,7 +52,7 @@ class Search:
     halving: int | None = None
     """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained whole."""
     rungs: int = 1
-    """How often a training stops to be compared, its end included."""
+    """Number of times that a training stops to be compared, its end included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Study:
 
     def run_folder(self, number: int) -> Path:
         """The folder of a trial's run."""
-        return self.folder / f"trial-{number:04d}"
+        return run_folder(self.folder, number)
 
     def read(self, number: int) -> Trial | None:
         """A trial's record; None: there is none, or it cannot be read: the trial is then drawn again, the same."""
@@ -117,6 +117,11 @@ class Study:
 
     def _file(self, number: int) -> Path:
         return self.folder / TRIALS / f"{number:04d}.json"
+
+
+def run_folder(study: Path, number: int) -> Path:
+    """The folder of a trial's run, in the study's."""
+    return study / f"trial-{number:04d}"
 
 
 def best_of(search: Search, trials: Sequence[Trial]) -> Trial | None:
@@ -147,7 +152,7 @@ def open_study(folder: Path) -> Study:
 
 
 def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value of study.json has the type of its field."""
+    """Returns whether a value of study.json has the type of its field."""
     if get_origin(kind) in (Union, UnionType):
         return any(_is_of(one, value) for one in get_args(kind))
     if get_origin(kind) is Literal:
@@ -188,14 +193,16 @@ def _refuse_another(study: Study, search: Search) -> None:
     there, here = study.search, search
     for word, before, now in (("searches", there.space, here.space), ("has", there.fields, here.fields)):
         for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
+            # A field that the task did not have then was what its default is now.
+            new = now is here.fields and name not in before and name not in here.given
+            if before.get(name) != now.get(name) and not new:
                 raise UsageError(
                     f"the study {study.folder} {word} {_shown(name, before)}, and this command {_shown(name, now)}: "
                     "give what the study has, or another --study"
                 )
     asked = dataclasses.asdict(here)
     for name, value in dataclasses.asdict(there).items():
-        if name not in ADOPTED and value != asked[name]:
+        if name not in (*ADOPTED, "fields") and value != asked[name]:
             raise UsageError(
                 f"the study {study.folder} has {_option(name, value)}, and this command {_option(name, asked[name])}: "
                 "give what the study has, or another --study"
@@ -249,7 +256,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fits(state: str, rungs: list[Any], most: int) -> bool:
-    """Whether a trial of this state can have been told so many rungs."""
+    """Returns whether a trial of this state can have been told so many rungs."""
     if state == "complete":
         return len(rungs) == most
     return len(rungs) < most and (state != "paused" or bool(rungs))

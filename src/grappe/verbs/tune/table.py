@@ -84,7 +84,7 @@ def command(study: Study, trial: Trial) -> str:
 
 
 def seconds_of(study: Study, trials: Sequence[Trial]) -> dict[int, float]:
-    """What the trainings took, all starts together, by number."""
+    """Returns the seconds that the trainings took, all starts together, by number."""
     found = {}
     for trial in trials:
         try:

@@ -34,11 +34,11 @@ class Trainings(Protocol):
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal has come: nothing new is to be started."""
+        """True if a signal has come: nothing new is to be started."""
 
     @property
     def notes(self) -> str:
-        """What a user should know about them now; "": nothing."""
+        """Note for the user about the trainings now; "": nothing."""
 
     def start(self, number: int, request: Request) -> None:
         """Starts a trial's training.

@@ -12,12 +12,11 @@ from grappe.verbs.tune.space import PLAN
 
 
 def with_fields(task: TaskReference, texts: Mapping[str, str]) -> TaskReference:
-    """The task with the searched fields in `texts`; a plan among them is left out.
+    """The task with the fields in `texts`.
 
     Raises:
         UsageError: the task refuses them.
     """
-    texts = {name: text for name, text in texts.items() if name != PLAN}
     if task.value is None:
         changed = dataclasses.replace(task, texts={**task.texts, **texts})
     else:

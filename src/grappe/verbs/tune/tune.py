@@ -29,6 +29,7 @@ from grappe.verbs.tune.study import Search, Study, make_study
 from grappe.verbs.tune.trial_task import with_fields
 
 RUNGS = 3
+MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
 TRIALS = 20
 """Of a search without an end of its own, as a grid has."""
 
@@ -48,11 +49,14 @@ class Wanted:
     halving: int | None = None
     """Successive halving: of so many trials one goes on, at each rung. None: all are trained whole."""
     rungs: int | None = None
-    """How often a training stops to be compared, its end included. None: 3, with halving."""
+    """Number of times that a training stops to be compared, its end included. None: 3, with halving."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "trials", "parallel")
         at_least(self, 2, "halving", "rungs")
+        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
+            if (value := getattr(self, name)) is not None and value > most:
+                raise UsageError(f"--{name}: at most {most}")
         if self.rungs is not None and self.halving is None:
             raise UsageError(
                 f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well"
@@ -144,7 +148,7 @@ def search(
         query_every: seconds between queries to Slurm.
     """
     options = options or Options()
-    _refuse(options)
+    _refuse(options, wanted)
     if jobs is not None:
         _refuse_as_jobs(options, jobs)
     samplers.check(wanted.sampler)
@@ -173,7 +177,7 @@ def search(
         quiet=True,
     )
     trainings = (
-        LocalTrainings(parallel=wanted.parallel, limited=options.time_limit is not None)
+        LocalTrainings(parallel=wanted.parallel, limited=options.time_limit is not None, plans=plans)
         if jobs is None
         else SlurmTrainings(found.folder, jobs, parallel=wanted.parallel, query_every=query_every)
     )
@@ -223,11 +227,15 @@ def _rungs(wanted: Wanted) -> int:
     return (wanted.rungs or RUNGS) if wanted.halving else 1
 
 
-def _refuse(options: Options) -> None:
+def _refuse(options: Options, wanted: Wanted) -> None:
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
     if options.part is not None:
         raise UsageError("--part stops each training early, as --halving does by results: leave it out")
+    if options.patience is not None and wanted.halving is not None:
+        raise UsageError(
+            "--patience with --halving: both stop trainings, and which would depend on the rungs: leave one out"
+        )
     if options.bare:
         raise UsageError("--bare has no evaluation, which a search needs: leave it out")
 
@@ -251,6 +259,10 @@ def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
     if jobs.name is not None or jobs.gpus:
         which = "--name" if jobs.name is not None else "--gpus"
         raise UsageError(f"{which}: each trial's job has its own name, and what the plan needs: leave it out")
+    if jobs.chain:
+        raise UsageError(
+            "--chain: each trial's job is one, which requeues itself or is submitted again: leave it out"
+        )
 
 
 def _check_metric(name: str, task: Task) -> None:
