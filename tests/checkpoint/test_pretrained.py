@@ -59,7 +59,7 @@ def test_one_process_reads_with_memory_for_the_model_and_a_tensor(large: Large) 
     enough = Limits(memory=SIZE + 32 * MEGABYTE, mapped=SIZE + 64 * MEGABYTE, seconds=60)
     run_in_fork(lambda: built(large), enough)
     with pytest.raises((LimitReached, TaskError)):  # the limit does bite
-        run_in_fork(lambda: built(large), Limits(memory=SIZE // 2, mapped=SIZE, seconds=60))
+        run_in_fork(lambda: built(large), Limits(memory=MEGABYTE, mapped=MEGABYTE, seconds=60))
 
 
 def test_all_others_read_nothing(large: Large) -> None:

@@ -230,7 +230,7 @@ def test_a_pickle_is_never_run(complain: Complain, tmp_path: Path) -> None:
     assert "should hold an array of numbers" in complain("predict", "run", "words.npy")
     assert "does not take inputs of shape ['N', 5]" in complain("predict", "run", "wide.npy")
     assert "none.npy cannot be read: No such file" in complain("predict", "run", "none.npy")
-    assert "give a .npy file of inputs" in complain("predict", "run", "inputs.csv")
+    assert "give one of train, validation, test, a .npy file" in complain("predict", "run", "inputs.csv")
 
     cifar = tmp_path / "data" / "cifar-10-batches-py"
     cifar.mkdir(parents=True)

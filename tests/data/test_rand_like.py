@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,13 @@ def test_type_and_shape_are_those_of_the_tensor() -> None:
 def test_what_has_no_row_for_each_sample_is_refused(like: torch.Tensor) -> None:
     with inside(samples(1, 2)), pytest.raises(TaskError, match=r"a batch of 2.*augment"):
         grappe.randn_like(like)
+
+
+@pytest.fixture(autouse=True)
+def outside_a_batch() -> Iterator[None]:
+    """Whatever trained in this process before."""
+    with inside(None):
+        yield
 
 
 def test_without_a_batch_they_are_torchs() -> None:

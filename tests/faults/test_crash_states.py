@@ -179,7 +179,7 @@ def test_step_0_is_there_or_not(tmp_path) -> None:
     folder.mkdir()
     model = torch.nn.Linear(2, 3)
     with recording(folder) as recorder:
-        _save(model, folder)
+        _save(model, folder, "")
     outcomes = set()
     for count, (_, tree) in enumerate(states(recorder)):
         rebuild(tree, tmp_path / f"state{count}")

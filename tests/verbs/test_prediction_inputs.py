@@ -248,9 +248,17 @@ def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> No
         "--data",
         str(folder),
     ]
+    paths = [
+        str(Path(__file__).parents[2]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]  # of this file's imports
     child = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )  # fmt: skip
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )
     assert child.stdin
     assert child.stdout
     answers = []

@@ -13,7 +13,7 @@ from torch import nn
 
 from grappe import Arrays, Download, Task, normalise
 from grappe.data.formats import locate, mnist
-from grappe.optimizers import LrScaling, scale_factor, warmed_up
+from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"
 LARGEST = 60_000  # images

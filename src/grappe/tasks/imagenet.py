@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grappe import Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataError, TaskError
-from grappe.optimizers import LrScaling, scale_factor
+from grappe.optimizers.batch_scaling import LrScaling, scale_factor
 from grappe.tasks.images.accuracy import Accuracy
 from grappe.tasks.images.resnet import convolution, initialise, resnet
 

@@ -17,6 +17,7 @@ from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
 from grappe.data.prepare import prepare
+from grappe.data.rand_like import inside
 from grappe.engines.base import EngineSetup
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
@@ -77,7 +78,14 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loading = loaders(task, data, plan, world, opened, None if options.bare else chronometer)
         watched = waits_counted(chronometer)
-        with naming_user_line(task), memory, chronometer, watched, loading as (batches, validation):
+        with (
+            naming_user_line(task),
+            memory,
+            chronometer,
+            watched,
+            inside(None),
+            loading as (batches, validation),
+        ):
             info = _run_info(request, task, batches, opened, world)
             if terminal is not None:
                 announce(terminal, task, info, plan, opened, world)
