@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
+from grappe.private_api.torch import tree_map
 
 STDIN = "-"
 SUFFIXES = (".jsonl", ".ndjson")
@@ -169,13 +170,4 @@ def _shapes(leaves: list[np.ndarray]) -> list[tuple[int, ...]]:
 
 def _stacked(samples: list[list[np.ndarray]], example: Any) -> Any:
     columns = iter([np.stack(column) for column in zip(*samples, strict=True)])
-
-    def fill(inner: Any) -> Any:
-        if isinstance(inner, Tensor):
-            return torch.as_tensor(next(columns)).to(inner.dtype)
-        if isinstance(inner, dict):
-            return {key: fill(one) for key, one in inner.items()}
-        filled = [fill(one) for one in inner]
-        return type(inner)(*filled) if hasattr(inner, "_fields") else type(inner)(filled)
-
-    return fill(example)
+    return tree_map(lambda leaf: torch.as_tensor(next(columns)).to(leaf.dtype), example)
