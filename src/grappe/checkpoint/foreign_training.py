@@ -30,8 +30,10 @@ OF_A_SCHEDULE = {
     "min_lr",
     "max_momentum",
     "base_momentum",
+    "lr_scale",
+    "name",
 }
-OF_A_SCHEDULE |= {"lr_scale", "name"}
+"""Fields of a parameter group that schedules and scripts add."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

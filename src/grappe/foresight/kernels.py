@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grappe.launch.local import local
+from grappe.launch.output import without_standard_error
 from grappe.launch.rank import ProcessRank
 from grappe.private_api.torch import tree_leaves
 
@@ -92,7 +92,8 @@ class Kernels:
 def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path) -> list[int]:
     """Runs each call twice, and returns the bytes that its second run took besides its output."""
     torch.set_num_threads(request.threads)
-    with _silent(), tempfile.TemporaryDirectory() as folder:
+    # torch's profiler writes to the standard error.
+    with without_standard_error(), tempfile.TemporaryDirectory() as folder:
         kept = []
         profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -164,17 +165,3 @@ def _real(value: Any) -> Any:
         made = torch.empty_strided(value.size, value.stride, dtype=getattr(torch, value.kind))
         return made.fill_(1) if made.is_floating_point() else made.zero_()
     return [_real(one) for one in value] if isinstance(value, tuple) else value
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Context without standard error: torch's profiler writes there."""
-    kept = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Parameter:
     @property
     def size(self) -> int:
         """Computes the parameter's bytes."""
-        return self.item * int(np.prod(self.shape, dtype=np.int64))
+        return self.item * math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class Sketch:
             self.plain = on_meta(task)
             model = self._made()
             homes = homes_of(task.units(model))
-            self.buffers = sum(_bytes(one) for one in model.buffers())
+            self.buffers = sum(one.nbytes for one in model.buffers())
         with _explained(task, "be stepped by its optimizer"), self.mode:
             self.parameters, self.together = _stepped(task, list(model.named_parameters()), homes, foreach)
         self.samples = self._batch.samples
@@ -216,8 +217,8 @@ def _stepped(
             one.grad = torch.empty_like(one)
             optimizer.step()  # makes the state
             values = _tensors(dict(optimizer.state.get(one, {})))
-            state = sum(_bytes(value) for value in values if value.shape == one.shape and value.dim())
-            whole = sum(map(_bytes, values)) - state
+            state = sum(value.nbytes for value in values if value.shape == one.shape and value.dim())
+            whole = sum(value.nbytes for value in values) - state
             ledger = Ledger([one, one.grad, *values])
             with ledger:
                 optimizer.step()
@@ -281,7 +282,7 @@ def _traced(
     return Trace(
         rows=micro.size,
         marks=tuple(ledger.marks),
-        batch=sum(map(_bytes, given)),
+        batch=sum(one.nbytes for one in given),
         boundaries=tuple(boundaries),
         complete=kernels is None or not kernels.untried,
     )
@@ -297,7 +298,7 @@ def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) 
                 leaf.register_hook(lambda gradient: ledger.mark(DONE, number))
 
     def leaves(_: Any, inputs: Any, output: Any) -> None:
-        boundaries[number] = sum(map(_bytes, _tensors(output)))
+        boundaries[number] = sum(leaf.nbytes for leaf in _tensors(output))
         for leaf in _tensors(output):
             if leaf.requires_grad:
                 leaf.register_hook(lambda gradient: ledger.mark(BACKWARD, number))
@@ -314,10 +315,6 @@ def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @contextlib.contextmanager

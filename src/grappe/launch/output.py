@@ -1,10 +1,11 @@
-"""UserStream: the stream on which process 0 writes to the user; a closed pipe or terminal does not end the training."""
+"""Streams of a process: that on which process 0 writes to the user, and a standard error on which nothing is shown."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import IO, Any
 
 from grappe.launch.child import TERMINAL
@@ -59,3 +60,16 @@ def user_stream(process: ProcessRank) -> UserStream | None:
         return None
     handle = os.environ.pop(TERMINAL, None)
     return UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout)
+
+
+@contextlib.contextmanager
+def without_standard_error() -> Iterator[None]:
+    """Context in which nothing that a library writes to the standard error is shown."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

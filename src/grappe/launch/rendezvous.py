@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from grappe.errors import ProcessDied, UsageError
 from grappe.launch import files as safe
 from grappe.launch import proof
+from grappe.launch.output import without_standard_error
 
 if TYPE_CHECKING:
     import torch
@@ -93,26 +94,13 @@ def claims_error_report(process: ProcessRank) -> bool:
             time.sleep(GRACE_SECONDS)  # process 0 most likely says the same, and the launcher then ends us
         return True
     try:
-        with _without_warnings():
+        with without_standard_error():  # for a lost store torch prints a stack trace before it raises
             first = default_store().add("grappe/spoken", 1) == 1
     except RuntimeError:
         return False  # process 0, which serves the store, has ended, and has said why
     if process.rank == 0 and process.launcher != "torchrun":
         time.sleep(SERVING_SECONDS)  # so that the others can ask, too
     return first
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Context without torch's warnings: for a lost store, torch prints a stack trace before it raises."""
-    error, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(error, 2)
-        os.close(error)
-        os.close(nowhere)
 
 
 def _env_store(process: ProcessRank) -> Store:
