@@ -1,4 +1,4 @@
-"""Trials as Slurm jobs: found by name, at most so many, and how each end is taken; Slurm itself is played."""
+"""Trials as Slurm jobs: found by name, at most so many, and how each end is taken, on a mock of Slurm."""
 
 from __future__ import annotations
 

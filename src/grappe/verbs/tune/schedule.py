@@ -1,4 +1,4 @@
-"""Schedule: which trial is trained how far next, a function of the results told so far; successive halving (ASHA)."""
+"""Schedule: which trial is trained how far next, a function of the results known so far; successive halving (ASHA)."""
 
 from __future__ import annotations
 
