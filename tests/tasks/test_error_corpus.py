@@ -15,7 +15,6 @@ from grappe.launch import local
 from grappe.training import worker  # noqa: F401 - the forked processes have it, too
 from tests.tasks.error_corpus import BOTH, CASES, TASK, Case
 
-
 SEEN_BY_TRAINING_ONLY = ("in place on what backward needs", "a parameter that is made in forward")
 """What only a training's own first step looks for: verify's plain process has none."""
 

@@ -97,8 +97,8 @@ REMEDIES = tuple(
         ),
         (
             r"'(?:list|tuple)' object has no attribute '(?:named_)?(?:parameters|modules)'",
-            "optimizer() gets pairs of a name and a parameter, not the model: give them to the optimizer as they are, or in "
-            "groups by grappe.optimizers.by_name",
+            "optimizer() gets pairs of a name and a parameter, not the model: give them to the optimizer as they are, "
+            "or in groups by grappe.optimizers.by_name",
         ),
         (
             r"optimizer got an empty parameter list",
