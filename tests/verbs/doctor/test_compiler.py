@@ -26,7 +26,7 @@ def examine(check, plan: str = "", **changes) -> list[Finding]:
 
 
 def test_this_machines_compiler_fits() -> None:
-    """What nvcc there is may be of another CUDA than torch."""
+    """Leaves out nvcc, which may be of another CUDA than torch."""
     assert not [found for found in examine(compiler.check) if not found.what.startswith("nvcc")]
 
 
