@@ -22,7 +22,13 @@ from grappe.verbs.export.manifest import sha256
 COMPILERS = ("g++", "clang++", "c++")
 PORTABLE = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 """AVX2: torch would compile for this very processor, and a job's node may have another."""
-OPTIONS = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
+OPTIONS = {
+    "compile_threads": 1,
+    "cpp_cache_precompile_headers": False,
+    # Else biases of up to 8 numbers and scalars become part of the code, and no other weights can take their place.
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
+}
 
 
 def instruction_set() -> str:
