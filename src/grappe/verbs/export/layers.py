@@ -102,7 +102,7 @@ def located(error: Differs, program: Program, samples: Samples, *, predicted: in
             theirs = (call or write(watched))(*inputs)
         if found := _first(names, ours, row, theirs, row):
             return f"{found} in the model and {what}"
-    return "no layer differs when what it gives is an output too: what was written is wrong only as a whole"
+    return "no layer differs in Python once its output is kept: what was written is wrong only as a whole"
 
 
 def _first(names: list[str], ours: Sequence[Tensor], row: int, theirs: Sequence[Tensor], other: int) -> str:
@@ -113,7 +113,7 @@ def _first(names: list[str], ours: Sequence[Tensor], row: int, theirs: Sequence[
             continue  # of the whole batch
         gap = float(row_differences(a, b).max()) if a.numel() else 0.0
         if not gap <= (TOLERANCE if a.is_floating_point() else 0):
-            return f"the layer {name} is the first that differs, by {gap:.1e} of its largest number,"
+            return f"the layer {name} is the first that differs, by {gap:.1e} of its row,"
     return ""
 
 

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +68,11 @@ def compile_to(file: Path, program: torch.export.ExportedProgram) -> str:
     return sha256(file)
 
 
-def open_made(file: Path, made: str | None) -> Callable[..., Any]:
-    """Opens a package that this process has made: opening runs what is in it.
+def open_made(file: Path, made: str | None) -> torch_inductor.Package:
+    """Opens a package that this user has made: opening runs what is in it.
 
     Args:
-        made: its SHA-256, as `compile_to` returned it; None: it was made elsewhere.
+        made: its SHA-256, as `compile_to` returned it, or a record keeps it; None: it was made elsewhere.
 
     Raises:
         UsageError: it was made elsewhere, or is not as it was made.
