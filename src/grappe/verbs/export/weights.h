@@ -49,9 +49,11 @@ inline void load_weights(torch::inductor::AOTIModelPackageLoader& model, const s
                             "],\"data_offsets\":[";
     const auto found = header.find(key);
     if (found == std::string::npos) refuse("it has no " + name + " of the type and shape that the model has");
-    const int64_t from = std::atoll(header.c_str() + found + key.size());
     auto read = at::empty(value.sizes(), value.options());
-    if (from < 0 || from > bytes - static_cast<int64_t>(read.nbytes())) refuse("it is damaged");
+    char* comma = nullptr;
+    const int64_t from = std::strtoll(header.c_str() + found + key.size(), &comma, 10);
+    const int64_t end = *comma == ',' ? std::strtoll(comma + 1, nullptr, 10) : -1;
+    if (from < 0 || end > bytes || end - from != static_cast<int64_t>(read.nbytes())) refuse("it is damaged");
     stream.seekg(8 + length + from);
     stream.read(static_cast<char*>(read.mutable_data_ptr()), read.nbytes());
     value = at::empty_strided(value.sizes(), value.strides(), value.options()).copy_(read);
