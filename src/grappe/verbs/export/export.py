@@ -65,7 +65,7 @@ def export(
     Raises:
         UsageError: the folder holds something; there is no compiler, or a package; the program cannot be built.
         TaskError: the model cannot be traced, with the user's line where it is known.
-        Differs: a prediction is another one; with the first sample.
+        Differs: a prediction is another one; with the first sample and layer.
     """
     target = Path(folder)
     check_target(target)

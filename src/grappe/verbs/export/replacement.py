@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,14 @@ def write_replacement(work: Work, staged: Path, known: dict[str, Any]) -> Writte
         operators.check_sources(work.sources, operators.custom_operators(traced))
         found = constants.matching(traced, work.samples, inside)
         constants.write_weights(staged / constants.FILE, found, inside["graph"])
-        runners: dict[str, Runner] = {"in Python": _opened(package, made, found)}
         cpp.write_sources(package, work.samples, takes, names, graph=inside["graph"])
         operators.write_sources(package.parent, work.sources)
+        runners: dict[str, Runner] = {"in Python": _opened(package, made, found)}
         why = cpp.cannot_build() if work.build else "it was not asked for"
         if why is None:
             work.progress("building the C++ program")
-            built, options = (
-                cpp.build(package.parent, Path(private) / "build"),
-                ("--weights", str(staged / constants.FILE)),
-            )
+            built = cpp.build(package.parent, Path(private) / "build")
+            options = ("--weights", str(staged / constants.FILE))
             runners["in C++"] = cpp.runner(built, package, names, options)
         proof = work.prove(runners, names, compiled(work.samples))
     tests = work.write_tests(staged, takes, names)
@@ -62,9 +61,8 @@ def write_replacement(work: Work, staged: Path, known: dict[str, Any]) -> Writte
         **work.interface(takes, names),
         "proof": {**dataclasses.asdict(proof), "tolerance": TOLERANCE, "cpp": why or True},
     }
-    write_manifest(
-        staged, [constants.FILE, *tests], about, replacement_readme(about, tests=" ".join(tests[:-1]))
-    )
+    readme = replacement_readme(about, tests=" ".join(tests[:-1]))
+    write_manifest(staged, [constants.FILE, *tests], about, readme)
     return proof, why
 
 
@@ -74,7 +72,8 @@ def _copy(file: Path, to: Path) -> tuple[str, dict[str, Any]]:
         raise UsageError(
             f"--weights-for {file.parent}: there is no {file.name}: give a folder that grappe export wrote"
         )
-    safe.replace(to, safe.read_bytes(file))
+    with safe.reader(file) as whole, safe.new_file(to, mode=safe.PRIVATE) as copy:
+        shutil.copyfileobj(whole, copy)
     made = sha256(to)
     inside = record.read_record(made)
     if inside is None:
