@@ -1,4 +1,4 @@
-"""One export at work: the model, its samples, the proof, and what every format writes beside its own files."""
+"""Export: model, samples and proof, and the files that every format writes beside its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TESTS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is exported, and how."""
+    """Export: a run's model and samples, with the user's choices."""
 
     run: Run
     task: Task

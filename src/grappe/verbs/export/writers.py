@@ -1,4 +1,4 @@
-"""What each format of an export writes and proves."""
+"""Writes the files of each format of an export, and proves them."""
 
 from __future__ import annotations
 
