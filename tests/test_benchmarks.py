@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks import cifar_files, cifar_script, commands, compute_alone, pages, structure
+from benchmarks import cifar_files, cifar_script, commands, compute_alone, exported, pages, structure
 from benchmarks.contenders.grappe import witness
 from benchmarks.figures import spread, table
 from benchmarks.overhead import rows
@@ -53,6 +53,28 @@ def test_rows_compare_within_a_round_and_take_the_slower_process():
         "+20 ±9 (+15 to +25) (aim: at most 25)",
         "1.100 (1.100 to 1.100)",
     ]
+
+
+def test_an_exported_program_is_compared_within_a_round(tmp_path):
+    answers = [
+        {name: exported.Answer(first=first * time, cpu=cpu * time) for name, first, cpu in figures}
+        for time in (1.0, 1.5, 2.0)
+        for figures in [(("python", 2.0, 1.0), ("grappe", 3.0, 2.0), ("cpp", 0.5, 0.1))]
+    ]
+    found = {row[0]: row[1:] for row in exported.start_rows(answers)}
+    assert found["C++ program"] == [
+        "0.75 (0.62 to 0.88)",
+        "0.25 (0.25 to 0.25), aim: 0.25",
+        "0.15 (0.12 to 0.18)",
+        "0.10 (0.10 to 0.10), aim: 0.25",
+    ]
+    rows_of_calls = exported.latency_rows({"eager": [2e-5, 4e-5], "package": [1e-5, 1e-5]})
+    assert rows_of_calls[1] == ["the package, in Python", "10 (10 to 10)", "0.38 (0.31 to 0.44)"]
+    told = exported.answer([sys.executable, "-c", "print('class', flush=True)"], tmp_path)
+    assert told.first > 0
+    assert told.cpu > 0
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        exported.answer([sys.executable, "-c", "raise SystemExit(3)"], tmp_path)
 
 
 class Clock:

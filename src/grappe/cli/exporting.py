@@ -40,6 +40,12 @@ def export(
         list[Path] | None,
         Parameter(help="A C++ file that registers operators of the model's own; once for each file."),
     ] = None,
+    weights_for: Annotated[
+        Path | None,
+        Parameter(
+            help="The folder of an exported program: write weights alone, which it takes without being compiled again."
+        ),
+    ] = None,
     trained: Annotated[
         bool,
         SWITCH,
@@ -61,6 +67,7 @@ def export(
         format=format,
         build=not no_build,
         sources=operators or (),
+        weights_for=weights_for,
         trained=trained,
         progress=progress,
     )

@@ -60,6 +60,17 @@ def own_folder(folder: Path) -> Path | None:
     return folder if ours and os.access(folder, os.W_OK | os.X_OK) else None
 
 
+def state_folder(name: str, *, make: bool) -> Path | None:
+    """Returns the user's own folder `name` of grappe's state; None: it cannot be, or is not there and not made."""
+    base = state_base()
+    if base is None:
+        return None
+    folder = base / "grappe"
+    if not make and not (folder / name).is_dir():
+        return None
+    return own_folder(folder / name) if own_folder(folder) is not None else None
+
+
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
     """Makes a folder that all processes of this start share; process 0 removes it in the end."""

@@ -5,14 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from grappe.private_api.name import PrivateName
 
 SEEN = "2.11 to 2.13"
 USED = (PrivateName("torch", "_inductor", SEEN),)
+
+
+class Package(Protocol):
+    """A loaded package: maps tensors to tensors, with weights that can be replaced."""
+
+    def __call__(self, *leaves: Any) -> Any: ...
+
+    def get_constant_fqns(self) -> list[str]:
+        """Names the tensors that the package keeps as such."""
+        ...
+
+    def load_constants(self, constants_map: dict[str, Any], *, check_full_update: bool) -> None:
+        """Replaces tensors by name."""
+        ...
 
 
 def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: Path) -> None:
@@ -24,7 +38,7 @@ def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: 
         aoti_compile_and_package(program, package_path=str(file), inductor_configs=dict(options))
 
 
-def load_package(file: Path) -> Callable[..., Any]:
+def load_package(file: Path) -> Package:
     """Loads a package, which is native code: whoever calls this knows who has made it."""
     from torch._inductor import aoti_load_package
 

@@ -16,11 +16,12 @@ from grappe import tasks
 from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError, TaskError
 from grappe.launch import files as safe
-from grappe.launch.folders import own_folder, state_base
+from grappe.launch.folders import state_base, state_folder
 from grappe.task import Task
 from grappe.training.run import DESCRIPTION, Run
 from grappe.training.task_reference import TaskReference
 
+RECORDS = "tasks"
 ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -36,7 +37,7 @@ def write_record(run: str, name: str, task: Task) -> str | None:
     file = Path(place) if place.endswith(".py") else _file_of(place)
     if file is None or run_around(file) is not None:
         return f"the task {name} is in no file outside of runs: later commands will ask for --task"
-    folder = _records(make=True)
+    folder = state_folder(RECORDS, make=True)
     if folder is None:
         where = state_base() or "the home folder"
         return f"{where} cannot be written, so which task this run has is not kept: later commands will ask for --task"
@@ -132,7 +133,7 @@ def _check(run: Run, record: dict[str, str], file: Path) -> None:
 
 
 def _read(run: str) -> dict[str, str] | None:
-    folder = _records(make=False)
+    folder = state_folder(RECORDS, make=False)
     if folder is None or not ID.fullmatch(run):
         return None
     try:
@@ -141,16 +142,6 @@ def _read(run: str) -> dict[str, str] | None:
         return None
     wanted = ("task", "file", "sha256", "root")
     return record if all(isinstance(record.get(name), str) for name in wanted) else None
-
-
-def _records(*, make: bool) -> Path | None:
-    base = state_base()
-    if base is None:
-        return None
-    folder = base / "grappe"
-    if not make and not (folder / "tasks").is_dir():
-        return None
-    return own_folder(folder / "tasks") if own_folder(folder) is not None else None
 
 
 def _hash(file: Path) -> str:

@@ -82,9 +82,14 @@ def _first(task: Task, folder: Path) -> Any:
     return split_reader(task, _example(task, folder))(np.arange(1))
 
 
+def batch_size(task: Task) -> int:
+    """Returns the number of samples of a split that are predicted at a time."""
+    return min(BATCH, task.batch_size)
+
+
 def _of_dataset(task: Task, dataset: Any) -> Batches:
     read = split_reader(task, dataset)
-    size = min(BATCH, task.batch_size)
+    size = batch_size(task)
     for first in range(0, len(dataset), size):
         ids = np.arange(first, min(first + size, len(dataset)))
         yield read(ids), len(ids)

@@ -132,3 +132,29 @@ class Tied(Plain):
     def prediction(self, output: Tensor):
         chances = output.softmax(1)
         return {"class": chances.argmax(1), "chances": chances, "sure": chances.amax(1) > 0.5}
+
+
+class Centred(nn.Module):
+    """Couples the samples of a batch, as batch normalisation in training does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0.1 * x.mean(0)
+
+
+class TwoWays(nn.Module):
+    """Does something else while torch traces it, as code for exports in models does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.001 if torch.compiler.is_compiling() else x
+
+
+class Layered(Plain):
+    """A layer of choice between two others."""
+
+    middle: str = "Centred"
+
+    def model(self) -> nn.Module:
+        middle = {"Centred": Centred, "TwoWays": TwoWays, "BatchNorm1d": lambda: nn.BatchNorm1d(5)}[
+            self.middle
+        ]()
+        return nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.ReLU(), middle), nn.Linear(5, 3))

@@ -115,10 +115,11 @@ def test_the_first_sample_that_differs_is_named() -> None:
     ours = [torch.zeros(4, dtype=torch.long), torch.zeros(4, 2)]
     theirs = [torch.tensor([0, 0, 0, 1]), torch.tensor([[0.0, 0], [0, 0], [0, 2e-5], [0, 0]])]
     names = ("class", "scores")
-    with pytest.raises(proof.Differs, match=r"sample 102: in C\+\+, .* scores is 0, 2e-05, not 0, 0"):
-        proof.compare(ours, theirs, names=names, first=100, place="in C++, 1 at a time")
+    with pytest.raises(proof.Differs, match=r"sample 102: in C\+\+, .* scores is 0, 2e-05, not 0, 0") as bad:
+        proof.compare(ours, theirs, names=names, first=100, size=1, place="in C++, 1 at a time")
+    assert (bad.value.sample, bad.value.batch) == (102, (102, 103))
     near = [ours[0], theirs[1] / 4]
-    assert proof.compare(ours, near, names=names, first=0, place="") == pytest.approx(5e-6)
+    assert proof.compare(ours, near, names=names, first=0, size=1, place="") == pytest.approx(5e-6)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from grappe.verbs.export.manifest import crc32
 from grappe.verbs.export.package import compiler, instruction_set
 from grappe.verbs.export.samples import TYPES, Samples
 
-SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h", "checksum.h")
+SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h", "checksum.h", "weights.h")
 BUILD_SECONDS = 1800.0  # a busy machine; LibTorch's headers are large
 RUN_SECONDS = 3600.0
 SCALARS = {
@@ -50,6 +50,7 @@ inline const std::vector<Input> kInputs = {{
 }};
 inline const std::vector<const char*> kOutputs = {{{outputs}}};
 inline const std::string kInstructionSet = "{instructions}";
+inline const std::string kGraph = "{graph}";  // of all but the weights: those of a model of the same hash fit
 constexpr int kTorchMajor = {major}, kTorchMinor = {minor};
 constexpr int64_t kPackageBytes = {bytes};
 constexpr uint32_t kPackageCrc32 = {crc}u;
@@ -57,9 +58,13 @@ constexpr uint32_t kPackageCrc32 = {crc}u;
 
 
 def write_sources(
-    package: Path, samples: Samples, inputs: Sequence[str], outputs: Sequence[str]
+    package: Path, samples: Samples, inputs: Sequence[str], outputs: Sequence[str], *, graph: str
 ) -> list[str]:
-    """Writes the sources beside the package; returns their names."""
+    """Writes the sources beside the package; returns their names.
+
+    Args:
+        graph: the hash of the model without its weights' values.
+    """
     folder = package.parent
     here = resources.files(__package__ or __name__)
     for name in SOURCES:
@@ -69,6 +74,7 @@ def write_sources(
         inputs=",\n".join(_input(*one) for one in zip(inputs, samples.shapes, samples.dtypes, strict=True)),
         outputs=", ".join(f'"{name}"' for name in outputs),
         instructions=instruction_set(),
+        graph=graph,
         major=major,
         minor=minor,
         bytes=package.stat().st_size,
@@ -113,16 +119,21 @@ def build(folder: Path, into: Path) -> Path:
     return into / "predict"
 
 
-def runner(program: Path, package: Path, names: Sequence[str]) -> Callable[[list[Tensor], int], list[Tensor]]:
-    """Returns what runs the built program on samples [N, ...], a batch size at a time, and reads its lines."""
+def runner(
+    program: Path, package: Path, names: Sequence[str], options: Sequence[str] = ()
+) -> Callable[[list[Tensor], int], list[Tensor]]:
+    """Returns what runs the built program on samples [N, ...], a batch size at a time, and reads its lines.
+
+    Args:
+        options: more words for the program.
+    """
 
     def run(inputs: list[Tensor], size: int) -> list[Tensor]:
         with tempfile.TemporaryDirectory(prefix="grappe-samples-") as folder:
             files = write_samples(Path(folder), [str(number) for number in range(len(inputs))], inputs)
             environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-            text = command.run(
-                str(program), str(package), *files, "--batch", str(size), seconds=RUN_SECONDS, environment=environment
-            )  # fmt: skip
+            words = (str(program), str(package), *files, "--batch", str(size), *options)
+            text = command.run(*words, seconds=RUN_SECONDS, environment=environment)
         rows = [json.loads(line) for line in text.splitlines()]
         return [torch.from_numpy(np.array([row[name] for row in rows], np.float64)) for name in names]
 

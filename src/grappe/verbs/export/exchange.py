@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grappe.errors import TaskError, UsageError
 from grappe.errors.foreign_text import printable
@@ -17,7 +17,6 @@ from grappe.private_api.torch_inductor import quiet
 from grappe.verbs.export.manifest import sha256
 from grappe.verbs.export.operators import custom_operators
 from grappe.verbs.export.package import check_made
-from grappe.verbs.export.program import Program
 
 Exchange = Literal["onnx", "torchscript"]
 FILES: dict[Exchange, str] = {"onnx": "model.onnx", "torchscript": "model.pt"}
@@ -76,7 +75,7 @@ def versions(kind: Exchange) -> dict[str, str]:
 def write(
     kind: Exchange,
     file: Path,
-    program: Program,
+    program: nn.Module,
     traced: torch.export.ExportedProgram,
     example: list[Tensor],
     inputs: Sequence[str],

@@ -63,13 +63,15 @@ your torch first (gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch'
 | `model.pt2` | {what}, compiled, with its weights, for {instructions} |
 | `main.cpp` | the program, to read and to change |
 | `npy.h`, `json.h`, `checksum.h` | read the samples, print the predictions, refuse a damaged package |
+| `weights.h` | puts other weights into the package |
 | `model.h` | what the model takes and gives |
 {operators}| `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
 | `test/` | samples, and the predictions that they should have |
 | `manifest.json`, `SHA256SUMS` | its origin, its proof, each file's hash: `sha256sum --check SHA256SUMS` |
 
 It takes, in this order: {inputs}. It gives: {outputs}.
-`--batch N` computes N samples at a time; the predictions are the same.
+`--batch N` computes N samples at a time; the predictions are the same. `--weights FILE` computes with other weights, as
+`grappe export RUN --to NEW --weights-for THIS` writes them for a model that differs in nothing else.
 
 {proof}
 
@@ -82,9 +84,6 @@ OPERATORS = "| `operators/` | the operators {}, which LibTorch has not: compiled
 
 def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance: float) -> str:
     """Formats the README of an exported program."""
-    proof = known["proof"]
-    where = "in Python and by the program, built from this folder" if proof["cpp"] is True else "in Python"
-    lacks = "" if proof["cpp"] is True else f" The C++ program was not built: {proof['cpp']}."
     return PROGRAM.format(
         title=f"{known['class']}, {known['checkpoint']}",
         torch=known["torch"].partition("+")[0],
@@ -97,11 +96,21 @@ def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance
         else "",
         inputs=", ".join(field(one) for one in known["inputs"]),
         outputs=", ".join(f"`{one['name']}`" for one in known["outputs"]),
-        proof=(
-            f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
-            f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against `grappe predict`; the largest "
-            f"difference was {proof['largest_difference']:.1e} of a row.{lacks}"
-        ),
+        proof=_proof(known["proof"]),
+    )
+
+
+def _proof(proof: Mapping[str, Any]) -> str:
+    where = (
+        "in Python and by the C++ program, built from its folder alone"
+        if proof["cpp"] is True
+        else "in Python"
+    )
+    lacks = "" if proof["cpp"] is True else f" The C++ program was not built: {proof['cpp']}."
+    return (
+        f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
+        f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against `grappe predict`; the largest "
+        f"difference was {proof['largest_difference']:.1e} of a row.{lacks}"
     )
 
 
@@ -129,3 +138,28 @@ where `model` is what the task's `model()` makes with these fields.
 def weights_readme(known: Mapping[str, Any]) -> str:
     """Formats the README of exported weights."""
     return WEIGHTS.format(title=f"{known['class']}, {known['checkpoint']}")
+
+
+REPLACEMENT = """# {title}
+
+`weights.safetensors`: weights for an exported C++ program, which takes them without being compiled again. It is the
+program whose `model.pt2` has the SHA-256 `{package}`.
+
+```
+build/predict model.pt2 {tests} --weights weights.safetensors
+```
+
+prints what `test/expected.jsonl` has. The program refuses weights of another model, and a damaged file.
+
+{proof}
+
+`manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
+"""
+
+
+def replacement_readme(known: Mapping[str, Any], *, tests: str) -> str:
+    """Formats the README of weights for a program."""
+    title = f"{known['class']}, {known['checkpoint']}"
+    return REPLACEMENT.format(
+        title=title, package=known["package"], tests=tests, proof=_proof(known["proof"])
+    )

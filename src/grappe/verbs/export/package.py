@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,13 @@ from grappe.verbs.export.manifest import sha256
 COMPILERS = ("g++", "clang++", "c++")
 PORTABLE = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 """AVX2: torch would compile for this very processor, and a job's node may have another."""
-OPTIONS = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
+OPTIONS = {
+    "compile_threads": 1,
+    "cpp_cache_precompile_headers": False,
+    # Else biases of up to 8 numbers and scalars become part of the code, and no other weights can take their place.
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
+}
 
 
 def instruction_set() -> str:
@@ -63,11 +68,11 @@ def compile_to(file: Path, program: torch.export.ExportedProgram) -> str:
     return sha256(file)
 
 
-def open_made(file: Path, made: str | None) -> Callable[..., Any]:
-    """Opens a package that this process has made: opening runs what is in it.
+def open_made(file: Path, made: str | None) -> torch_inductor.Package:
+    """Opens a package that this user has made: opening runs what is in it.
 
     Args:
-        made: its SHA-256, as `compile_to` returned it; None: it was made elsewhere.
+        made: its SHA-256, as `compile_to` returned it, or a record keeps it; None: it was made elsewhere.
 
     Raises:
         UsageError: it was made elsewhere, or is not as it was made.

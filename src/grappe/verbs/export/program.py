@@ -82,7 +82,7 @@ def input_names(samples: Samples) -> tuple[str, ...]:
     )
 
 
-def trace(program: Program, example: list[Tensor]) -> torch.export.ExportedProgram:
+def trace(program: nn.Module, example: list[Tensor]) -> torch.export.ExportedProgram:
     """Traces the program for any number of samples.
 
     Raises:

@@ -23,9 +23,19 @@ Runner = Callable[[list[Tensor], int], list[Tensor]]
 
 
 class Differs(GrappeError):
-    """The exported program predicts something else."""
+    """The exported program predicts something else.
+
+    Args:
+        sample: the first one that differs, where it is known; then `batch`, in which it was computed: [first, last).
+    """
 
     exit_code = 1
+
+    def __init__(
+        self, message: str, *, sample: int | None = None, batch: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.sample, self.batch = sample, batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +81,7 @@ def prove(
         for (where, run), size in itertools.product(runners.items(), sizes):
             found = run(inputs, size)
             place = f"{where}, {size} at a time"
-            largest = max(largest, compare(wanted, found, names=names, first=first, place=place))
+            largest = max(largest, compare(wanted, found, names=names, first=first, size=size, place=place))
         first = last
     return Proof(split=samples.split, samples=samples.length, batch_sizes=sizes, largest_difference=largest)
 
@@ -82,12 +92,19 @@ def _chunk(samples: Samples, head: list[Tensor], batch: int) -> int:
 
 
 def compare(
-    wanted: Sequence[Tensor], found: Sequence[Tensor], *, names: Sequence[str], first: int, place: str
+    wanted: Sequence[Tensor],
+    found: Sequence[Tensor],
+    *,
+    names: Sequence[str],
+    first: int,
+    size: int,
+    place: str,
 ) -> float:
     """Compares predictions [N, ...] by name; returns the largest difference of a row, as a share.
 
     Args:
         first: the number of the first sample.
+        size: samples in a batch; the first batch begins with the first sample.
         place: where `found` was computed, for the message.
 
     Raises:
@@ -107,14 +124,17 @@ def compare(
         worst = max(worst, float(shares.max()))
     if bad:
         row, what = min(bad)
+        start = row // size * size
         raise Differs(
             f"sample {first + row}: {place}, the exported program predicts something else than grappe predict: {what}. "
-            f"{_NOTHING}"
+            f"{_NOTHING}",
+            sample=first + row,
+            batch=(first + start, first + min(start + size, len(wanted[0]))),
         )
     return worst
 
 
-_NOTHING = "Nothing was written. The model may depend on the other samples of its batch, or torch's compiler is wrong"
+_NOTHING = "Nothing was written"
 
 
 def row_differences(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from grappe.errors import TaskError
 from grappe.private_api.transformers import models
 from grappe.task import Task
-from grappe.verbs.export.program import program_of
-from grappe.verbs.export.samples import Samples
-from grappe.verbs.export.weights import in_batches
 
 TEXT = """# {title}
 
@@ -30,10 +27,8 @@ What turns text or images into the inputs is not in here: `tokenizer.save_pretra
 """
 
 
-def write_folder(
-    folder: Path, task: Task, model: nn.Module, samples: Samples
-) -> tuple[list[str], str, Callable[[list[Tensor], int], list[Tensor]]]:
-    """Writes the model; returns the files' names, its class's name, and what predicts with the model read again.
+def write_folder(folder: Path, task: Task, model: nn.Module) -> tuple[list[str], str, nn.Module]:
+    """Writes the model; returns the files' names, its class's name, and the model read again.
 
     Adapters of peft are merged into the matrices that they add to: the folder needs no peft.
 
@@ -43,8 +38,7 @@ def write_folder(
     one = _one(task, model)
     one.save_pretrained(folder)
     again = type(one).from_pretrained(folder, local_files_only=True).eval()
-    run = in_batches(program_of(task, again, samples))
-    return sorted(file.name for file in folder.iterdir()), type(one).__name__, run
+    return sorted(file.name for file in folder.iterdir()), type(one).__name__, again
 
 
 def readme(known: Mapping[str, Any], kind: str) -> str:
