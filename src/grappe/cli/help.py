@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from cyclopts import App
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, HelpEntry, HelpPanel, InlineText
+from cyclopts.help.protocols import ColumnSpecBuilder
 from cyclopts.help.specs import get_default_command_columns, get_default_parameter_columns
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
@@ -46,13 +47,13 @@ class TranslatedHelp:
         if description:
             console.print(self._translated(description))
 
-    def _columns(self, panel: HelpPanel) -> Callable[..., Sequence[ColumnSpec]]:
+    def _columns(self, panel: HelpPanel) -> ColumnSpecBuilder:
         """Returns cyclopts's columns for a panel, with translated labels in the last one."""
         usual = get_default_command_columns if panel.format == "command" else get_default_parameter_columns
 
         def columns(
             console: Console, options: ConsoleOptions, entries: list[HelpEntry]
-        ) -> Sequence[ColumnSpec]:
+        ) -> tuple[ColumnSpec, ...]:
             *others, description = usual(console, options, entries)
             return (*others, description.copy(renderer=self._described))
 

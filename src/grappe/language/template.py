@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from string import Formatter
 
+LETTER = 16  # a letter's weight; a sign's is 1
 QUOTES = ("'", '"', "`")
 
 
@@ -22,7 +23,7 @@ class Template:
     """The places of placeholders in quotation marks: names, which are never translated."""
     longest: str
     weight: int
-    """How many letters and digits are fixed: of two templates that match, that with more is meant."""
+    """How much is fixed, letters and digits before signs: of two templates that match, that with more is meant."""
     other: tuple[tuple[str, str | None], ...]
     """The translation: texts, each with the placeholder that follows it."""
 
@@ -40,7 +41,7 @@ class Template:
                 if before.endswith(QUOTES) and behind.startswith(before[-1])
             ),
             longest=max(texts, key=len),
-            weight=sum(one.isalnum() for text in texts for one in text),
+            weight=sum(LETTER if one.isalnum() else 1 for text in texts for one in text),
             other=tuple(pieces(other)),
         )
 
@@ -54,14 +55,23 @@ class Template:
         end = len(text) - len(last)
         if not text.endswith(last) or end < len(first):
             return None
-        found, place = [], len(first)
-        for fixed in self.texts[1:-1]:
-            there = text.find(fixed, place, end)
+        found, place = list[str](), len(first)
+        for number, fixed in enumerate(self.texts[1:-1]):
+            known = self._known(number, found)
+            adjacent = (
+                known if not fixed and text.startswith(known, place) else ""
+            )  # one more of a name known before
+            there = text.find(fixed, place + len(adjacent), end)
             if there < 0:
                 return None
             found.append(text[place:there])
             place = there + len(fixed)
         return [*found, text[place:end]]
+
+    def _known(self, number: int, found: list[str]) -> str:
+        """The value of an earlier placeholder of the same name; "" without one."""
+        names = self.names[:number]
+        return found[names.index(self.names[number])] if self.names[number] in names else ""
 
     def filled(self, values: Sequence[str]) -> str:
         """Returns the translation with the placeholders' values."""
