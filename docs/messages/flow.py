@@ -37,6 +37,8 @@ RESULTS = (
     "verbs/verify/",
 )
 """Files that make results, scripts and records, which have one language: of these, only what is raised counts."""
+PATTERNS = ("remedies.py",)
+"""Files of patterns of what others say; docs/messages/others.py has the remedies."""
 NOT_SHOWN = re.compile(
     r"^https://|\[\^|\\[AdwZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
     r"|^(?:accounting/qos policy|contact slurm|more processors requested|node configuration|node count|time limit)"
@@ -103,6 +105,7 @@ class Program:
         self.found: dict[str, set[str]] = {}
         """The files of each template."""
         self._package = package
+        self._trees: list[ast.Module] = []  # kept: their nodes are known by id()
         self._file: dict[int, str] = {}
         self._constants: dict[tuple[str, str], ast.expr] = {}
         self._imports: dict[tuple[str, str], tuple[str, str]] = {}
@@ -113,9 +116,7 @@ class Program:
         self._seen: set[int] = set()
         seeds: list[ast.expr] = []
         for file in sorted(package.rglob("*.py")):
-            if (
-                file.name != "remedies.py"
-            ):  # patterns of what others say: docs/messages/others.py has the remedies
+            if file.name not in PATTERNS:
                 seeds += self._read(file)
         self._direct = set(map(id, seeds))
         while seeds:
@@ -124,6 +125,7 @@ class Program:
     def _read(self, file: Path) -> Iterator[ast.expr]:
         """Enters a module into the tables; yields what it shows to the user."""
         tree = ast.parse(file.read_text())
+        self._trees.append(tree)
         name = str(file.relative_to(self._package.parent))
         for node in tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
