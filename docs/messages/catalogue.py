@@ -91,7 +91,7 @@ def mistakes(catalogue: Catalog, templates: Mapping[str, set[str]]) -> list[str]
 
 
 def _wrong(text: str, other: str) -> str:
-    """What is wrong with a translation's form; "" if nothing is."""
+    """Names what is wrong with a translation's form; "" if nothing is."""
     try:
         theirs = {name for _, name in pieces(other) if name}
     except ValueError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from grappe.language.catalogue import Catalogue, read
 from grappe.language.choice import chosen_language
+
+if TYPE_CHECKING:
+    from grappe.language.catalogue import Catalogue
 
 __all__ = ["catalogue", "translated"]
 
@@ -26,4 +28,6 @@ def translated(text: object, stream: IO[str] | object = None) -> object:
 @functools.cache
 def catalogue(language: str, encoding: str = "utf-8") -> Catalogue:
     """Returns the translations into a language, for a terminal of an encoding."""
+    from grappe.language.catalogue import read  # nobody who reads English waits for this
+
     return read(language, encoding)

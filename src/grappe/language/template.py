@@ -23,7 +23,7 @@ class Template:
     """The places of placeholders in quotation marks: names, which are never translated."""
     longest: str
     weight: int
-    """How much is fixed, letters and digits before signs: of two templates that match, that with more is meant."""
+    """Amount of fixed text, letters before signs: of two templates that match, that with more is meant."""
     other: tuple[tuple[str, str | None], ...]
     """The translation: texts, each with the placeholder that follows it."""
 
