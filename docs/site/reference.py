@@ -18,7 +18,7 @@ from grappe import engines, fields, sites
 from grappe.cli.commands import app
 from grappe.cli.help import TranslatedHelp
 from grappe.errors.remedies import REMEDIES
-from grappe.language import catalogue
+from grappe.language import catalogue_of
 from grappe.plan import Plan
 from grappe.verbs.catalogue import support
 from grappe.verbs.sites import described_facts
@@ -55,7 +55,7 @@ def pages() -> dict[str, str]:
 
 def french_pages() -> dict[str, str]:
     """Returns the pages of the commands in French, by their paths in the French part of the site."""
-    app.help_formatter = TranslatedHelp(text=catalogue("fr").text)
+    app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text)
     try:
         return {path: _orphan(path, text) for path, text in _commands("fr").items()}
     finally:

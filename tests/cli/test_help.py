@@ -13,7 +13,7 @@ from rich.console import Console
 from grappe.cli.commands import app
 from grappe.cli.exit import usage_error
 from grappe.cli.help import TranslatedHelp
-from grappe.language import catalogue
+from grappe.language import catalogue_of
 
 ENGLISH = re.compile(r"\b(?:the|of|is|with|which|default|choices|required|commands|usage)\b", re.IGNORECASE)
 WIDTH = 500  # one line for each text
@@ -21,7 +21,7 @@ WIDTH = 500  # one line for each text
 
 @pytest.fixture
 def french():
-    app.help_formatter = TranslatedHelp(text=catalogue("fr").text)
+    app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text)
     yield
     app.help_formatter = None
 
@@ -41,7 +41,7 @@ def test_no_english_sentence_is_left(words: tuple[str, ...], french: None) -> No
 
 
 def test_each_text_has_a_translation() -> None:
-    texts = catalogue("fr")
+    texts = catalogue_of("fr")
     same = {one for one in help_texts() if texts.text(one) == one}
     assert same <= {"Arguments"}
 
@@ -73,4 +73,4 @@ def test_what_the_parser_says(words: str, french: str) -> None:
     """cyclopts 5.4's messages; where an other version's differ, they stay in English."""
     with pytest.raises(CycloptsError) as refused:
         app(words.split(), exit_on_error=False, print_error=False)
-    assert french in catalogue("fr").message(f"grappe: {usage_error(refused.value)}")
+    assert french in catalogue_of("fr").message(f"grappe: {usage_error(refused.value)}")

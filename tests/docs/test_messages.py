@@ -12,7 +12,7 @@ from docs.messages.catalogue import mistakes, mo, po
 from docs.messages.flow import Program
 from docs.messages.others import help_texts
 
-from grappe.language import catalogue
+from grappe.language import catalogue_of
 from grappe.language.template import Template
 from grappe.private_api.gettext import messages_of
 
@@ -140,7 +140,7 @@ def test_the_catalogue_is_whole_and_compiled() -> None:
 
 def test_each_template_is_found_again() -> None:
     """A message that was made of a template is translated by that template, and by no other that resembles it."""
-    french = catalogue("fr")
+    french = catalogue_of("fr")
     of_help = help_texts()  # looked up as they are
     for english, other in messages_of(COMPILED).items():
         template = Template.of(english, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grappe.language import catalogue, translated
+from grappe.language import catalogue_of, translated
 from grappe.language.catalogue import LONGEST, Catalogue, encodable
 
 SMALL = Catalogue(
@@ -56,7 +56,7 @@ def test_foreign_values_stay_as_they_are(value: str) -> None:
 )
 def test_hostile_texts_end(text: str) -> None:
     """Within a test's time; a text that is longer than any message is left alone."""
-    found = catalogue("fr").message(text)
+    found = catalogue_of("fr").message(text)
     assert len(text) <= LONGEST or found == text
 
 

@@ -14,7 +14,7 @@ from cyclopts.help.specs import get_default_command_columns, get_default_paramet
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from grappe.language import catalogue
+from grappe.language import catalogue_of
 from grappe.language.choice import chosen_language
 
 LABELS = ("[choices: ", "[env var: ", "[default: ", "[required]")
@@ -81,5 +81,5 @@ class TranslatedHelp:
 
 def translate_help(app: App) -> None:
     """Makes `app` show its help in the user's language."""
-    texts = catalogue(chosen_language(), sys.stdout.encoding or "utf-8")
+    texts = catalogue_of(chosen_language(), sys.stdout.encoding or "utf-8")
     app.help_formatter = TranslatedHelp(text=texts.text)

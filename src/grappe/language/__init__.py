@@ -10,7 +10,7 @@ from grappe.language.choice import chosen_language
 if TYPE_CHECKING:
     from grappe.language.catalogue import Catalogue
 
-__all__ = ["catalogue", "translated"]
+__all__ = ["catalogue_of", "translated"]
 
 
 def translated(text: object, stream: IO[str] | object = None) -> object:
@@ -22,11 +22,11 @@ def translated(text: object, stream: IO[str] | object = None) -> object:
     language = chosen_language()
     if language == "en":
         return text
-    return catalogue(language, str(getattr(stream, "encoding", None) or "utf-8")).message(str(text))
+    return catalogue_of(language, str(getattr(stream, "encoding", None) or "utf-8")).message(str(text))
 
 
 @functools.cache
-def catalogue(language: str, encoding: str = "utf-8") -> Catalogue:
+def catalogue_of(language: str, encoding: str = "utf-8") -> Catalogue:
     """Returns the translations into a language, for a terminal of an encoding."""
     from grappe.language.catalogue import read  # nobody who reads English waits for this
 
