@@ -21,6 +21,8 @@ pytest_plugins = ["tests.skips"]
 # What grappe keeps in the user's state folder is kept in one of the tests; processes that they start have it, too.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="grappe-state-")
 os.environ.pop("XDG_RUNTIME_DIR", None)
+os.environ["LC_ALL"] = "C.UTF-8"  # messages are in English, whatever the language of who runs the tests
+os.environ.pop("GRAPPE_LANG", None)
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 torch.set_num_threads(1)  # the same bits and no fights for two cores
 

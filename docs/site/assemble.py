@@ -32,10 +32,12 @@ def assemble(language: str, folder: Path) -> None:
         pages = _english(folder)
         pairs = {site_page(f"docs/{one.name}"): site_page(f"{FRENCH}{one.name}") for one in translated}
         pairs["index"] = "fr/index"
+        pairs |= {page: f"fr/{page}" for page in pages if page.startswith("commands/")}
     else:
         pages = _french(folder, translated)
         pairs = {one.stem: f"docs/{one.stem}" for one in translated}
         pairs["index"] = "index"
+        pairs |= {page: page for page in pages if page.startswith("commands/")}
     with (folder / "index.md").open("a") as index:
         index.write(_contents(language, pages))
     shown = {page: f"{other}.html" for page, other in pairs.items()}
@@ -68,7 +70,10 @@ def _english(folder: Path) -> set[str]:
 
 
 def _french(folder: Path, translated: list[Path]) -> set[str]:
-    """Copies the French guides; what has no translation is linked to on the English site."""
+    """Copies the French guides and commands; what has no translation is linked to on the English site."""
+    made = reference.french_pages()
+    for path, text in made.items():
+        _write(folder / path, text)
     for file in translated:
         page = site_page(f"{FRENCH}{file.name}").removeprefix("fr/")
 
@@ -78,7 +83,7 @@ def _french(folder: Path, translated: list[Path]) -> set[str]:
             return f"../{site_page(there)}.html"
 
         _copy(f"{FRENCH}{file.name}", folder, page, target)
-    return {file.stem for file in translated}
+    return {file.stem for file in translated} | {site_page(path) for path in made}
 
 
 def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> None:

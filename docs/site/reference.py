@@ -6,18 +6,19 @@ import dataclasses
 import importlib
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from cyclopts import App
 from docs import api
+from docs.messages.others import commands
 from docs.site.links import ORPHAN
 from rich.console import Console
 
 import grappe
 from grappe import engines, fields, sites
 from grappe.cli.commands import app
+from grappe.cli.help import TranslatedHelp
 from grappe.errors.remedies import REMEDIES
+from grappe.language import catalogue_of
 from grappe.plan import Plan
 from grappe.verbs.catalogue import support
 from grappe.verbs.sites import described_facts
@@ -35,37 +36,49 @@ SHOWN = (
     (r"\\(.)", r"\1"),
 )
 """What of a regular expression is shown otherwise, and how, in this order."""
+COMMANDS = {
+    "en": ("# Commands", "", "Each command's own help, `grappe COMMAND --help`."),
+    "fr": (
+        "# Commandes",
+        "",
+        "L'aide de chaque commande en français, `GRAPPE_LANG=fr grappe COMMAND --help`.",
+    ),
+}
 WIDTH = 92  # of a command's help, in characters
 
 
 def pages() -> dict[str, str]:
     """Returns each page's text by its path in the site."""
-    made = {**_commands(), **_plan_keys(), **_public_names(), **_sites(), "errors.md": _errors()}
-    return {path: text if path in LISTED else ORPHAN + text for path, text in made.items()}
+    made = {**_commands("en"), **_plan_keys(), **_public_names(), **_sites(), "errors.md": _errors()}
+    return {path: _orphan(path, text) for path, text in made.items()}
 
 
-def _commands() -> dict[str, str]:
+def french_pages() -> dict[str, str]:
+    """Returns the pages of the commands in French, by their paths in the French part of the site."""
+    app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text)
+    try:
+        return {path: _orphan(path, text) for path, text in _commands("fr").items()}
+    finally:
+        app.help_formatter = None
+
+
+def _orphan(path: str, text: str) -> str:
+    return text if path in LISTED else ORPHAN + text
+
+
+def _commands(language: str) -> dict[str, str]:
     made = {}
-    lines = ["# Commands", "", "Each command's own help, `grappe COMMAND --help`.", ""]
-    for words in walk(app):
+    lines = [*COMMANDS[language], ""]
+    for words in commands(app):
         name = "-".join(words)
         help_text = _help(words)
-        made[f"commands/{name}.md"] = (
-            f"# `grappe {' '.join(words)}`\n\n````\n{help_text}\n````\n{_guides(words)}"
-        )
+        guides = _guides(words) if language == "en" else ""
+        made[f"commands/{name}.md"] = f"# `grappe {' '.join(words)}`\n\n````\n{help_text}\n````\n{guides}"
         says = re.search(r"\n\n(.+?)(?:\n\n|\Z)", help_text, re.DOTALL)
         first = " ".join(says[1].split()) if says else ""
         lines.append(f"- [`grappe {' '.join(words)}`]({name}.md): {first}")
     made["commands/index.md"] = "\n".join(lines)
     return made
-
-
-def walk(application: App, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the words of each command of the command line."""
-    for name in application:
-        if not name.startswith("-"):
-            yield (*before, name)
-            yield from walk(application[name], (*before, name))
 
 
 def _help(words: tuple[str, ...]) -> str:

@@ -109,6 +109,9 @@ def test_each_command_has_its_help(site: Path) -> None:
     for name in app:
         if not name.startswith("-"):
             assert f"Usage: grappe {name}" in (site / "commands" / f"{name}.html").read_text(), name
+            french = (site / "fr" / "commands" / f"{name}.html").read_text()
+            assert f"Utilisation : grappe {name}" in french
+            assert f"commands/{name}.html" in french
 
 
 def walked(browser: Browser, site: Path, files: list[Path]) -> list[str]:

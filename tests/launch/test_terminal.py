@@ -14,7 +14,7 @@ from rich.text import Text
 
 import grappe
 from grappe.launch.safe_console import SafeConsole
-from grappe.launch.terminal import say
+from grappe.launch.terminal import complain, say
 
 ROOT = Path(grappe.__file__).parent
 HOSTILE = "\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
@@ -22,6 +22,7 @@ SHOWN = r"\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
 WRITERS = ("launch/terminal.py", "launch/safe_console.py", "launch/output.py")
 TO_LOGS = ("launch/child.py", "launch/fork.py")  # a traceback, in what is a process's log
 FOREIGN_TEXT = "errors/foreign_text.py"
+HELP = "cli/help.py"  # help has grappe's own texts alone, on cyclopts's console
 RICH = ("rich.table", "rich.progress", "rich.live")
 
 
@@ -85,7 +86,7 @@ def _bypasses(file: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 if not any(one.arg == "console" for one in given):
                     yield node.lineno, "a console of rich's own"
             case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] == "rich":
-                if module not in RICH and [one.name for one in names] != ["Group"]:
+                if module not in RICH and [one.name for one in names] != ["Group"] and file != HELP:
                     yield node.lineno, module
             case ast.Import(names=names) if any(one.name.partition(".")[0] == "rich" for one in names):
                 yield node.lineno, "rich"
@@ -124,3 +125,17 @@ def test_nothing_is_written_past_it() -> None:
 )
 def test_what_goes_past_it_is_found(source: str) -> None:
     assert bypasses("a.py", source)
+
+
+def test_complaints_are_in_the_users_language(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("GRAPPE_LANG", "fr")
+    complain("grappe: warning: the nodes of narval have no GPU: add device=cpu to the plan")
+    say("no trial has a result")
+    said = capsys.readouterr()
+    assert (
+        said.err
+        == "grappe : avertissement : les nœuds de narval n'ont pas de GPU : ajoutez device=cpu au plan\n"
+    )
+    assert said.out == "no trial has a result\n"

@@ -14,9 +14,10 @@ from rich.table import Table
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
+from grappe.language.choice import chosen_language, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import rank_from_environment
-from grappe.launch.terminal import complain, show_any_text
+from grappe.launch.terminal import complain, say, show_any_text
 
 EXIT_SIGINT = 130
 BUG = "a bug in grappe"
@@ -27,6 +28,12 @@ def run(app: App) -> NoReturn:
     """Runs the command that sys.argv names, and ends this process with its exit code."""
     let_threads_sleep()
     show_any_text()
+    if (unknown := unknown_language()) is not None:
+        complain(f"grappe: {unknown}")
+    if chosen_language() != "en":
+        from grappe.cli.help import translate_help
+
+        translate_help(app)
     debug = "--debug" in sys.argv
     try:
         code = _code(app, [text for text in sys.argv[1:] if text != "--debug"])
@@ -102,7 +109,7 @@ def _complain(error: GrappeError, debug: bool) -> int:
 
     if error.by or is_main_process():
         if debug:
-            complain(error.details or "".join(traceback.format_exception(error)))
+            say(error.details or "".join(traceback.format_exception(error)), sys.stderr)
         complain(f"grappe: {error}")
         leave_error(error)
     return error.exit_code

@@ -19,6 +19,7 @@ import cloudpickle
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, of_file
 from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
+from grappe.language.choice import VARIABLE
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
@@ -75,6 +76,7 @@ def run(
         # A server that forked this process was started under an older environment.
         os.environ.clear()
         os.environ.update(environment)
+        os.environ[VARIABLE] = "en"  # what this process writes goes to a log
         if terminal is not None:
             os.environ[TERMINAL] = str(terminal.descriptor)
         torch_dynamo.leave_unloaded()

@@ -8,6 +8,7 @@ import sys
 from typing import Protocol
 
 from grappe.errors.foreign_text import printable, printable_lines
+from grappe.language import translated
 
 
 class Stream(Protocol):
@@ -26,12 +27,13 @@ def say(text: object, stream: Stream | None = None, *, end: str = "\n") -> None:
 
 
 def complain(text: object) -> None:
-    """Writes lines of text to the standard error."""
-    say(text, sys.stderr)
+    """Writes lines of text to the standard error, in the user's language."""
+    say(translated(text, sys.stderr), sys.stderr)
 
 
 def progress(words: str) -> None:
-    """Writes a line on standard error; on a terminal over the previous line."""
+    """Writes a line on standard error, in the user's language; on a terminal over the previous line."""
+    words = str(translated(words, sys.stderr))
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{printable(words)}")
     elif words:  # a log: half a minute of silence looks like a hang

@@ -1,0 +1,88 @@
+"""Lists the texts that are not in the sources' messages: the help, remedies, and what cyclopts and the system say."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+from collections.abc import Iterator
+
+from cyclopts import App
+from rich.console import Console
+
+from grappe.cli import help as translated_help
+from grappe.cli.commands import app
+from grappe.errors.remedies import REMEDIES
+
+CYCLOPTS = (
+    "Unknown option: {option}.",
+    "Unknown option: {option}. Did you mean {other}?",
+    'Unknown option: "{option}".',
+    "Unknown option: {option}. {start} is not a recognized option.",
+    'Unknown command "{command}". Available commands: {commands}',
+    'Unknown command "{command}". Did you mean "{other}"? Available commands: {commands}',
+    'Command "{command}" parameter {option} requires an argument.',
+    'Command "{command}" parameter {option} requires an argument. Did you mean {other} instead of {given}?',
+    'Command "{command}" parameter {option} requires {count} positional arguments.',
+    'Command "{command}" parameter {option} requires {count} positional arguments. Only got {found}.',
+    "Parameter {option} requires an argument.",
+    "Parameter {option} specified multiple times.",
+    'Invalid value "{value}" for {option}. Choose from: {choices}.',
+    'Invalid value "{value}" for {option}. Choose from: {choices}. Did you mean "{other}"?',
+    'Invalid value for {option}: unable to convert "{value}" into {kind}.',
+    "Unused Tokens: {words}.",
+    "Cannot supply keyword & non-keyword arguments to {option}.",
+)
+"""What the parser of the command line says: cyclopts has no translations. tests/cli/test_help.py makes it say them."""
+SYSTEM = (
+    "ENOENT",
+    "EACCES",
+    "EPERM",
+    "ENOSPC",
+    "EDQUOT",
+    "EISDIR",
+    "ENOTDIR",
+    "EEXIST",
+    "EROFS",
+    "EIO",
+    "ENOTEMPTY",
+)
+"""Errors of files, as the system calls them."""
+LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
+"""Lines of the user's code, which are written by a `__str__` of which the sources' messages know nothing."""
+GROUP = re.compile(r"\\(\d)")
+
+
+def others() -> dict[str, set[str]]:
+    """Returns the templates, each with the file that it is from."""
+    found = {text: {"the help"} for text in help_texts()}
+    found |= {text: {"cyclopts"} for text in CYCLOPTS}
+    found |= {GROUP.sub(r"{part\1}", text): {"grappe/errors/remedies.py"} for _, text in REMEDIES}
+    found |= {os.strerror(getattr(errno, name)): {"the system"} for name in SYSTEM}
+    found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
+    return {**found, " or ": {"grappe/errors/__init__.py"}}
+
+
+def help_texts() -> set[str]:
+    """Returns each text that the help of any command looks up."""
+    found = {*translated_help.LABELS, translated_help.USAGE, translated_help.COMMAND}
+
+    def noted(text: str) -> str:
+        found.add(text)
+        return text
+
+    before = app.help_formatter
+    app.help_formatter = translated_help.TranslatedHelp(text=noted)
+    for words in [(), *commands(app)]:
+        app.help_print(list(words), console=Console(file=io.StringIO()))
+    app.help_formatter = before
+    return {text for text in found if re.search("[a-z]{2}", text)} | {translated_help.COMMAND}
+
+
+def commands(application: App, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the words of each command of the command line."""
+    for name in application:
+        if not name.startswith("-"):
+            yield (*before, name)
+            yield from commands(application[name], (*before, name))

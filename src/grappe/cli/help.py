@@ -1,0 +1,85 @@
+"""Shows the command line's help in the user's language."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from cyclopts import App
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, HelpEntry, HelpPanel, InlineText
+from cyclopts.help.protocols import ColumnSpecBuilder
+from cyclopts.help.specs import get_default_command_columns, get_default_parameter_columns
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from grappe.language import catalogue_of
+from grappe.language.choice import chosen_language
+
+LABELS = ("[choices: ", "[env var: ", "[default: ", "[required]")
+"""What cyclopts writes behind an option's help."""
+USAGE = "Usage: "
+COMMAND = "COMMAND"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslatedHelp:
+    """A formatter of cyclopts's help that shows each text as `text` returns it."""
+
+    text: Callable[[str], str]
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Shows a panel: commands, or options of one kind."""
+        entries = [one.copy(description=self._translated(one.description)) for one in panel.entries]
+        title = self.text(panel.title) if isinstance(panel.title, str) else panel.title
+        DefaultFormatter(column_specs=self._columns(panel))(
+            console, options, panel.copy(title=title, entries=entries)
+        )
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        """Shows the line that says how a command is written."""
+        line = str(usage).replace(f" {COMMAND}", f" {self.text(COMMAND)}")
+        console.print(Text(f"{self.text(USAGE)}{line}", style="bold"))
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """Shows what a command does."""
+        if description:
+            console.print(self._translated(description))
+
+    def _columns(self, panel: HelpPanel) -> ColumnSpecBuilder:
+        """Returns cyclopts's columns for a panel, with translated labels in the last one."""
+        usual = get_default_command_columns if panel.format == "command" else get_default_parameter_columns
+
+        def columns(
+            console: Console, options: ConsoleOptions, entries: list[HelpEntry]
+        ) -> tuple[ColumnSpec, ...]:
+            *others, description = usual(console, options, entries)
+            return (*others, description.copy(renderer=self._described))
+
+        return columns
+
+    def _described(self, entry: HelpEntry) -> Any:
+        found = DescriptionRenderer()(entry)
+        if isinstance(found, InlineText):
+            found.texts = [self._labelled(one) for one in found.texts]
+        return found
+
+    def _labelled(self, text: Text) -> Text:
+        """A text like `[default: 3]` with its label translated."""
+        label = next((one for one in LABELS if text.plain.startswith(one)), "")
+        return Text(self.text(label) + text.plain.removeprefix(label), text.style) if label else text
+
+    def _translated(self, description: Any) -> Any:
+        """A text of help, each paragraph translated."""
+        shown = description.primary_renderable if isinstance(description, InlineText) else description
+        if not isinstance(shown, Text) or not shown.plain:
+            return description
+        parts = "\n\n".join(map(self.text, shown.plain.split("\n\n")))
+        return InlineText(Text(parts), force_empty_end=getattr(description, "force_empty_end", False))
+
+
+def translate_help(app: App) -> None:
+    """Makes `app` show its help in the user's language."""
+    texts = catalogue_of(chosen_language(), sys.stdout.encoding or "utf-8")
+    app.help_formatter = TranslatedHelp(text=texts.text)

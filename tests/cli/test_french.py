@@ -1,0 +1,150 @@
+"""The command in French: real commands, their errors, and what stays in English."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_SECONDS
+
+ENGLISH = re.compile(r"\b(?:the|there|give|use|is|with|must|has|leave|needs)\b")
+WRONG = """
+import torch
+from torch import nn
+from grappe import Arrays, Task
+
+
+class Wrong(Task):
+    \"\"\"A layer that does not fit.\"\"\"
+
+    epochs: int = 1
+
+    def model(self):
+        return nn.Linear(3, 2)
+
+    def data(self, split, folder):
+        return Arrays(torch.zeros(32, 4), torch.arange(32) % 2)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.1)
+"""
+
+
+def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
+    return subprocess.run(
+        [sys.executable, "-m", "grappe", *words], cwd=cwd, env={**environment, **variables},
+        capture_output=True, check=False, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "french"),
+    [
+        ("train digts", "grappe : il n'y a pas de tâche 'digts' : vouliez-vous dire digits ?"),
+        ("train nothing.py", "grappe : il n'y a pas de fichier de tâche nothing.py : le chemin est-il juste"),
+        ("train digits lr=x", "lr=x n'est pas un nombre"),
+        ("train digits --plan replicas=2", "plan n'a pas 'replicas' : vouliez-vous dire replicate"),
+        ("train digits --plan replicate=0", "grappe : replicate=0 : il faut au moins 1"),
+        ("train digits --plan ddp", "ddp est une stratégie de Lightning : utilisez replicate=2"),
+        (
+            "train digits --plan replicate=2,exact=3",
+            "exact=3 avec 2 tranches : les morceaux sont additionnés",
+        ),
+        ("evaluate runs/none", "runs/none n'est pas une exécution : il n'a pas de run.json"),
+        ("verify digits", "grappe verify a besoin d'un plan : donnez --plan replicate=2"),
+        ("submit --time x -- train digits", "--time=x : donnez des secondes, ou une durée comme 90s"),
+        (
+            "submit --time 3h -- torchrun my.py",
+            "le job démarre lui-même les processus, donc retirez torchrun",
+        ),
+        ("cancel", "dites laquelle : grappe cancel RUN … (voir : grappe queue)"),
+        ("tune digits", "rien n'est cherché : donnez un intervalle, lr=0.01..1:log, ou des valeurs"),
+        ("sites nowhere", "il n'y a pas de site 'nowhere'"),
+        ("runs --race 3", "--race=3 : donnez un score et un nombre à atteindre"),
+        ("wait", 'Commande "wait" : le paramètre RUN demande un argument.'),
+    ],
+)
+def test_an_error_is_told_in_french(words: str, french: str, tmp_path: Path) -> None:
+    done = grappe(*words.split(), cwd=tmp_path, GRAPPE_LANG="fr")
+    said = done.stderr.decode()
+    assert done.returncode == 2
+    assert said.startswith("grappe : ")
+    assert french in said
+    assert not ENGLISH.findall(said), said
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LANG": "C"}, "grappe: runs/a is no run"),
+        ({"LANG": "fr_FR.UTF-8"}, "grappe : runs/a n'est pas une exécution"),
+        ({"LC_ALL": "fr_FR.UTF-8", "GRAPPE_LANG": "en"}, "grappe: runs/a is no run"),
+        (
+            {"GRAPPE_LANG": "de"},
+            "grappe: GRAPPE_LANG=de: there is en and fr: English it is\ngrappe: runs/a is no run",
+        ),
+        (
+            {"LANG": "fr_FR.ISO-8859-1", "PYTHONIOENCODING": "latin-1"},
+            "grappe : runs/a n'est pas une exécution",
+        ),
+        (
+            {"LC_ALL": "C", "GRAPPE_LANG": "fr", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            "grappe : runs/a n'est pas une execution",
+        ),
+    ],
+)
+def test_the_environment_says_which_language(variables: dict[str, str], said: str, tmp_path: Path) -> None:
+    done = grappe("evaluate", "runs/a", cwd=tmp_path, **variables)
+    assert done.stderr.decode(variables.get("PYTHONIOENCODING", "utf-8")).startswith(said)
+    assert done.returncode == 2
+
+
+def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    done = grappe("train", "\x07{name}%s{0}", cwd=tmp_path, GRAPPE_LANG="fr")
+    assert b"grappe : il n'y a pas de t\xc3\xa2che '\\x07{name}%s{0}'" in done.stderr
+
+
+def test_help_is_in_french_on_any_terminal(tmp_path: Path) -> None:
+    for encoding in ("utf-8", "latin-1", "ascii"):
+        done = grappe("evaluate", "--help", cwd=tmp_path, GRAPPE_LANG="fr", PYTHONIOENCODING=encoding)
+        assert done.returncode == 0
+        assert done.stdout.decode(encoding).startswith("Utilisation : grappe evaluate [OPTIONS] RUN")
+        assert b"\\x" not in done.stdout
+
+
+def test_results_and_logs_have_one_language(tmp_path: Path) -> None:
+    """Only what the user is told changes: the remedy is French on the terminal, and the log is as it always was."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    words = ("train", "wrong.py", "--plan", "device=cpu", "--run", "run")
+    done = grappe(*words, cwd=tmp_path, GRAPPE_LANG="fr")
+    said = done.stderr.decode()
+    assert done.returncode == 2
+    assert "Les entrées ont 4 caractéristiques et la couche en prend 3 : nn.Linear(4, 2)" in said
+    for log in tmp_path.rglob("*.log"):
+        assert "grappe :" not in log.read_text()
+    tasks = [grappe("tasks", cwd=tmp_path, GRAPPE_LANG=one).stdout for one in ("en", "fr")]
+    assert tasks[0] == tasks[1]
+
+
+def test_json_has_one_language(tmp_path: Path) -> None:
+    done = grappe(
+        "train", "digits", "epochs=1", "--plan", "device=cpu", "--run", "run", cwd=tmp_path, GRAPPE_LANG="fr"
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [
+        grappe("evaluate", "run", "--json", "--plan", "device=cpu", cwd=tmp_path, GRAPPE_LANG=one).stdout
+        for one in ("en", "fr")
+    ]
+    assert json.loads(shown[0]) == json.loads(shown[1])
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().partition("\n")[0])
+    assert {"kind", "step", "loss"} <= set(first)
