@@ -52,8 +52,8 @@ class Drill:
         """The command."""
         space = ["lr=0.01..1:log", "width=1|2|3", "epochs=9", "pause=0.05"]
         if slurm:
-            numbers = (str(self.trials), str(self.parallel), str(self.halving or ""))
-            return [sys.executable, "-m", "tests.slurm.study", str(study), LINE, *numbers, *space]
+            wanted = {"trials": self.trials, "parallel": self.parallel, "halving": self.halving}
+            return [sys.executable, "-m", "tests.slurm.study", str(study), LINE, json.dumps(wanted), *space]
         halving = ["--halving", str(self.halving)] if self.halving else []
         return [
             GRAPPE, "tune", LINE, *space, "--trials", str(self.trials), "--parallel", str(self.parallel),
