@@ -219,8 +219,9 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--halving", type=int)
     parser.add_argument("--slurm", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of the first study's kills")
     asked = parser.parse_args()
-    left, seed = asked.kills, 0
+    left, seed = asked.kills, asked.seed
     while left > 0:
         drill = Drill(
             kills=left,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +13,12 @@ import grappe
 from grappe.errors import EXIT_INTERRUPTED, EXIT_OK
 from grappe.training.run import Run
 from grappe.verbs.tune.study import Study, open_study
-from tests.commands import Command, until
+from tests.commands import until
 from tests.faults.study_life import in_training, outcome
 from tests.slurm.cluster import Cluster
+from tests.slurm.coordinators import LINE, SPACE, coordinator, ends, jobs_of, says, words
 from tests.slurm.jobs import grappe as run_grappe
 from tests.slurm.study import PLAN
-from tests.verbs.tune import line
-
-LINE = str(Path(line.__file__))
-SPACE = {"lr": "0.01..1:log", "width": "1|2"}
-ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture
@@ -33,16 +26,6 @@ def slow(tmp_path: Path) -> Path:
     """While this file exists, a step takes a quarter of a second."""
     (tmp_path / "slow").touch()
     return tmp_path / "slow"
-
-
-def words(slow: Path) -> list[str]:
-    """Returns the fields of a task that has 2 steps an epoch, and a checkpoint after each."""
-    return [
-        *(f"{name}={text}" for name, text in SPACE.items()),
-        "epochs=20",
-        "pause=0.25",
-        f"while_there={slow}",
-    ]
 
 
 def local(folder: Path, **wanted) -> Study:
@@ -56,37 +39,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return local(tmp_path_factory.mktemp("undisturbed") / "s", trials=3)
 
 
-@contextlib.contextmanager
-def coordinator(study: Path, *words: str, **wanted) -> Iterator[Command]:
-    """Starts a study whose trials are jobs, two at a time."""
-    path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
-    more = {"PYTHONPATH": path, "SLURM_CONF": os.environ["SLURM_CONF"]}
-    as_text = json.dumps({"parallel": 2, **wanted})
-    command = [sys.executable, "-m", "tests.slurm.study", str(study), LINE, as_text, *words]
-    found = Command(*command, cwd=study.parent, **more)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-def says(command: Command, told: str) -> None:
-    """Waits until a coordinator has said this."""
-    assert command.process.stderr is not None
-    said = []
-    for text in command.process.stderr:
-        said.append(text)
-        if told in text:
-            return
-    raise AssertionError(f"it ended, and has not said {told}: {said}")
-
-
-def jobs_of(study: Path) -> list[list[str]]:
-    """The jobs of each trial."""
-    files = sorted(study.glob("trial-*/logs/jobs.jsonl"))
-    return [[json.loads(text)["job"] for text in file.read_text().splitlines()] for file in files]
-
-
 def in_queue(cluster: Cluster) -> list[str]:
     return cluster.run("squeue", "-h", "-o", "%i").split()
 
@@ -98,13 +50,6 @@ def restarts(cluster: Cluster, job: str) -> str:
 def compared(found: Path, expected: Study) -> None:
     for name, value in outcome(expected.folder).items():
         assert outcome(found)[name] == value, name
-
-
-def ends(command: Command) -> None:
-    """Waits until a study is complete."""
-    code, out, err = command.end()
-    assert code == 0, err
-    assert "best: trial" in out
 
 
 def test_jobs_outlive_their_coordinator(
