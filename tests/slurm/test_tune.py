@@ -43,6 +43,11 @@ def in_queue(cluster: Cluster) -> list[str]:
     return cluster.run("squeue", "-h", "-o", "%i").split()
 
 
+def pid_of(folder: Path) -> int:
+    """The process that holds a run's or a study's lease."""
+    return int(json.loads((folder / "lease.json").read_text())["pid"])
+
+
 def restarts(cluster: Cluster, job: str) -> str:
     return cluster.run("scontrol", "show", "job", job).partition(" Restarts=")[2].split()[0]
 
@@ -64,7 +69,7 @@ def test_jobs_outlive_their_coordinator(
     [[killed], [warned]] = jobs_of(study)
     assert {killed, warned} == set(in_queue(cluster))
     twice = cluster.run("sbatch", "--parsable", str(study / "trial-0001" / "logs" / "submit-1.sh")).strip()
-    os.kill(int(json.loads((study / "trial-0000" / "lease.json").read_text())["pid"]), signal.SIGKILL)
+    os.kill(pid_of(study / "trial-0000"), signal.SIGKILL)
     until((study / "trial-0000" / "logs" / f"job-{killed}.end").exists, "the job of the killed one ends")
     cluster.run("scancel", "--batch", "--signal=USR2", warned)  # as Slurm does before the time limit
     until(lambda: restarts(cluster, warned) == "1", "the one that was warned is back in the queue")
@@ -99,6 +104,7 @@ def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path)
 def test_a_study_in_one_job_is_requeued(
     cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study
 ) -> None:
+    """It is warned of its end, and its coordinator is killed."""
     study = tmp_path / "s"
     tune = ["tune", LINE, *words(slow), "--trials", "3", "--parallel", "2", "--plan", PLAN]
     run_grappe(
@@ -110,9 +116,12 @@ def test_a_study_in_one_job_is_requeued(
         until(lambda: len(in_training(study)) == 2, "two trials train")
         cluster.run("scancel", "--batch", "--signal=USR2", job)
         until(lambda: restarts(cluster, job) == "1", "it is back in the queue")
+        until(lambda: len(in_training(study)) == 2, "two trials train again")
+        os.kill(pid_of(study), signal.SIGKILL)
+        until(lambda: restarts(cluster, job) == "2", "it is back in the queue again")
         slow.unlink()
         until(lambda: not in_queue(cluster), "it has ended")
     finally:
         cluster.run("scancel", job, check=False)
     compared(study, undisturbed)
-    assert [Run(study / f"trial-{number:04d}").read_description()["restarts"] for number in (0, 1)] == [1, 1]
+    assert [Run(study / f"trial-{number:04d}").read_description()["restarts"] for number in (0, 1)] == [2, 2]
