@@ -113,7 +113,7 @@ def run(
 def _known(error: OSError) -> BaseException:
     """Returns an error of the disk, or about a named file, as one of grappe's; others as they are."""
     if error.errno in OF_DISK:
-        return RunError(f"{error}: free some space, and start again")
+        return RunError(f"{error}: free some space, or train on another disk")
     return error if error.filename is None else of_file(error)
 
 
