@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.commands import Command
+from tests.patience import PATIENCE_SECONDS
 from tests.verbs.tune import line
 
 LINE = str(Path(line.__file__))
@@ -45,10 +47,15 @@ def says(command: Command, told: str) -> None:
     """Waits until a coordinator has said this."""
     assert command.process.stderr is not None
     said = []
-    for text in command.process.stderr:
-        said.append(text)
-        if told in text:
-            return
+    patience = threading.Timer(PATIENCE_SECONDS, command.process.kill)
+    patience.start()
+    try:
+        for text in command.process.stderr:
+            said.append(text)
+            if told in text:
+                return
+    finally:
+        patience.cancel()
     raise AssertionError(f"it ended, and has not said {told}: {said}")
 
 

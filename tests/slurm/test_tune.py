@@ -104,7 +104,7 @@ def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path)
 def test_a_study_in_one_job_is_requeued(
     cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study
 ) -> None:
-    """It is warned of its end, and its coordinator is killed."""
+    """Warns the job of its end, then kills its coordinator."""
     study = tmp_path / "s"
     tune = ["tune", LINE, *words(slow), "--trials", "3", "--parallel", "2", "--plan", PLAN]
     run_grappe(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -23,7 +22,7 @@ class Line(Task):
     batch_size: int = 8
     lr: float = 0.1
     width: int = 1
-    how: Literal["well", "nan", "memory", "broken", "killed", "disk"] = "well"
+    how: Literal["well", "nan", "memory", "broken", "killed"] = "well"
     pause: float = 0.0
     while_there: str = ""
     """A file; only while it exists, there are pauses."""
@@ -46,8 +45,6 @@ class Line(Task):
             raise MemoryError("no more")
         if self.how == "killed" and torch.is_grad_enabled():
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "disk":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.how == "broken":
             raise KeyError("a bug of the user's")
         value = (output[:, 0] - target) ** 2

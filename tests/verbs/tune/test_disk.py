@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import grappe
 from grappe.checkpoint.lease import STALE_SECONDS, Lease
 from grappe.errors import RunError
 from grappe.plan import Plan
@@ -79,12 +78,6 @@ def test_a_disk_that_is_full_at_the_start(disk: Path) -> None:
         RunError, match=r"s cannot be written: No space left on device: give another with --study"
     ):
         searched(disk / "s")
-
-
-def test_a_full_disk_of_the_tasks_own_is_no_failure_of_its_fields(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"No space left on device: free some space, or train on another disk"):
-        grappe.tune(Line(how="disk"), SPACE, PLAN, trials=1, study=tmp_path / "s")
-    assert [one.state for one in study_module.open_study(tmp_path / "s").trials] == ["open"]
 
 
 def test_a_record_that_cannot_be_written_stops_the_other_trials_at_a_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -158,6 +159,7 @@ def _number(axis: Axis, text: str) -> Any:
     return text if isinstance(axis, Choices) else int(text) if axis.whole else float(text)
 
 
+@functools.cache
 def _optuna() -> Any:
     try:
         import optuna
