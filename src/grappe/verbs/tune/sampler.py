@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
@@ -159,7 +158,6 @@ def _number(axis: Axis, text: str) -> Any:
     return text if isinstance(axis, Choices) else int(text) if axis.whole else float(text)
 
 
-@functools.cache
 def _optuna() -> Any:
     try:
         import optuna
