@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 import grappe
-from grappe.tasks import find
+from grappe.fields import split
+from grappe.tasks import find, make
 from grappe.training.options import Options
 
-TASKS = (("digits", 10), ("digits", 60), ("pysource", 20), ("pysource", 120))
-"""Each with the steps after which it is measured."""
+TASKS = "digits:10 digits:60 pysource:20:context=32:megabytes=0.4 pysource:120:context=32:megabytes=0.4"
 SMALL, BIG = 4, 256
 PLAN = "microbatches=4"
 
@@ -47,11 +47,12 @@ def reference(run: object, task: grappe.Task, draws: int, data: Path) -> float:
     return variance / (big - variance / BIG)
 
 
-def measured(task: str, run: Path, folder: Path, data: Path) -> float:
+def measured(task: str, fields: dict[str, str], run: Path, folder: Path, asked: argparse.Namespace) -> float:
     """The noise scale that a training with its weights standing still writes into its curves."""
+    still = {**fields, "lr": "0.0", "batch_size": "64", "seed": "5"}
     again = grappe.train(
-        task, PLAN, folder, fields={"lr": "0.0", "batch_size": "64", "seed": "5"}, from_=run, data=data,
-        options=Options(noise_scale=True, evaluate_every=40, steps=160),
+        task, PLAN, folder, fields=still, from_=run, data=asked.data,
+        options=Options(noise_scale=True, evaluate_every=asked.steps, steps=asked.steps),
     )  # fmt: skip
     return [record["noise_scale"] for record in again.records("noise")][-1]
 
@@ -60,25 +61,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--tasks", default=TASKS, help="each with the steps after which it is measured, and fields"
+    )
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--data", type=Path, default=Path("data"))
     asked = parser.parse_args()
     print(
         "| task | after steps | by the training's slices | by two batch sizes | ratio |\n|---|---|---|---|---|"
     )
-    for task, steps in TASKS:
+    for text in asked.tasks.split():
+        task, steps, *fields = text.split(":")
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             run = grappe.train(
                 task,
                 "",
                 folder / "first",
+                fields=split(fields),
                 data=asked.data,
-                options=Options(steps=steps, evaluate_every=steps),
+                options=Options(steps=int(steps), evaluate_every=int(steps)),
             )
-            ours = measured(task, folder / "first", folder / "second", asked.data)
-            theirs = reference(run, find(task)(), asked.draws, asked.data)
-        print(f"| {task} | {steps} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |", flush=True)
+            ours = measured(task, split(fields), folder / "first", folder / "second", asked)
+            theirs = reference(run, make(find(task), split(fields)), asked.draws, asked.data)
+        print(
+            f"| {' '.join([task, *fields])} | {steps} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

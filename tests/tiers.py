@@ -39,6 +39,7 @@ FOLDERS = (
     "verbs/lr_find",
     "verbs/measure",
     "verbs/packages/test_imports.py",
+    "verbs/tune/test_disk.py",
     "verbs/tune/test_tune.py",
     "verbs/verify",
 )

@@ -52,8 +52,8 @@ class Drill:
         """The command."""
         space = ["lr=0.01..1:log", "width=1|2|3", "epochs=9", "pause=0.05"]
         if slurm:
-            numbers = (str(self.trials), str(self.parallel), str(self.halving or ""))
-            return [sys.executable, "-m", "tests.slurm.study", str(study), LINE, *numbers, *space]
+            wanted = {"trials": self.trials, "parallel": self.parallel, "halving": self.halving}
+            return [sys.executable, "-m", "tests.slurm.study", str(study), LINE, json.dumps(wanted), *space]
         halving = ["--halving", str(self.halving)] if self.halving else []
         return [
             GRAPPE, "tune", LINE, *space, "--trials", str(self.trials), "--parallel", str(self.parallel),
@@ -219,8 +219,9 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--halving", type=int)
     parser.add_argument("--slurm", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of the first study's kills")
     asked = parser.parse_args()
-    left, seed = asked.kills, 0
+    left, seed = asked.kills, asked.seed
     while left > 0:
         drill = Drill(
             kills=left,

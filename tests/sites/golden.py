@@ -67,7 +67,7 @@ def script(site: Site, size: str, **changes: int) -> Script:
 def others(site: Site) -> dict[str, Script]:
     """Scripts of what is no training, by the ends of their files' names."""
     training = script(site, "1-node")
-    plain = {"training": False, "task": (), "data": "", "saves": False, "name": "other-1"}
+    plain = {"training": False, "resumes": False, "task": (), "data": "", "saves": False, "name": "other-1"}
     own = {
         **plain,
         "own_script": True,
@@ -83,7 +83,7 @@ def others(site: Site) -> dict[str, Script]:
             training,
             layout=dataclasses.replace(training.layout, processes=1, cores=training.layout.cores),
             arguments=("tune", "digits", "lr=0.01..1:log", "--parallel", "2", "--study", f"{RUN}/study"),
-            **{**plain, "saves": True, "task": ("digits",)},
+            **{**plain, "saves": True, "resumes": True, "task": ("digits",)},
         ),
         "evaluate": dataclasses.replace(training, arguments=("evaluate", "runs/one"), **plain),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,11 +18,11 @@ from tests.commands import MARK
 PLAN = "device=cpu,threads=1,workers=0"
 
 
-def main(study: str, task: str, trials: str, parallel: str, halving: str, *words: str) -> int:
+def main(study: str, task: str, wanted: str, *words: str) -> int:
     """Searches; exit code 75 after a signal.
 
     Args:
-        halving: "" for none.
+        wanted: the search, as JSON.
         words: the fields, and options of sbatch.
     """
     os.environ.pop(MARK, None)  # jobs inherit variables, and outlive the command that this one marks
@@ -38,7 +39,7 @@ def main(study: str, task: str, trials: str, parallel: str, halving: str, *words
         task,
         split(word for word in words if word not in sbatch),
         as_plan(PLAN),
-        Wanted(trials=int(trials), parallel=int(parallel), halving=int(halving) if halving else None),
+        Wanted(**json.loads(wanted)),
         Path(study),
         jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch),
         query_every=1.0,

@@ -9,11 +9,9 @@ import pytest
 
 from grappe import slurm as notebook
 from grappe.errors import GrappeError, ProcessDied
-from grappe.sites import slurm
 from grappe.training.run import Run
 from grappe.verbs.jobs import wait
 from tests.commands import SLOW
-from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PLAN, grappe
 
@@ -79,23 +77,3 @@ def test_a_finished_run_is_not_submitted_again(
     (tmp_path / "run" / "done").touch()
     with pytest.raises(GrappeError, match="is finished: nothing to submit"):
         notebook.submit(f"{SLOW} --run run", site="generic")
-
-
-def test_accounting_knows_how_jobs_ended(
-    accounted: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --account=def-test --time=5\nexit 3\n")
-    job = slurm.submit(script)
-    found = None
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while found is None and time.monotonic() < deadline:
-        found = slurm._accounted(job)
-        time.sleep(0.2)
-    assert found == slurm.End(state="FAILED", code=3)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(slurm.SlurmError) as refusal:
-        notebook.submit(f"{SLOW} --run refused --plan device=cpu", site="generic", account="def-other")
-    assert "Invalid account or account/partition combination" in str(refusal.value)
-    assert "sacctmgr show assoc" in str(refusal.value)
-    assert [file.name for file in (tmp_path / "refused" / "logs").iterdir()] == ["refused-1.sh"]

@@ -119,6 +119,15 @@ def check_model(task: Task, model: object) -> None:
 def _save(
     model: nn.Module, checkpoints: Path, run: str, step: int = 0, found: ForeignTraining | None = None
 ) -> None:
+    try:
+        _write(model, checkpoints, run, step, found)
+    except OSError as error:  # of the disk, and not of the model that is being made
+        raise RunError(
+            f"step {step} could not be saved: {error}: free some space, and start again"
+        ) from error
+
+
+def _write(model: nn.Module, checkpoints: Path, run: str, step: int, found: ForeignTraining | None) -> None:
     pieces = [Piece.whole(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
     pieces += [Piece.whole(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
     state: dict[str, Any] = {"step": step}

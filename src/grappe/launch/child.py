@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, of_file
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, RunError, of_file
 from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
 from grappe.language.choice import VARIABLE
@@ -29,6 +30,7 @@ from grappe.private_api import torch_dynamo
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 MOST_WORDS = 2000  # of an error's text: its first lines say what it was
+OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 STARTED = "--- started "  # opens each start's part of a log
 
 
@@ -87,7 +89,7 @@ def run(
         pipe.send_bytes(cloudpickle.dumps(report))
         code = EXIT_OK
     except BaseException as error:
-        known = of_file(error) if isinstance(error, OSError) and error.filename is not None else error
+        known = _known(error) if isinstance(error, OSError) else error
         if isinstance(known, GrappeError):
             name, details = type(known).__name__, traceback.format_exc()
             pipe.send(Report(kind="error", error=name, message=str(known), details=details))
@@ -108,6 +110,13 @@ def run(
             sys.stderr.flush()
         pipe.close()
         os._exit(code)  # communication threads of a failed step may never join
+
+
+def _known(error: OSError) -> BaseException:
+    """Returns an error of the disk, or about a named file, as one of grappe's; others as they are."""
+    if error.errno in OF_DISK:
+        return RunError(f"{error}: free some space, or train on another disk")
+    return error if error.filename is None else of_file(error)
 
 
 def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:

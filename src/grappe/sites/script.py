@@ -45,6 +45,8 @@ class Script:
     python: str
     """The interpreter of the submitting command."""
     training: bool = True
+    resumes: bool = True
+    """Whether the command goes on where it was killed, as a training and a study do."""
     own_script: bool = False
     """Whether the arguments are those of a Python script, and not of grappe."""
     torchrun: bool = False
@@ -94,11 +96,11 @@ def render(script: Script) -> str:
 
 
 def _over(script: Script) -> str:
-    """Renders the requeueing at the end; only a training is requeued after a kill, since only a training resumes."""
+    """Renders the requeueing at the end; after a kill only what resumes is requeued."""
     if script.chain:
-        part = parts.CHAIN_END if script.training else parts.CHAIN_END_SAVED
+        part = parts.CHAIN_END if script.resumes else parts.CHAIN_END_SAVED
         return part.format(chain=script.chain)
-    again = parts.AGAIN if script.training else parts.AGAIN_SAVED
+    again = parts.AGAIN if script.resumes else parts.AGAIN_SAVED
     return again + parts.REQUEUE.format(restarts=script.restarts)
 
 

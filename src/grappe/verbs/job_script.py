@@ -67,6 +67,7 @@ def job_script(submission: Submission, resources: ResourceRequest, *, show: bool
         or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
         python=sys.executable,
         training=submission.command == TRAIN,
+        resumes=submission.command in (TRAIN, TUNE),
         own_script=is_script,
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
         saves=_saves(submission),

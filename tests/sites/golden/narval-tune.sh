@@ -125,9 +125,14 @@ code=$?
 # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
 [ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")"
 
-# 75: saved, and there is more to do. All else would begin anew.
+# 75: saved, and there is more to do. Above 128: killed, three times at most; 140 is USR2 before training began.
 again=no
-[ "$code" != 75 ] || again=yes
+if [ "$code" = 75 ] || [ "$code" = 140 ]; then
+    again=yes
+elif [ "$code" -gt 128 ]; then
+    echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
+    [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -gt 3 ] || again=yes
+fi
 # A job that is being cancelled, or requeued by Slurm itself, is not running any more.
 if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ] &&
     [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then

@@ -24,6 +24,8 @@ class Line(Task):
     width: int = 1
     how: Literal["well", "nan", "memory", "broken", "killed"] = "well"
     pause: float = 0.0
+    while_there: str = ""
+    """A file; only while it exists, there are pauses."""
 
     def __post_init__(self) -> None:
         if self.width == 13:
@@ -37,7 +39,8 @@ class Line(Task):
         return Arrays(x, (0.5 * x - 0.2)[:, 0])
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.pause)
+        if not self.while_there or Path(self.while_there).exists():
+            time.sleep(self.pause)
         if self.how == "memory" and torch.is_grad_enabled():
             raise MemoryError("no more")
         if self.how == "killed" and torch.is_grad_enabled():

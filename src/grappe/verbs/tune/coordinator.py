@@ -96,7 +96,10 @@ class Coordinator:
         while self._jobs or (self._waiting and not self._stopping):
             ended = self._trainings.look(LOOK_SECONDS)
             for one in ended:
-                self._settle(one)
+                try:
+                    self._settle(one)
+                except OF_THE_MACHINE as error:
+                    self._end_by(error)
             if ended or self._waiting:
                 self._start_more()
             self._tell()
@@ -114,7 +117,12 @@ class Coordinator:
             while self._start_one():
                 self._decide()
         except OF_THE_MACHINE as error:
-            self._error = error
+            self._end_by(error)
+
+    def _end_by(self, error: GrappeError) -> None:
+        """Stops the trainings at a checkpoint; `run` then raises the first such error."""
+        self._error = self._error or error
+        self._trainings.interrupt()
 
     def _start_one(self) -> bool:
         """Starts the first of the due jobs that can be started; returns whether there was one."""
@@ -196,8 +204,8 @@ class Coordinator:
         if ended.how == "stopped":
             self._stop = True
         elif ended.how == "error":
-            self._error = self._error or ended.error
-            self._trainings.interrupt()
+            assert ended.error is not None
+            self._end_by(ended.error)
         elif not self._stopping:
             self._again(trial, ended.reason or missed)
 

@@ -112,8 +112,17 @@ class Study:
         return _trial(number, found, self.search)
 
     def write(self, trial: Trial) -> None:
-        """Writes a trial's record, in one step."""
-        write_json(self._file(trial.number), dataclasses.asdict(trial), IN_PART)
+        """Writes a trial's record, in one step.
+
+        Raises:
+            RunError: the disk is full, or may not be written.
+        """
+        try:
+            write_json(self._file(trial.number), dataclasses.asdict(trial), IN_PART)
+        except OSError as error:
+            raise RunError(
+                f"{self.folder} cannot be written: {error.strerror}: free it, and start the same command again"
+            ) from error
 
     def _file(self, number: int) -> Path:
         return self.folder / TRIALS / f"{number:04d}.json"
@@ -170,23 +179,23 @@ def make_study(folder: Path, search: Search) -> Study:
         UsageError: there is a study that searches something else; the message names the first difference.
         RunError: the folder holds something else, or cannot be written.
     """
-    if not safe.kind(folder / FILE):
-        _make(folder, search)
-    study = open_study(folder)
-    _refuse_another(study, search)
-    safe.make_folder(folder / TRIALS)
+    try:
+        if not safe.kind(folder / FILE):
+            _make(folder, search)
+        study = open_study(folder)
+        _refuse_another(study, search)
+        safe.make_folder(folder / TRIALS)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
     return study
 
 
 def _make(folder: Path, search: Search) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        others = [name for name in safe.names(folder) if not name.startswith(f".{FILE}.")]
-        if others:
-            raise RunError(f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one")
-        write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    others = [name for name in safe.names(folder) if not name.startswith(f".{FILE}.")]
+    if others:
+        raise RunError(f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one")
+    write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
 
 
 def _refuse_another(study: Study, search: Search) -> None:

@@ -1,0 +1,119 @@
+"""A study on a full disk, and by a clock that was set: it stops with a message, and goes on as if nothing was."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe.checkpoint.lease import STALE_SECONDS, Lease
+from grappe.errors import RunError
+from grappe.plan import Plan
+from grappe.training.run import Run
+from grappe.verbs.tune import study as study_module
+from grappe.verbs.tune.coordinator import SearchProgress
+from grappe.verbs.tune.study import Study
+from grappe.verbs.tune.tune import Wanted, search
+from tests.verbs.tune.line import Line
+
+SPACE = {"lr": "0.01..1:log", "width": "1|2|3"}
+TASK = Line(epochs=2)
+PLAN = Plan.parse("device=cpu,threads=1,workers=0")
+
+
+def searched(folder: Path, watch: Callable[[SearchProgress], None] = lambda progress: None) -> Study:
+    return search(TASK, SPACE, PLAN, Wanted(trials=3, parallel=2), folder, watch=watch)[0]
+
+
+def rows(study: Study) -> list[tuple]:
+    return [(one.number, one.fields, one.state, one.value) for one in study.trials]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return searched(tmp_path_factory.mktemp("study") / "undisturbed")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    try:
+        with ballast.open("wb", buffering=0) as stream:
+            while stream.write(bytes(1 << 12)):
+                pass
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+
+
+def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: Study) -> None:
+    def watch(progress: SearchProgress) -> None:
+        if progress.running and not (disk / "ballast").exists():
+            fill(disk / "ballast")
+
+    with pytest.raises(RunError, match=r"No space left on device"):
+        searched(disk / "s", watch)
+    (disk / "ballast").unlink()
+    assert all(one.state == "open" for one in study_module.open_study(disk / "s").trials)
+    assert rows(searched(disk / "s")) == rows(undisturbed)
+
+
+def test_a_disk_that_is_full_at_the_start(disk: Path) -> None:
+    fill(disk / "ballast")
+    with pytest.raises(
+        RunError, match=r"s cannot be written: No space left on device: give another with --study"
+    ):
+        searched(disk / "s")
+
+
+def test_a_record_that_cannot_be_written_stops_the_other_trials_at_a_checkpoint(
+    tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = study_module.write_json
+
+    def full(file: Path, content: dict, *others: object) -> None:
+        if file.name == "0000.json" and content["state"] == "complete":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, content, *others)
+
+    monkeypatch.setattr(study_module, "write_json", full)
+    with pytest.raises(RunError, match=r"No space left on device: free it, and start the same command again"):
+        searched(tmp_path / "s")
+    monkeypatch.undo()
+    assert rows(searched(tmp_path / "s")) == rows(undisturbed)
+    assert Run(tmp_path / "s" / "trial-0000").read_description()["restarts"] == 0
+
+
+@pytest.mark.parametrize("hours", [-24, 24])
+def test_a_clock_that_was_set(
+    hours: int, tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a study; and before a coordinator, beside the lease of one that is dead."""
+    true = time.time
+
+    def watch(progress: SearchProgress) -> None:
+        if len(progress.trials) == 3:
+            monkeypatch.setattr(time, "time", lambda: true() + hours * 3600)
+
+    assert rows(searched(tmp_path / "s", watch)) == rows(undisturbed)
+    assert abs(time.time() - true()) > STALE_SECONDS
+    (tmp_path / "s" / "trials" / "0002.json").unlink()
+    dead = Lease(tmp_path / "s")
+    dead._write()
+    monkeypatch.undo()
+    assert rows(searched(tmp_path / "s")) == rows(undisturbed)
+    assert not (tmp_path / "s" / "lease.json").exists()
