@@ -141,23 +141,23 @@ def test_every_page_in_a_narrow_browser(site: Path, browser: Browser) -> None:
 @pytest.mark.parametrize(
     ("folder", "page", "section", "guide"),
     [
-        ("", "from a page", "Every script", "On a cluster"),
-        ("fr", "à partir d'une page", "Chaque script", "Sur une grappe"),
+        ("", "from a page", "every script", "on a cluster"),
+        ("fr", "à partir d'une page", "chaque script", "sur une grappe"),
     ],
 )
 def test_a_script_of_a_page_is_three_clicks_away(
     site: Path, browser: Browser, folder: str, page: str, section: str, guide: str
 ) -> None:
     def address(text: str) -> str:
-        links = "[...document.querySelectorAll('a')].filter(one => one.checkVisibility())"
+        links = "[...document.querySelectorAll('article a')]"
         return browser.evaluate(
             f"{links}.find(one => one.textContent.trim() == {json.dumps(text)})?.href ?? ''"
         )
 
-    browser.open(site / folder / "index.html")
+    browser.open(site / folder / "index.html", NARROW)
     file = Path(unquote(urlsplit(address(page)).path))
     assert file.name == "from-a-page.html"
-    browser.open(file)
+    browser.open(file, NARROW)
     anchor = unquote(urlsplit(address(section)).fragment)
     rows = f"[...document.getElementById({json.dumps(anchor)}).querySelectorAll('tr')]"
     row = browser.evaluate(
