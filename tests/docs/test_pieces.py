@@ -1,4 +1,4 @@
-"""The guides' pieces of Python that no test of their own runs."""
+"""The guides' pieces of Python, and a site's file, that no test of their own runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from docs import translations
 from torch.nn import functional
 
 import grappe
+from grappe.cli.commands import app
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.digits import Digits
 
@@ -32,20 +33,22 @@ def first(text: str) -> str:
     return text.partition("\n")[0].strip()
 
 
+def block_of(guide: str, start: str) -> str:
+    """The guide's block that begins so."""
+    texts = [opened(block)[1] for block in translations.blocks((ROOT / "docs" / guide).read_text())]
+    return next(text for text in texts if first(text) == start)
+
+
 def piece(guide: str, start: str, **names: Any) -> dict[str, Any]:
     """Runs the guide's block that begins so, and returns what it defines."""
-    for block in translations.blocks((ROOT / "docs" / guide).read_text()):
-        language, text = opened(block)
-        if language == "python" and first(text) == start:
-            exec(compile(textwrap.dedent(text), guide, "exec"), names)
-            return names
-    raise AssertionError(f"{guide} has no block that begins with {start}")
+    exec(compile(textwrap.dedent(block_of(guide, start)), guide, "exec"), names)
+    return names
 
 
 def larger_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = piece(
         "larger-batch.md",
-        first_of("larger-batch.md"),
+        "def optimizer(self, named_parameters):",
         torch=torch,
         scale_factor=scale_factor,
         warmed_up=warmed_up,
@@ -114,23 +117,27 @@ def tuned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(found["model"], torch.nn.Module)
 
 
-def first_of(guide: str) -> str:
-    """The first line of a guide's only Python block."""
-    texts = [opened(block) for block in translations.blocks((ROOT / "docs" / guide).read_text())]
-    [text] = [text for language, text in texts if language == "python"]
-    return first(text)
+def a_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "grappe" / "sites").mkdir(parents=True)
+    text = block_of("slurm.md", 'title = "Mine"')
+    (folder / "grappe" / "sites" / "mine.toml").write_text(text)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    monkeypatch.chdir(folder)
+    words = "submit --show --site mine --account a --time 1h -- train digits --plan replicate=2"
+    assert app(words.split(), exit_on_error=False, print_error=False) == 0
 
 
 HERE = {
     ("larger-batch.md", "def optimizer(self, named_parameters):"): larger_batch,
     ("lightning.md", "# mine.py"): lightning_module,
+    ("slurm.md", 'title = "Mine"'): a_site,
     ("task.md", "class Clip(Task):"): clip,
     ("task.md", "def sampling(self, dataset):"): sampling,
     ("task.md", "def prediction(self, output):"): prediction,
     ("too-big.md", "def units(self, model):"): units,
     ("tune.md", "study = grappe.tune("): tuned,
 }
-"""Python blocks that are run here."""
+"""Blocks that are run here."""
 
 
 @pytest.mark.parametrize("block", HERE, ids=" ".join)
