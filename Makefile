@@ -81,10 +81,10 @@ locked.txt: .venv/bin/pip constraints.txt pyproject.toml  ## requirements with h
 	@$(BIN)/python scripts/lock.py .venv/report.json >$@
 
 OLDEST := 2.8.0
-ON_OLDEST := tests/checkpoint tests/data tests/engines tests/parallel tests/parity tests/training
-oldest: .venv-oldest/test  ## run parity, checkpoints, engines and trainings on the oldest torch (4 GB, with its CUDA)
-	@.venv-oldest/bin/python -m pytest -q -m "not soak" $(ON_OLDEST) -k "not (exact and shard)" \
-		--numprocesses $(WORKERS) --no-loadscope-reorder
+PARITY ?= tests/parity tests/checkpoint
+oldest: .venv-oldest/test  ## run the quick tests, parity and checkpoints on the oldest torch (7 GB, with its CUDA)
+	@.venv-oldest/bin/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
+	@.venv-oldest/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
 
 clean:  ## forget the environments
 	rm -rf .venv .venv-oldest .bench
@@ -111,7 +111,8 @@ clean:  ## forget the environments
 	@$(PYTHON) -m venv .venv-oldest
 	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-oldest/constraints.txt
 	@.venv-oldest/bin/pip --disable-pip-version-check --quiet install --constraint .venv-oldest/constraints.txt \
-		torch==$(OLDEST) --editable '.[demo,lightning]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77'
+		torch==$(OLDEST) --editable '.[demo,images,lightning,tune]' \
+		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'nbclient>=0.10' 'ipykernel>=6.29'
 	@touch $@
 
 .PHONY: help train demo quick oldest test lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean

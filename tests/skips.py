@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.version import Version
 
+FULL = (2, 9)
+"""The first torch that runs all tests."""
 VARIABLE = "GRAPPE_NO_SKIPS"
 LIST = Path(__file__).with_name("skips.toml")
 
@@ -19,6 +23,21 @@ LIST = Path(__file__).with_name("skips.toml")
 def allowed() -> list[str]:
     """Patterns of the tests that may be skipped."""
     return [one["tests"] for one in tomllib.loads(LIST.read_text())["skip"]]
+
+
+@functools.cache
+def beyond_oldest() -> list[tuple[str, str]]:
+    """Patterns of the tests that the oldest torch cannot run, with the reason; none on a newer one."""
+    if Version(torch.__version__).release >= FULL:
+        return []
+    return [(one["tests"], one["why"]) for one in tomllib.loads(LIST.read_text())["oldest"]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for pattern, why in beyond_oldest():
+            if fnmatch.fnmatch(item.nodeid, pattern):
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,5 +38,12 @@ def test_an_unlisted_skip_fails_where_all_must_run(
 
 
 def test_every_entry_has_a_reason() -> None:
-    for entry in tomllib.loads(skips.LIST.read_text())["skip"]:
-        assert entry["why"]
+    for kind in ("skip", "oldest"):
+        for entry in tomllib.loads(skips.LIST.read_text())[kind]:
+            assert entry["why"]
+
+
+def test_what_the_oldest_torch_cannot_do_is_skipped_there_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, any_skipped in (("2.8.0+cu128", True), ("2.9.1", False), ("2.13.0+cpu", False)):
+        monkeypatch.setattr("torch.__version__", version)
+        assert bool(skips.beyond_oldest.__wrapped__()) == any_skipped

@@ -405,6 +405,14 @@ CASES = (
         fix="give it named_parameters",
     ),
     Case(
+        name="an optimizer that is given a model",
+        changes={
+            OPTIMIZER: f"        return torch.optim.SGD(named_parameters.parameters(), lr=0.1)  {HERE}\n",
+        },
+        says="has no attribute 'parameters'",
+        fix="optimizer() gets pairs of a name and a parameter, not the model",
+    ),
+    Case(
         name="an optimizer of no parameters",
         changes={
             OPTIMIZER: "        named_parameters = [p for name, p in named_parameters if 'head' in name]\n"

@@ -57,7 +57,7 @@ PLANS = [
 ]
 
 
-def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: bool) -> list[dict]:
+def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: int) -> list[dict]:
     made = Options(**options)
     pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, folder, made, None)
     return list(Run(folder).records())
@@ -102,6 +102,22 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
         for name, value in found[0].items():
             if name.startswith(("loss", "training_loss", "training_accuracy")):
                 assert one[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize("plan", ["", *FEW, "tensor=1,shard=2", "engine=lightning,replicate=2"])
+def test_every_so_many_steps_they_are_those_of_the_steps_so_far(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    """The value of each line is the one that an evaluation after that step would have shown."""
+    shown = trained(pool, Several(), plan, tmp_path / "shown", training_metrics=True, print_every=1)
+    scored = trained(pool, Several(), "", tmp_path / "scored", training_metrics=True, evaluate_every=2)
+    steps = {one["step"]: one for one in shown if one["kind"] == "step"}
+    assert [steps[number]["training_seen"] for number in range(1, 7)] == [12, 24, 29, 12, 24, 29]
+    two, evaluation = steps[2], next(one for one in scored if one["kind"] == "evaluation")
+    names = {name for name in evaluation if name.startswith("training_")}
+    assert names == {name for name in two if name.startswith("training_")} and len(names) > 3
+    for name in names:
+        assert two[name] == pytest.approx(evaluation[name], rel=1e-5), name
 
 
 class Sometimes(Several):

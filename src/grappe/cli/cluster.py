@@ -59,6 +59,7 @@ def submit(
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
     from grappe.verbs import submit as verb
+    from grappe.verbs.submission_memory import memory_warnings
 
     if interactive:
         return _allocate(words, job, show_only=show_ or test_only)
@@ -67,6 +68,8 @@ def submit(
         for answer in verb.judged(submission):
             show(answer)
         return EXIT_OK
+    for text in memory_warnings(submission):
+        complain(f"grappe: warning: {text}")
     warned: set[str] = set()
     for one in verb.submit(submission, show=show_):
         for text in one.warnings:

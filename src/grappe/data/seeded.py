@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class SeededDataset(Dataset[Any]):
                 _seed_generators(mix(self.seed, epoch, index))
                 sample = self.dataset[int(index)]
                 if sample is None:
-                    self._refuse_none(int(index))
+                    raise missing(self.dataset, int(index))
                 samples.append(sample)
         return samples
 
@@ -66,15 +66,16 @@ class SeededDataset(Dataset[Any]):
         assert self._keyed is not None
         sample = self._keyed(int(index), mix(self.seed, epoch, index))
         if sample is None:
-            self._refuse_none(int(index))
+            raise missing(self.dataset, int(index))
         return sample
 
-    def _refuse_none(self, index: int) -> NoReturn:
-        raise TaskError(
-            f"sample {index} of data() is None: is a `return` missing? A sample that is to be left out must "
-            "not be counted in __len__ either: every sample is seen once"
-            + at(type(self.dataset), "__getitem__")
-        )
+
+def missing(dataset: Any, index: int) -> TaskError:
+    """Makes the error of a sample that is None."""
+    return TaskError(
+        f"sample {index} of data() is None: is a `return` missing? A sample that is to be left out must "
+        "not be counted in __len__ either: every sample is seen once" + at(type(dataset), "__getitem__")
+    )
 
 
 def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:

@@ -96,6 +96,11 @@ REMEDIES = tuple(
             "A task's fields are fixed once it is made: use a local variable, or functools.cached_property",
         ),
         (
+            r"'(?:list|tuple)' object has no attribute '(?:named_)?(?:parameters|modules)'",
+            "optimizer() gets pairs of a name and a parameter, not the model: give them to the optimizer as they are, "
+            "or in groups by grappe.optimizers.by_name",
+        ),
+        (
             r"optimizer got an empty parameter list",
             "Give it named_parameters, or those of them that are to be trained: do the names match?",
         ),

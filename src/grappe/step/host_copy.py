@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,3 +25,15 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._values
+
+
+def host_copy(leaf: Any) -> Any:
+    """Begins to copy a tensor that is changed in place later; returns anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return HostCopy(leaf if leaf.is_cuda else leaf.clone())
+
+
+def read(leaf: Any) -> Any:
+    """Returns the tensor of a HostCopy; anything else as it is."""
+    return leaf.read() if isinstance(leaf, HostCopy) else leaf

@@ -47,7 +47,11 @@ class Metrics:
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns each metric's state, on the CPU."""
-        return {name: _state(metric) for name, metric in self._metrics.items()}
+        return tree_map(lambda leaf: leaf.cpu(), self.device_states())
+
+    def device_states(self) -> dict[str, dict[str, Any]]:
+        """Returns each metric's state, which later updates change in place."""
+        return {name: dict(metric.metric_state) for name, metric in self._metrics.items()}
 
     def computed(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
         """Computes each metric from the `states` of all processes that had a sample."""
@@ -61,10 +65,6 @@ class Metrics:
         """Forgets all samples."""
         for metric in self._metrics.values():
             metric.reset()
-
-
-def _state(metric: Any) -> dict[str, Any]:
-    return {name: tree_map(lambda leaf: leaf.cpu(), state) for name, state in metric.metric_state.items()}
 
 
 def _merge(metric: Any, states: list[dict[str, Any]]) -> None:

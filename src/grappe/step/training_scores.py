@@ -13,19 +13,20 @@ from torch import Tensor
 from grappe.data.batch import Microbatch
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
+from grappe.step.host_copy import host_copy, read
 from grappe.step.metrics import Metrics, Number
 from grappe.step.scores import Scores
 from grappe.task import Task
 
 
-class _Slice(NamedTuple):
-    """The sums of one process."""
+class Slice(NamedTuple):
+    """The sums of one process; while they are copied from its device, each tensor is a HostCopy."""
 
     rank: int
     """Of its data slice."""
     samples: int
-    count: float
-    sums: dict[str, float]
+    count: Any
+    sums: dict[str, Any]
     states: dict[str, dict[str, Any]]
 
 
@@ -39,6 +40,7 @@ class TrainingScores:
     def __init__(self, task: Task, world: World, *, metrics: bool) -> None:
         self._world = world
         self._metrics = Metrics(task, world) if metrics else None
+        self._merging = Metrics(task, world) if metrics else None  # gets the states of all processes
         self._last: Microbatch | None = None
         self._clear()
 
@@ -61,31 +63,35 @@ class TrainingScores:
             with torch.no_grad():
                 self._metrics.update(_detached(output, micro), _without_padding(micro))
 
+    def copied(self) -> Slice:
+        """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
+        states = self._metrics.device_states() if self._metrics is not None else {}
+        mine = Slice(self._world.data_rank, self._samples, self._count, self._sums, states)
+        return tree_map(host_copy, mine)
+
+    def merged(self, copied: Slice) -> dict[str, Number]:
+        """Returns `training_NAME` of each named loss and each metric, over all processes. Collective."""
+        # Stages before the last have seen no output, and tensor-parallel processes the same ones.
+        seen = {one.rank: one for one in self._world.gather(tree_map(read, copied)) if one.samples}
+        slices = [one for _, one in sorted(seen.items())]
+        found: dict[str, Number] = {}
+        if slices:
+            count = sum(float(one.count) for one in slices) or 1.0
+            for name in dict.fromkeys(name for one in slices for name in one.sums):
+                total = math.fsum(float(one.sums.get(name, 0.0)) for one in slices)
+                found[f"loss_{name}"] = total / count
+            if self._merging is not None:
+                found.update(self._merging.computed([one.states for one in slices]))
+        return {f"training_{name}": value for name, value in found.items()}
+
     def joined(self, scores: Scores) -> Scores:
         """Returns an evaluation's scores with those of the training before it, and begins anew. Collective."""
         if not (scores.losses or self._metrics):
             return scores
-        mine = _Slice(
-            rank=self._world.data_rank,
-            samples=self._samples,
-            count=float(self._count),
-            sums={name: float(total) for name, total in self._sums.items()},
-            states=self._metrics.states() if self._metrics is not None else {},
-        )
-        # Stages before the last have seen no output, and tensor-parallel processes the same ones.
-        seen = {one.rank: one for one in self._world.gather(mine) if one.samples}
-        slices = [one for _, one in sorted(seen.items())]
+        training = self.merged(self.copied())
         self._clear()
-        found: dict[str, Number] = {}
-        if slices:
-            count = sum(one.count for one in slices) or 1.0
-            for name in dict.fromkeys(name for one in slices for name in one.sums):
-                found[f"loss_{name}"] = math.fsum(one.sums.get(name, 0.0) for one in slices) / count
-            if self._metrics is not None:
-                found.update(self._metrics.computed([one.states for one in slices]))
         if self._metrics is not None:
             self._metrics.reset()
-        training = {f"training_{name}": value for name, value in found.items()}
         return dataclasses.replace(scores, metrics={**scores.metrics, **training})
 
 

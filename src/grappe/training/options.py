@@ -34,13 +34,14 @@ class Options:
     stop_on_failed_save: bool = False
     """Abort when a checkpoint cannot be written."""
     training_metrics: bool = False
-    """Compute the metrics over the training batches, too; shown with the next evaluation as training_NAME."""
+    """Compute the metrics over the training batches since the last evaluation, too: training_NAME, shown with the next
+    one and by --print-every."""
     noise_scale: bool = False
     """Measure the gradient noise scale, which says how large a batch is worth its samples."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
     print_every: int | None = None
-    """Steps between lines with the mean training loss. Default: a line for each evaluation only."""
+    """Steps between lines with the mean training loss and training metrics. Default: one line an evaluation."""
     log: Names = ()
     """Loggers beside the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()

@@ -17,6 +17,7 @@ from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.summary import StepTimes
 from grappe.step.host_copy import HostCopy
 from grappe.step.result import StepResult
+from grappe.step.training_scores import Slice, TrainingScores
 from grappe.training.average import WeightAverage
 from grappe.training.evaluation import Evaluation
 from grappe.training.headspace import Headspace
@@ -37,6 +38,8 @@ class Pending(NamedTuple):
     count: HostCopy | None
     """The loss's divisor, if it is on the device: the number of counted targets."""
     norm: HostCopy | None
+    scores: Slice | None
+    """Of training batches, if they are shown after this step."""
 
 
 class Training:
@@ -56,12 +59,15 @@ class Training:
         watchdog: Watchdog,
         stop_signal: StopSignal,
         average: WeightAverage,
+        training_scores: TrainingScores,
+        print_every: int | None,
         headspace: Callable[[StepTimes], Headspace],
     ) -> None:
         self.engine, self.chronometer, self.saving = engine, chronometer, saving
         self._loader, self._info, self._world, self._evaluation = loader, info, world, evaluation
         self._watchers, self._watchdog, self._stop_signal = watchers, watchdog, stop_signal
         self._average, self._headspace = average, headspace
+        self._training_scores, self._print_every = training_scores, print_every or math.inf
         self._evaluate_every = evaluation.every or math.inf
         self._save_every = saving.every or math.inf
         self._pending: Pending | None = None
@@ -111,8 +117,9 @@ class Training:
             self._average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
-        self._pending = Pending(result, seconds, count, None if norm is None else HostCopy(norm))
         self.step = self._watchdog.step = step = batch.step + 1
+        scores = None if step % self._print_every else self._training_scores.copied()
+        self._pending = Pending(result, seconds, count, None if norm is None else HostCopy(norm), scores)
         self._watchdog.marks += 1
         last = step == self._info.last_step
         evaluate = not step % self._evaluate_every or (last and self._evaluation.every is not None)
@@ -140,10 +147,11 @@ class Training:
         """Reads the numbers of the step before: one step late, when the device has computed them."""
         if self._pending is None:
             return
-        (result, seconds, count, norm), self._pending = self._pending, None
+        (result, seconds, count, norm, scores), self._pending = self._pending, None
         batch, info = result.batch, self._info
         self._watchdog.waiting = True
         total, flag = result.sums.read()
+        metrics = {} if scores is None else self._training_scores.merged(scores)
         self._watchdog.waiting = False
         step, epoch = batch.step, batch.epoch
         loss = total / float(batch.count if count is None else count.read())
@@ -152,7 +160,8 @@ class Training:
         size = None if norm is None else float(norm.read())
         # By position, as names take a microsecond.
         # A schedule of NumPy's numbers makes the rate one of them, which JSON does not know.
-        record = Record(step + 1, epoch, samples, loss, float(result.lr), seconds, size, result.skipped, flag)
+        rate = float(result.lr)
+        record = Record(step + 1, epoch, samples, loss, rate, seconds, size, result.skipped, flag, metrics)
         if not (math.isfinite(loss) or record.skipped):
             self._diverged(record, batch)
         self._settled.append(record)

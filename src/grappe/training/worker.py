@@ -180,6 +180,8 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
                 watchdog=watchdog,
                 stop_signal=stop_signal,
                 average=average,
+                training_scores=training_scores,
+                print_every=options.print_every,
                 headspace=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.sources.tuned
                 ),

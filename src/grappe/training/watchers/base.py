@@ -65,6 +65,9 @@ class Record(NamedTuple):
     """Whether an fp16 overflow skipped the update."""
     flag: float
     """Number of processes that requested a stop."""
+    metrics: Mapping[str, float | list[float]] = {}
+    """Values after each `print_every` steps: training_NAME of each named loss, and of each metric if --training-metrics
+    is given, over the training batches since the last evaluation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Console(Watcher):
 
     Args:
         sample: the word for a sample in the rate per second.
-        print_every: steps between lines with the training loss; None: no such lines.
+        print_every: steps between lines with the training loss and metrics; None: no such lines.
     """
 
     def __init__(self, stream: UserStream, sample: str = "samples", print_every: int | None = None) -> None:
@@ -99,7 +99,7 @@ class Console(Watcher):
         loss = statistics.fmean(self._losses) if self._losses else math.nan
         self._clear_cell()
         self._console.print(
-            f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {loss:.4f}  "
+            f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {loss:.4f}{_metrics(record.metrics)}  "
             f"lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
         )
         self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
@@ -122,7 +122,7 @@ class Console(Watcher):
         train = f"loss {self._record.loss:.4f}  " if self._record else ""
         self._console.print(
             f"epoch {epoch:>2}  step {step:>4}  {train}validation {scores.loss:.4f}"
-            f"{_metrics(scores)}  {self._rate:,.0f}{self._unit}"
+            f"{_metrics(scores.metrics)}  {self._rate:,.0f}{self._unit}"
         )
 
     def failed_to_save(self, problem: str) -> None:
@@ -146,7 +146,8 @@ class Console(Watcher):
             self._show_in_cell(self._record)
         if self._progress is None:
             return
-        text = f"loss {self._record.loss:.4f}{_metrics(self._scores)}  {self._rate:,.0f}{self._unit}"
+        metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
+        text = f"loss {self._record.loss:.4f}{metrics}  {self._rate:,.0f}{self._unit}"
         self._progress.update(
             self._bar,
             completed=self._record.step,
@@ -225,12 +226,8 @@ def _spent(peak: Mapping[str, int]) -> str:
     return f"{size(_most(peak))} = {', '.join(parts)}"
 
 
-def _metrics(scores: Scores | None) -> str:
-    if scores is None:
-        return ""
-    return "".join(
-        f"  {name} {value:.4f}" for name, value in scores.metrics.items() if isinstance(value, float)
-    )
+def _metrics(metrics: Mapping[str, float | list[float]]) -> str:
+    return "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
 
 
 def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:

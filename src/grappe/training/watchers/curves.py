@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from grappe.launch import files as safe
 from grappe.step.scores import Scores
@@ -83,8 +83,19 @@ def _line(record: Record) -> str:
     return (
         f'{{"kind": "step", "step": {record.step}, "epoch": {record.epoch}, "samples": {record.samples}, '
         f'"loss": {_number(record.loss)}, "lr": {record.lr!r}, "seconds": {record.seconds:.6f}'
-        f"{norm}{SKIPPED if record.skipped else ''}}}\n"
+        f"{norm}{SKIPPED if record.skipped else ''}{_metrics(record)}}}\n"
     )
+
+
+def _metrics(record: Record) -> str:
+    """Formats the training metrics that --print-every shows; the steps between have none."""
+    if not record.metrics:
+        return ""
+    return ", " + json.dumps({name: _as_json(value) for name, value in record.metrics.items()})[1:-1]
+
+
+def _as_json(value: float | list[float]) -> Any:
+    return [as_json(one) for one in value] if isinstance(value, list) else as_json(value)
 
 
 def _number(value: float) -> str:

@@ -114,7 +114,7 @@ def foresee(
     prepare(made, folder)
     sketch = Sketch(made, folder, foreach=room is not None, kernels=None if room else Kernels())
     batches = batch_size or (made.batch_size,)
-    found = [_foreseen(sketch, plan, batch, room) for batch in batches for plan in wanted]
+    found = [foreseen(sketch, plan, batch, room) for batch in batches for plan in wanted]
     if all(one.needs is None for one in found):
         raise UsageError("; ".join(dict.fromkeys(one.why for one in found)))
     return found
@@ -131,7 +131,12 @@ def candidates(counts: Sequence[int]) -> Iterator[Plan]:
                 yield as_plan(",".join(filter(None, (text, measure))))
 
 
-def _foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Foreseen:
+def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Foreseen:
+    """Foresees one plan at a batch size of `batch` samples; with `room`, whether it fits a GPU.
+
+    Raises:
+        TaskError: the task cannot be traced.
+    """
     from grappe import engines
     from grappe.foresight.compose import needs
 

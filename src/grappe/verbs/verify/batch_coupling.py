@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,7 +187,8 @@ class _HalfBatchTrial:
             head = a if dim is None else _first(a, dim, self.rows, self.rows // 2)
             if head.shape != b.shape:
                 return None
-            if not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * float(head.abs().max())):
+            most = float(head.abs().max())
+            if math.isfinite(most) and not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * most):
                 return True
         return False
 

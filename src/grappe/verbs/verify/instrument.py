@@ -17,6 +17,7 @@ from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
 from grappe.data.prepare import dataset_of
 from grappe.data.sampling import Sampling
+from grappe.data.seeded import missing
 from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.step.given import loss_of
@@ -90,6 +91,7 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     }
     for name in ("data", "loss", "model", "collate"):
         methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
+        methods[name].__wrapped__ = getattr(kind, name)  # for messages, which name the user's line
     for name in ("counts", "augment", "sampling"):
         if overrides(task, name):
             methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
@@ -130,7 +132,12 @@ class Subset(Dataset):
         return len(self._index)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._loaded[index] if self._loaded else self.whole[int(self._index[index])], index
+        if self._loaded:
+            return self._loaded[index], index
+        sample = self.whole[int(self._index[index])]
+        if sample is None:
+            raise missing(self.whole, int(self._index[index]))
+        return sample, index
 
 
 def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:

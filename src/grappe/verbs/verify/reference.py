@@ -20,8 +20,9 @@ from grappe.data.arrays import in_memory
 from grappe.data.prepare import prepare
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
+from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import join
+from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
@@ -93,6 +94,11 @@ def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: P
     """Trains on the plain process, and returns what it recorded."""
     world = join(Plan(device=request.plan.device, threads=request.plan.threads), process, rendezvous_folder)
     plain = request.task.resolve()
+    with naming_user_line(plain):
+        return _trained(plain, request, world)
+
+
+def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     prepare(plain, request.data)  # here, before all other processes
     task = instrumented(plain, request.instrumentation, SampleRecorder())
     batches = ReferenceBatches(

@@ -13,11 +13,12 @@ from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.draw import mix
 from grappe.data.order import cut
 from grappe.data.rand_like import inside
+from grappe.errors import DivergedError
 from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
-from grappe.step.given import loss_of, schedule_of
+from grappe.step.given import loss_of, optimizer_of, schedule_of
 from grappe.step.precision import autocast
 from grappe.task import Task
 from grappe.verbs.verify.reference_batches import Batch, Rows
@@ -42,7 +43,7 @@ class ReferenceModel:
         self._models = [self.model, *(_with_own_buffers(self.model) for _ in range(slices - 1))]
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
-        self._optimizer = task.optimizer(named)
+        self._optimizer = optimizer_of(task, named)
         begin_training(self._optimizer)
         self._schedule = schedule_of(task, self._optimizer, total)
         self._autocast = autocast(plan.precision, device)
@@ -75,6 +76,11 @@ class ReferenceModel:
                     one.backward(retain_graph=sums > 1)
                     total += one.detach()
         norm = self._clip()
+        if not math.isfinite(float(total)):
+            raise DivergedError(
+                f"the loss is {float(total)} on one plain process, in step {number + 1} (sample ids "
+                f"{_ids(batch)}): nothing can be compared. Try a lower lr, clip=1, or look at those samples"
+            )
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
@@ -115,6 +121,11 @@ class ReferenceModel:
             alike = [dict(model.named_buffers())[name].cpu() for model in self._models]
             weights[name] = torch.stack(alike).mean(0) if buffer.is_floating_point() else alike[0].clone()
         return weights
+
+
+def _ids(batch: Batch) -> str:
+    ids = [int(one) for pieces in batch.slices for rows in pieces for one in rows.ids]
+    return ", ".join(map(str, ids[:16])) + (", …" if len(ids) > 16 else "")
 
 
 def _together(whole: Any, *parts: Any) -> Any:
