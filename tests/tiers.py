@@ -16,6 +16,7 @@ FOLDERS = (
     "cli/test_bad_input.py",
     "data/images/test_training.py",
     "docs/test_from_a_page.py",
+    "docs/test_pieces.py",
     "extension",
     "faults",
     "foresight/test_peak.py",

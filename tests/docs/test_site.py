@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -138,6 +139,35 @@ def test_guides_in_a_narrow_browser(site: Path, browser: Browser) -> None:
 @pytest.mark.soak
 def test_every_page_in_a_narrow_browser(site: Path, browser: Browser) -> None:
     assert not walked(browser, site, sorted(site.rglob("*.html")))
+
+
+@pytest.mark.parametrize(
+    ("folder", "page", "section", "guide"),
+    [
+        ("", "from a page", "every script", "on a cluster"),
+        ("fr", "à partir d'une page", "chaque script", "sur une grappe"),
+    ],
+)
+def test_a_script_of_a_page_is_three_clicks_away(
+    site: Path, browser: Browser, folder: str, page: str, section: str, guide: str
+) -> None:
+    def address(text: str) -> str:
+        links = "[...document.querySelectorAll('article a')]"
+        return browser.evaluate(
+            f"{links}.find(one => one.textContent.trim() == {json.dumps(text)})?.href ?? ''"
+        )
+
+    browser.open(site / folder / "index.html", NARROW)
+    file = Path(unquote(urlsplit(address(page)).path))
+    assert file.name == "from-a-page.html"
+    browser.open(file, NARROW)
+    anchor = unquote(urlsplit(address(section)).fragment)
+    rows = f"[...document.getElementById({json.dumps(anchor)}).querySelectorAll('tr')]"
+    row = browser.evaluate(
+        f"{rows}.find(one => one.textContent.includes('pytorch-ddp-test.sh'))?.textContent"
+    )
+    assert "grappe submit" in row
+    assert unquote(address(guide)).endswith("/slurm.html")
 
 
 @pytest.mark.parametrize(("folder", "word", "page"), [("", "preemption", "slurm"), ("fr", "grappe", "plans")])

@@ -10,6 +10,7 @@ import pytest
 from docs import translations
 
 from grappe.plan import Plan
+from tests.docs.test_blocks import LISTS
 
 GUIDES = translations.guides()
 
@@ -54,3 +55,19 @@ def test_the_french_table_has_all_keys_and_their_defaults() -> None:
         if field.name != "engine"
     }
     assert rows == defaults
+
+
+def test_every_guide_has_a_french_one() -> None:
+    english = {one.name for one in (translations.ROOT / "docs").glob("*.md")}
+    assert english - {one.name for one in translations.FRENCH.glob("*.md")} == set(LISTS)
+
+
+def test_the_french_gallery_has_every_task() -> None:
+    text = (translations.FRENCH / "gallery.md").read_text()
+    tasks = [
+        one
+        for one in (translations.ROOT / "examples" / "gallery").glob("*.*")
+        if one.suffix in (".py", ".ipynb")
+    ]
+    assert tasks
+    assert [one.name for one in tasks if f"../../examples/gallery/{one.name})" not in text] == []

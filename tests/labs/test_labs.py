@@ -39,9 +39,7 @@ def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> No
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
     content = nbformat.read(book, as_version=4)
-    content.cells.append(
-        nbformat.v4.new_code_cell("print(grappe.__file__) if 'grappe' in globals() else None")
-    )
+    content.cells.append(nbformat.v4.new_code_cell("import grappe\n\nprint(grappe.__file__)"))
     client = nbclient.NotebookClient(
         content,
         timeout=PATIENCE_SECONDS,
