@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 
 from grappe.errors import TaskError
 from grappe.plan import Plan
 from grappe.step.given import loss_of
 from grappe.training.options import Options
 from grappe.training.run import Run
-from tests.parity.tasks import Images
+from tests.parity.tasks import Images, Seen
 from tests.processes import Pool
 
 
@@ -68,6 +70,7 @@ def evaluated(records: list[dict]) -> dict:
     return [one for one in records if one["kind"] == "evaluation"][-1]
 
 
+OTHER_ENGINES = ["engine=lightning,replicate=2", "engine=deepspeed,shard=2", "engine=horovod,replicate=2"]
 FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
 
 
@@ -104,7 +107,17 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.mark.parametrize("plan", ["", *FEW, "tensor=1,shard=2", "engine=lightning,replicate=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "",
+        *FEW,
+        "shard=2",
+        "engine=lightning,replicate=2",
+        "engine=deepspeed,shard=2",
+        "engine=horovod,replicate=2",
+    ],
+)
 def test_every_so_many_steps_they_are_those_of_the_steps_so_far(
     pool: Pool, tmp_path: Path, plan: str
 ) -> None:
@@ -114,10 +127,50 @@ def test_every_so_many_steps_they_are_those_of_the_steps_so_far(
     steps = {one["step"]: one for one in shown if one["kind"] == "step"}
     assert [steps[number]["training_seen"] for number in range(1, 7)] == [12, 24, 29, 12, 24, 29]
     two, evaluation = steps[2], next(one for one in scored if one["kind"] == "evaluation")
-    names = {name for name in evaluation if name.startswith("training_")}
+    # AUROC keeps every sample: evaluations show it, and no line between.
+    names = {name for name in evaluation if name.startswith("training_")} - {"training_auroc"}
     assert names == {name for name in two if name.startswith("training_")} and len(names) > 3
     for name in names:
         assert two[name] == pytest.approx(evaluation[name], rel=1e-5), name
+
+
+class Late(Seen):
+    """A metric that few samples are not enough for."""
+
+    def compute(self) -> Tensor:
+        if self.count < 20:
+            raise ValueError("too few samples")
+        return super().compute()
+
+
+class Composed(Images):
+    """The same with an error, which torchmetrics composes of an accuracy."""
+
+    def metrics(self) -> dict[str, Any]:  # pyrefly: ignore
+        return {"error": 1 - MulticlassAccuracy(5, average="micro")}
+
+
+class Few(Images):
+    """The same with a metric of at least 20 samples."""
+
+    def metrics(self) -> dict[str, Any]:  # pyrefly: ignore
+        return {"late": Late(), "seen": Seen()}
+
+
+def test_a_line_leaves_out_what_few_samples_are_not_enough_for(pool: Pool, tmp_path: Path) -> None:
+    records = trained(pool, Few(), "replicate=2", tmp_path / "run", training_metrics=True, print_every=1)
+    found = [(one.get("training_late"), one["training_seen"]) for one in records if one["kind"] == "step"]
+    assert found[:3] == [(None, 12), (24, 24), (29, 29)]
+
+
+def test_a_metric_that_is_composed_of_others(pool: Pool, tmp_path: Path) -> None:
+    scored = evaluated(trained(pool, Composed(), "", tmp_path / "run", training_metrics=True))
+    plain = evaluated(trained(pool, Images(), "", tmp_path / "plain", training_metrics=True))
+    assert scored["training_error"] == pytest.approx(1 - plain["training_accuracy"])
+    with pytest.raises(
+        TaskError, match="the metric 'error' has no state of its own that processes could merge"
+    ):
+        trained(pool, Composed(), "replicate=2", tmp_path / "two", training_metrics=True)
 
 
 class Sometimes(Several):

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from grappe.sites import find
+from grappe.sites.script import Script
 from grappe.verbs.submission import JobOptions, Submission
-from grappe.verbs.submission_memory import memory_warnings
+from grappe.verbs.submission_memory import memory_warning
+from grappe.verbs.submit import submit
 
 BIG = """
+import time
 import grappe, torch
 from torch import nn
 from torch.nn import functional as F
@@ -19,6 +23,8 @@ class Big(grappe.Task):
     width: int = 8192
     batch_size: int = 16
     reads: bool = False
+    says: str = ""
+    sleeps: float = 0.0
 
     def model(self):
         return nn.Sequential(*(nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(40)))
@@ -29,6 +35,8 @@ class Big(grappe.Task):
         return model(inputs)
 
     def data(self, split, folder):
+        print(self.says)
+        time.sleep(self.sleeps)
         return TensorDataset(torch.zeros(16, self.width), torch.zeros(16, self.width))
 
     def loss(self, output, target):
@@ -45,33 +53,69 @@ class Big(grappe.Task):
 @pytest.mark.parametrize(
     ("site", "plan", "fields", "says"),
     [
-        ("narval", "replicate=4", (), "each process needs 60.6 GB, and narval's A100, 40 GB has 40.0 GB"),
+        (
+            "narval",
+            "replicate=4",
+            (),
+            "with 4 processes, each needs 60.6 GB, and narval's A100, 40 GB has 40.0 GB",
+        ),
         ("narval", "replicate=4", (), "--plan shard=4,zero=1 fits, with "),
-        ("narval", "", (), "no plan of as many GPUs fits"),
+        ("narval", "", (), "with one process, each needs"),
+        ("narval", "", (), "No plan of as many GPUs fits"),
         ("narval", "shard=4", (), None),
+        ("narval", "shard=4,per_device=2", (), "A100, 40 GB, shared by 2 processes, has 20.0 GB"),
         ("narval", "replicate=4", ("width=8",), None),
         ("narval", "replicate=4", ("reads=true",), "was not foreseen: "),
-        ("narval-cpu", "device=cpu,replicate=4", (), None),  # no GPU's memory
     ],
 )
 def test_what_does_not_fit_is_said(
     tmp_path: Path, site: str, plan: str, fields: tuple[str, ...], says: str | None
 ) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    submission = Submission(
-        task=str(tmp_path / "big.py"),
-        arguments=(),
-        plans=(plan,),
-        fields=fields,
-        job=JobOptions(site=site, account="def-me"),
-    )
-    found = list(memory_warnings(submission))
-    assert len(found) == (says is not None)
+    (found,) = warnings(tmp_path, site, plan, fields)
+    assert (found is None) == (says is None)
     if says is not None:
-        assert says in found[0]
+        assert says in (found or "")
 
 
-def test_other_commands_and_unknown_tasks_are_left_to_the_scripts_own_checks(tmp_path: Path) -> None:
-    job = JobOptions(site="narval", account="def-me")
-    assert not list(memory_warnings(Submission(task=str(tmp_path / "no.py"), arguments=(), job=job)))
-    assert not list(memory_warnings(Submission(command="measure", task="digits", arguments=(), job=job)))
+def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> list[str | None]:
+    found = list[str | None]()
+
+    def examine(submission: Submission, script: Script) -> None:
+        found.append(memory_warning(submission, script))
+
+    job = JobOptions(site=site, account="def-me", base=folder / "runs")
+    task = str(folder / "big.py")
+    submission = Submission(task=task, arguments=(task,), plans=(plan,), fields=fields, job=job)
+    list(submit(submission, show=True, examine=examine))
+    return found
+
+
+def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    (tmp_path / "big.py").write_text(BIG)
+    assert warnings(tmp_path, "narval", "replicate=4", ("width=8", "says=hello")) == [None]
+    out, err = capfd.readouterr()
+    assert "hello" not in out
+    assert err.startswith("tracing the model")
+
+
+def test_a_task_that_takes_for_ever_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "big.py").write_text(BIG)
+    monkeypatch.setattr("grappe.verbs.submission_memory.SECONDS", 3)
+    (found,) = warnings(tmp_path, "narval", "replicate=4", ("width=8", "sleeps=600"))
+    assert found is not None and "take more than 3 s here" in found
+
+
+def test_the_plan_is_judged_without_advice_where_the_search_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "big.py").write_text(BIG)
+    monkeypatch.setattr("grappe.verbs.submission_memory._others", lambda plan: None)
+    (found,) = warnings(tmp_path, "narval", "replicate=4", ())
+    assert found is not None and "it will run out of memory. (foreseen" in found
+
+
+def test_a_site_without_gpus_is_not_examined() -> None:
+    from grappe.verbs.foresee.foresee import room_in
+
+    assert room_in(find("narval-cpu")) is None

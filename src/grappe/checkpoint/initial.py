@@ -23,7 +23,7 @@ from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import InMemory, Weights, kind_of, named_tensors
-from grappe.errors import GrappeError, RunError, TaskError
+from grappe.errors import GrappeError, RunError, TaskError, disk_advice
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call
 from grappe.launch import files as safe
@@ -123,7 +123,7 @@ def _save(
         _write(model, checkpoints, run, step, found)
     except OSError as error:  # of the disk, and not of the model that is being made
         raise RunError(
-            f"step {step} could not be saved: {error}: free some space, and start again"
+            f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again"
         ) from error
 
 

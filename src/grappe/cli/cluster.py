@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
@@ -17,6 +17,9 @@ from grappe.cli.submission import read_submission
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
 from grappe.verbs.submission import SCRIPT, JobOptions, Submission
+
+if TYPE_CHECKING:
+    from grappe.sites.script import Script
 
 DEFAULTS = JobOptions()
 
@@ -59,7 +62,7 @@ def submit(
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
     from grappe.verbs import submit as verb
-    from grappe.verbs.submission_memory import memory_warnings
+    from grappe.verbs.submission_memory import memory_warning
 
     if interactive:
         return _allocate(words, job, show_only=show_ or test_only)
@@ -68,10 +71,13 @@ def submit(
         for answer in verb.judged(submission):
             show(answer)
         return EXIT_OK
-    for text in memory_warnings(submission):
-        complain(f"grappe: warning: {text}")
+
+    def examine(asked: Submission, script: Script) -> None:
+        if text := memory_warning(asked, script):
+            complain(f"grappe: warning: {text}")
+
     warned: set[str] = set()
-    for one in verb.submit(submission, show=show_):
+    for one in verb.submit(submission, show=show_, examine=examine):
         for text in one.warnings:
             if text not in warned:
                 complain(f"grappe: warning: {text}")

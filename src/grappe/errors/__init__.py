@@ -14,6 +14,7 @@ GrappeError                 a request cannot be carried out; the message says wh
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 EXIT_OK = 0
@@ -71,6 +72,15 @@ class ProcessDied(GrappeError):
 def of_file(error: OSError) -> UsageError:
     """The message of an error about a file: which file, and what is wrong with it."""
     return UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def disk_advice(error: OSError) -> str:
+    """Returns what to do about a disk that refuses to be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space, or take another disk"
+    if error.errno in (errno.EROFS, errno.EIO):
+        return "that disk takes nothing now: ask for it, or take another"
+    return "look at the permissions there, or take another folder"
 
 
 def nearest(wrong: str, right: Iterable[str]) -> str:

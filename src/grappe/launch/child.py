@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, RunError, of_file
+from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, RunError, disk_advice, of_file
 from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
 from grappe.language.choice import VARIABLE
@@ -115,7 +115,7 @@ def run(
 def _known(error: OSError) -> BaseException:
     """Returns an error of the disk, or about a named file, as one of grappe's; others as they are."""
     if error.errno in OF_DISK:
-        return RunError(f"{error}: free some space, or train on another disk")
+        return RunError(f"{error}: {disk_advice(error)}")
     return error if error.filename is None else of_file(error)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +29,12 @@ class Metrics:
     def __init__(self, task: Task, world: World) -> None:
         self._task = task
         self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
+            if world.size > 1 and not default_states(metric):
+                raise TaskError(
+                    f"the metric '{name}' has no state of its own that processes could merge: give the metrics that "
+                    f"it is made of, each by its name, or keep what it counts by add_state(){at(task, 'metrics')}"
+                )
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
 
     def update(self, output: Any, micro: Microbatch) -> None:
@@ -53,12 +60,40 @@ class Metrics:
         """Returns each metric's state, which later updates change in place."""
         return {name: dict(metric.metric_state) for name, metric in self._metrics.items()}
 
+    def small_states(self) -> dict[str, dict[str, Any]]:
+        """Returns the states of the metrics that do not keep every sample."""
+        return {
+            name: states
+            for name, states in self.device_states().items()
+            if not any(isinstance(one, list) for one in default_states(self._metrics[name]).values())
+        }
+
     def computed(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
-        """Computes each metric from the `states` of all processes that had a sample."""
+        """Computes each metric from the `states` of all processes that had a sample.
+
+        Raises:
+            TaskError: a metric cannot be computed.
+        """
         found = {}
         for name, metric in self._metrics.items():
             _merge(metric, [states[name] for states in everyone])
-            found[name] = _number(self._task, name, metric.compute())
+            try:
+                value = metric.compute()
+            except Exception as error:
+                raise TaskError(
+                    f"the metric '{name}' cannot be computed: {sentence(error, self._task, 'metrics')}"
+                ) from error
+            found[name] = _number(self._task, name, value)
+        return found
+
+    def computed_so_far(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
+        """Computes those of the `small_states` that few samples are enough for; changes nothing."""
+        found = {}
+        for name in everyone[0]:
+            metric = copy.deepcopy(self._metrics[name])
+            _merge(metric, [states[name] for states in everyone])
+            with contextlib.suppress(Exception):  # an evaluation says it, if more samples do not help
+                found[name] = _number(self._task, name, metric.compute())
         return found
 
     def reset(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class TrainingScores:
     def __init__(self, task: Task, world: World, *, metrics: bool) -> None:
         self._world = world
         self._metrics = Metrics(task, world) if metrics else None
-        self._merging = Metrics(task, world) if metrics else None  # gets the states of all processes
+        self._nothing_to_show = False
         self._last: Microbatch | None = None
         self._clear()
 
@@ -65,34 +65,60 @@ class TrainingScores:
 
     def copied(self) -> Slice:
         """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
-        states = self._metrics.device_states() if self._metrics is not None else {}
-        mine = Slice(self._world.data_rank, self._samples, self._count, self._sums, states)
-        return tree_map(host_copy, mine)
+        states = self._metrics.small_states() if self._metrics is not None else {}
+        return self._copied(states)
 
-    def merged(self, copied: Slice) -> dict[str, Number]:
-        """Returns `training_NAME` of each named loss and each metric, over all processes. Collective."""
-        # Stages before the last have seen no output, and tensor-parallel processes the same ones.
-        seen = {one.rank: one for one in self._world.gather(tree_map(read, copied)) if one.samples}
-        slices = [one for _, one in sorted(seen.items())]
-        found: dict[str, Number] = {}
-        if slices:
-            count = sum(float(one.count) for one in slices) or 1.0
-            for name in dict.fromkeys(name for one in slices for name in one.sums):
-                total = math.fsum(float(one.sums.get(name, 0.0)) for one in slices)
-                found[f"loss_{name}"] = total / count
-            if self._merging is not None:
-                found.update(self._merging.computed([one.states for one in slices]))
-        return {f"training_{name}": value for name, value in found.items()}
+    def so_far(self, copied: Slice) -> dict[str, Number]:
+        """Returns `training_NAME` of each named loss and metric, over all processes, as of `copied`. Collective.
+
+        Metrics that keep every sample are left out.
+        """
+        if self._nothing_to_show:
+            return {}
+        slices = self._gathered(copied)
+        found = _losses(slices)
+        if slices and self._metrics is not None:
+            found |= self._metrics.computed_so_far([one.states for one in slices])
+        # Every process has found the same: from now on all of them gather, or none.
+        self._nothing_to_show = self._metrics is None and not found
+        return _named(found)
 
     def joined(self, scores: Scores) -> Scores:
         """Returns an evaluation's scores with those of the training before it, and begins anew. Collective."""
         if not (scores.losses or self._metrics):
             return scores
-        training = self.merged(self.copied())
+        states = self._metrics.device_states() if self._metrics is not None else {}
+        slices = self._gathered(self._copied(states))
+        found = _losses(slices)
+        if slices and self._metrics is not None:
+            found |= self._metrics.computed([one.states for one in slices])
         self._clear()
         if self._metrics is not None:
             self._metrics.reset()
-        return dataclasses.replace(scores, metrics={**scores.metrics, **training})
+        return dataclasses.replace(scores, metrics={**scores.metrics, **_named(found)})
+
+    def _copied(self, states: dict[str, dict[str, Any]]) -> Slice:
+        mine = Slice(self._world.data_rank, self._samples, self._count, self._sums, states)
+        return tree_map(host_copy, mine)
+
+    def _gathered(self, copied: Slice) -> list[Slice]:
+        """Gathers the data slices that had a sample, in the order of their ranks. Collective."""
+        # Stages before the last have seen no output, and tensor-parallel processes the same ones.
+        seen = {one.rank: one for one in self._world.gather(tree_map(read, copied)) if one.samples}
+        return [one for _, one in sorted(seen.items())]
+
+
+def _losses(slices: Sequence[Slice]) -> dict[str, Number]:
+    """Computes the mean of each named loss."""
+    count = sum(float(one.count) for one in slices) or 1.0
+    return {
+        f"loss_{name}": math.fsum(float(one.sums.get(name, 0.0)) for one in slices) / count
+        for name in dict.fromkeys(name for one in slices for name in one.sums)
+    }
+
+
+def _named(found: Mapping[str, Number]) -> dict[str, Number]:
+    return {f"training_{name}": value for name, value in found.items()}
 
 
 def _detached(output: Any, micro: Microbatch) -> Any:

@@ -151,7 +151,7 @@ class Training:
         batch, info = result.batch, self._info
         self._watchdog.waiting = True
         total, flag = result.sums.read()
-        metrics = {} if scores is None else self._training_scores.merged(scores)
+        metrics = {} if scores is None else self._training_scores.so_far(scores)
         self._watchdog.waiting = False
         step, epoch = batch.step, batch.epoch
         loss = total / float(batch.count if count is None else count.read())

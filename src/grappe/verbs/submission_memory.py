@@ -3,92 +3,128 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import GrappeError, TaskError
 from grappe.fields import split
+from grappe.launch.terminal import progress
 from grappe.plan import Plan
-from grappe.sites.schema import Site
-from grappe.verbs.job_resources import laid_out, requests
+from grappe.sites.script import Script
 from grappe.verbs.submission import TRAIN, Submission
 
 if TYPE_CHECKING:
     from grappe.task import Task
     from grappe.verbs.foresee.foresee import Foreseen, Room
 
-SECONDS = 60  # of computing, for tracing a model
+SECONDS = 60  # for one plan
+COMPUTING_SECONDS = 600  # of all threads
 MEMORY_BYTES = 4_000_000_000
 
 
-def memory_warnings(submission: Submission) -> Iterator[str]:
-    """Yields a warning for each job whose plan is foreseen to need more than a GPU of the site has.
+def memory_warning(submission: Submission, script: Script) -> str | None:
+    """Returns a warning if the plan of a training's job is foreseen to need more than a GPU of the site has.
 
-    The model is traced in a process of its own, on tensors without memory. Where that is not possible, a line says why.
+    The model is traced in processes of their own, on tensors without memory. Where that is not possible, the warning
+    says why. None: the plan fits, or it is not known what a GPU of the site has.
     """
-    if submission.command != TRAIN or submission.task is None:
-        return
-    for request in requests(submission):
-        layout, site, plan = laid_out(submission, request)
-        if layout.gpus and _names_memory(site):
-            yield from _warning(submission, site, plan)
+    from grappe.training.task_reference import TaskReference
+    from grappe.verbs.foresee.foresee import room_in
+
+    room = room_in(script.site)
+    if submission.command != TRAIN or submission.task is None or room is None or not script.layout.gpus:
+        return None
+    try:
+        task = TaskReference.of(submission.task, split(submission.fields)).resolve()
+    except (ImportError, TaskError):
+        return None  # the job has packages that are not here
+    if (sharing := script.plan.per_device) > 1:
+        room = dataclasses.replace(
+            room, whose=f"{room.whose}, shared by {sharing} processes,", size=room.size // sharing
+        )
+    progress("tracing the model, to foresee the memory that the plan needs")
+    try:
+        asked = _in_fork(lambda: _asked(task, submission, script.plan, room))
+    except GrappeError as error:
+        return f"the memory that the plan needs was not foreseen: {error}"
+    if not asked:
+        return None
+    try:
+        other = _in_fork(lambda: _another(task, submission, script.plan, room))
+    except GrappeError:
+        other = ""  # then without advice
+    return f"{asked}{other} (foreseen, not measured on that GPU; see grappe foresee)"
 
 
-def _names_memory(site: Site) -> bool:
-    from grappe.verbs.foresee.foresee import GPU_MEMORY
-
-    return site.node is not None and GPU_MEMORY.search(site.node.gpu) is not None
-
-
-def _warning(submission: Submission, site: Site, plan: Plan) -> Iterator[str]:
+def _in_fork(work: Callable[[], str]) -> str:
+    """Calls `work` in a process that may not take long, and whose output is not the command's."""
     from grappe.launch.fork import run_in_fork
     from grappe.launch.limits import LimitReached, Limits
-    from grappe.training.task_reference import TaskReference
 
+    def limited() -> str:
+        os.dup2(2, 1)  # what the task prints is no part of a script
+        signal.signal(signal.SIGALRM, _too_long)
+        signal.alarm(SECONDS)
+        return work()
+
+    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=COMPUTING_SECONDS)
     try:
-        task = TaskReference.of(submission.task or "", split(submission.fields)).resolve()
-    except (ImportError, TaskError):
-        return  # either the job's script is refused with these words, or the job has packages that are not here
-    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=SECONDS)
-    try:
-        if text := run_in_fork(lambda: _judged(task, submission, site, plan), limits):
-            yield text
-    except LimitReached:
-        yield (
-            f"the memory that the plan needs was not foreseen: tracing the model takes more than {SECONDS} s "
-            "or 4 GB here; grappe foresee has no such limit"
-        )
-    except GrappeError as error:
-        yield f"the memory that the plan needs was not foreseen: {error}"
+        return run_in_fork(limited, limits)
+    except LimitReached as error:
+        raise TaskError(
+            f"tracing the model takes more than {MEMORY_BYTES / 1e9:g} GB of memory here, which grappe foresee may take"
+        ) from error
 
 
-def _judged(task: Task, submission: Submission, site: Site, plan: Plan) -> str:
-    """Returns the warning; "" if the plan fits, or if that cannot be known."""
+def _too_long(*_: object) -> None:
+    raise TaskError(f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee")
+
+
+def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
+    """Says that the plan does not fit; "" if it does, or if that cannot be known."""
+    from grappe.profiling.memory import size
+
+    found = next(_foreseen(task, submission, [plan], room))
+    if found.fits is not False:
+        return ""
+    processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
+    return (
+        f"with {processes}, each needs {_taken(found, room)}, and {room.whose} has {size(room.size)}: it will run out "
+        "of memory."
+    )
+
+
+def _another(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
+    """Names the first plan of as many processes that fits."""
+    for one in _foreseen(task, submission, _others(plan), room):
+        if one.fits:
+            return f" --plan {one.plan} fits, with {_taken(one, room)}"
+    return " No plan of as many GPUs fits: take more of them, or a smaller batch_size"
+
+
+def _foreseen(task: Task, submission: Submission, plans: list[Plan], room: Room) -> Iterator[Foreseen]:
     import torch
 
     from grappe.foresight.sketch import Sketch
     from grappe.training.request import data_folder
-    from grappe.verbs.foresee.foresee import foreseen, room_of
+    from grappe.verbs.foresee.foresee import foreseen
 
     torch.set_num_threads(1)
     folder = data_folder(None if submission.data is None else Path(submission.data))
-    room = room_of(site.name)
     sketch = Sketch(task, folder, foreach=True, kernels=None)
-    asked = foreseen(sketch, plan, task.batch_size, room)
-    if asked.fits is not False or asked.needs is None:
-        return ""
-    others = (foreseen(sketch, other, task.batch_size, room) for other in _others(plan))
-    return _sentence(asked, next((one for one in others if one.fits), None), room)
+    for plan in plans:
+        yield foreseen(sketch, plan, task.batch_size, room)
 
 
-def _others(plan: Plan) -> Iterator[Plan]:
-    """Yields plans of as many processes that learn the same, those that cost least first."""
+def _others(plan: Plan) -> list[Plan]:
+    """Returns plans of as many processes that learn the same, those that cost least first."""
     from grappe.verbs.foresee.foresee import candidates
 
-    whole = plan.replicate * plan.shard
-    for other in candidates([whole]):
-        yield dataclasses.replace(
+    return [
+        dataclasses.replace(
             plan,
             replicate=other.replicate,
             shard=other.shard,
@@ -96,21 +132,12 @@ def _others(plan: Plan) -> Iterator[Plan]:
             microbatches=max(plan.microbatches, other.microbatches),
             recompute=plan.recompute or other.recompute,
         )
+        for other in candidates([plan.replicate * plan.shard])
+    ]
 
 
-def _sentence(asked: Foreseen, other: Foreseen | None, room: Room) -> str:
+def _taken(one: Foreseen, room: Room) -> str:
     from grappe.profiling.memory import size
 
-    def taken(one: Foreseen) -> str:
-        assert one.needs is not None
-        return size(room.needed(one.needs.states.total if one.needs.peak is None else one.needs.peak))
-
-    advice = (
-        f"--plan {other.plan} fits, with {taken(other)}"
-        if other is not None
-        else "no plan of as many GPUs fits: take more of them, or a smaller batch_size"
-    )
-    return (
-        f"each process needs {taken(asked)}, and {room.whose} has {size(room.size)}: it will run out of memory. "
-        f"{advice} (foreseen, not measured on that GPU; see grappe foresee)"
-    )
+    assert one.needs is not None
+    return size(room.needed(one.needs.states.total if one.needs.peak is None else one.needs.peak))

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from grappe.errors import GrappeError, RunError
@@ -40,19 +40,33 @@ class Submitted:
     """Warnings of what will cost time or files, one line each."""
 
 
-def submit(submission: Submission, *, show: bool = False) -> Iterator[Submitted]:
+Examine = Callable[[Submission, Script], None]
+
+
+def submit(
+    submission: Submission, *, show: bool = False, examine: Examine | None = None
+) -> Iterator[Submitted]:
     """Submits a job, or one for each number of GPUs; with `show`, only renders the scripts.
+
+    Args:
+        examine: called with each job's script when all were checked, before the first is submitted.
 
     Raises:
         GrappeError: the submission is wrong, or sbatch rejects a job; the queue then has none of these jobs.
     """
-    yield from submit_all([submission], show=show)
+    yield from submit_all([submission], show=show, examine=examine)
 
 
-def submit_all(submissions: Iterable[Submission], *, show: bool = False) -> Iterator[Submitted]:
+def submit_all(
+    submissions: Iterable[Submission], *, show: bool = False, examine: Examine | None = None
+) -> Iterator[Submitted]:
     """Submits several jobs; all are checked before the first is submitted."""
-    made = [job_script(one, request, show=show) for one in submissions for request in requests(one)]
+    wanted = [(one, request) for one in submissions for request in requests(one)]
+    made = [job_script(one, request, show=show) for one, request in wanted]
     texts = [render(one.script) for one in made]
+    for (submission, _), one in zip(wanted, made, strict=True):
+        if examine is not None:
+            examine(submission, one.script)
     for number, (one, text) in enumerate(zip(made, texts, strict=True)):
         script = one.script
         if number and not show:

@@ -91,7 +91,7 @@ def test_a_record_that_cannot_be_written_stops_the_other_trials_at_a_checkpoint(
         write(file, content, *others)
 
     monkeypatch.setattr(study_module, "write_json", full)
-    with pytest.raises(RunError, match=r"No space left on device: free it, and start the same command again"):
+    with pytest.raises(RunError, match=r"No space left on device: free some space, .*then start the same"):
         searched(tmp_path / "s")
     monkeypatch.undo()
     assert rows(searched(tmp_path / "s")) == rows(undisturbed)

@@ -101,8 +101,9 @@ def write_weights(file: Path, weights: Mapping[str, Tensor], graph: str) -> None
     """Writes weights for the exported program, which knows them by the graph's hash and refuses damaged ones."""
     plain = {name: one.clone().contiguous() for name, one in weights.items()}
     content = save(plain)
-    data = content[8 + int.from_bytes(content[:8], "little") :]
+    data = memoryview(content)[8 + int.from_bytes(content[:8], "little") :]
     known = {"graph": graph, "crc32": str(zlib.crc32(data))}
+    del content, data  # memory for the second copy
     safe.replace(file, save(plain, metadata=known), durable=True)
 
 

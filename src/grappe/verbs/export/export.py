@@ -42,7 +42,7 @@ def export(
     format: Format = "program",
     build: bool = True,
     sources: Sequence[Path] = (),
-    weights_for: Path | None = None,
+    weights_for: Path | str | None = None,
     trained: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Exported:
@@ -92,7 +92,7 @@ def export(
         format=format,
         build=build,
         sources=sources,
-        weights_for=weights_for,
+        weights_for=None if weights_for is None else Path(weights_for),
         progress=progress,
     )
     write = WRITERS[format] if weights_for is None else write_replacement

@@ -93,22 +93,24 @@ def located(error: Differs, program: Program, samples: Samples, *, predicted: in
     names = watched.names(inputs)
     with torch.no_grad():
         ours = watched(*inputs)
-        found = _first(names, ours, row, watched(*whole), error.sample - start)
+        sizes = (last - first, len(whole[0]))
+        again = _rows(watched(*whole), sizes[1], error.sample - start)
+        found = _first(names, _rows(ours, sizes[0], row), again)
     if found:
-        return f"{found} in a batch of {last - first} and in one of {len(whole[0])}: it depends on the other samples"
+        return f"{found} in a batch of {sizes[0]} and in one of {sizes[1]}: it depends on the other samples"
     traced = trace(watched, samples.example())
     for what, call in (("as torch.export traces it", traced.module()), ("as it was written", None)):
         with torch.no_grad():
             theirs = (call or write(watched))(*inputs)
-        if found := _first(names, ours, row, theirs, row):
+        size = last - first
+        if found := _first(names, _rows(ours, size, row), _rows(theirs, size, row)):
             return f"{found} in the model and {what}"
     return "no layer differs in Python once its output is kept: what was written is wrong only as a whole"
 
 
-def _first(names: list[str], ours: Sequence[Tensor], row: int, theirs: Sequence[Tensor], other: int) -> str:
-    """Names the first layer whose tensors differ in a sample's row; "" where none does."""
-    for name, one, again in zip(names, ours, theirs, strict=False):
-        a, b = _row(one, row), _row(again, other)
+def _first(names: list[str], ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
+    """Names the first layer whose tensors differ; "" where none does."""
+    for name, a, b in zip(names, ours, theirs, strict=False):
         if a.shape != b.shape:
             continue  # of the whole batch
         gap = float(row_differences(a, b).max()) if a.numel() else 0.0
@@ -117,5 +119,6 @@ def _first(names: list[str], ours: Sequence[Tensor], row: int, theirs: Sequence[
     return ""
 
 
-def _row(value: Tensor, row: int) -> Tensor:
-    return value[row : row + 1] if value.dim() and row < len(value) else value[None]
+def _rows(layers: Sequence[Tensor], size: int, row: int) -> list[Tensor]:
+    """Returns a sample's row of each tensor that has one for each of the `size` samples, and the others whole."""
+    return [one[row : row + 1] if one.dim() and len(one) == size else one[None] for one in layers]

@@ -100,12 +100,8 @@ def program_readme(known: Mapping[str, Any], *, what: str, tests: str, tolerance
     )
 
 
-def _proof(proof: Mapping[str, Any]) -> str:
-    where = (
-        "in Python and by the C++ program, built from its folder alone"
-        if proof["cpp"] is True
-        else "in Python"
-    )
+def _proof(proof: Mapping[str, Any], built: str = "built from its folder alone") -> str:
+    where = f"in Python and by the C++ program, {built}" if proof["cpp"] is True else "in Python"
     lacks = "" if proof["cpp"] is True else f" The C++ program was not built: {proof['cpp']}."
     return (
         f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
@@ -146,10 +142,11 @@ REPLACEMENT = """# {title}
 program whose `model.pt2` has the SHA-256 `{package}`.
 
 ```
-build/predict model.pt2 {tests} --weights weights.safetensors
+PROGRAM/build/predict PROGRAM/model.pt2 {tests} --weights weights.safetensors
 ```
 
-prints what `test/expected.jsonl` has. The program refuses weights of another model, and a damaged file.
+with PROGRAM for its folder, prints what `test/expected.jsonl` has. The program refuses weights of another model, and
+a damaged file.
 
 {proof}
 
@@ -161,5 +158,5 @@ def replacement_readme(known: Mapping[str, Any], *, tests: str) -> str:
     """Formats the README of weights for a program."""
     title = f"{known['class']}, {known['checkpoint']}"
     return REPLACEMENT.format(
-        title=title, package=known["package"], tests=tests, proof=_proof(known["proof"])
+        title=title, package=known["package"], tests=tests, proof=_proof(known["proof"], "built anew for it")
     )

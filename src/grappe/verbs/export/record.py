@@ -18,15 +18,16 @@ FOLDER = "exports"
 HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-def write_record(made: str, known: dict[str, Any]) -> None:
-    """Writes down what is known of the package of SHA-256 `made`; a home that cannot be written leaves none."""
+def write_record(made: str, known: dict[str, Any]) -> bool:
+    """Writes down what is known of the package of SHA-256 `made`; returns whether it could be kept."""
     folder = state_folder(FOLDER, make=True)
     if folder is None:
-        return
+        return False
     try:
         safe.replace(folder / f"{made}.json", json.dumps(known).encode(), mode=safe.PRIVATE)
     except (OSError, RunError):
-        return
+        return False
+    return True
 
 
 def read_record(made: str) -> dict[str, Any] | None:

@@ -97,7 +97,8 @@ def _write_program(work: Work, staged: Path, known: dict[str, Any]) -> Written:
     what = "preprocessing, model and prediction" if work.samples.transform else "model and prediction"
     readme = program_readme(about, what=what, tests=inputs, tolerance=TOLERANCE)
     write_manifest(staged, [*files, *tests], about, readme)
-    record.write_record(made, inside)
+    if not record.write_record(made, inside):
+        work.progress("your home folder cannot be written: --weights-for will not know this package")
     return proof, why
 
 

@@ -17,6 +17,7 @@ from grappe.training.task_reference import TaskReference
 if TYPE_CHECKING:
     from grappe.foresight.compose import Needs
     from grappe.foresight.sketch import Sketch
+    from grappe.sites.schema import Site
 
 GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
@@ -74,14 +75,22 @@ def room_of(site: str) -> Room:
     """
     from grappe.sites import find
 
-    node = find(site).node
-    found = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
-    if node is None or found is None:
+    room = room_in(find(site))
+    if room is None:
         raise UsageError(
             f"--site={site}: it names no GPU's memory; leave --site out, and compare with your device's own"
         )
+    return room
+
+
+def room_in(site: Site) -> Room | None:
+    """Reads the memory of a site's GPU; None: the site does not name it."""
+    node = site.node
+    found = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
+    if node is None or found is None:
+        return None
     smallest = min(map(int, found[1].split(" or ")))  # a job may get either
-    return Room(whose=f"{site}'s {node.gpu}", size=smallest * 10**9)
+    return Room(whose=f"{site.name}'s {node.gpu}", size=smallest * 10**9)
 
 
 def foresee(

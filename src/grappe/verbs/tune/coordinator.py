@@ -100,7 +100,7 @@ class Coordinator:
                     self._settle(one)
                 except OF_THE_MACHINE as error:
                     self._end_by(error)
-            if ended or self._waiting:
+            if self._error is None and (ended or self._waiting):
                 self._start_more()
             self._tell()
 

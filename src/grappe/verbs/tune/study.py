@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
-from grappe.errors import RunError, UsageError
+from grappe.errors import RunError, UsageError, disk_advice
 from grappe.fields import hints
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
@@ -121,7 +121,8 @@ class Study:
             write_json(self._file(trial.number), dataclasses.asdict(trial), IN_PART)
         except OSError as error:
             raise RunError(
-                f"{self.folder} cannot be written: {error.strerror}: free it, and start the same command again"
+                f"{self.folder} cannot be written: {error.strerror}: {disk_advice(error)}; then start the same command "
+                "again"
             ) from error
 
     def _file(self, number: int) -> Path:
