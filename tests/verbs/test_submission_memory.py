@@ -63,7 +63,7 @@ class Big(grappe.Task):
         ("narval", "", (), "with one process, each needs"),
         ("narval", "", (), "No plan of as many GPUs fits"),
         ("narval", "shard=4", (), None),
-        ("narval", "shard=4,per_device=2", (), "A100, 40 GB, shared by 2 processes, has 20.0 GB"),
+        ("narval", "replicate=4,per_device=2", (), "A100, 40 GB, shared by 2 processes, has 20.0 GB"),
         ("narval", "replicate=4", ("width=8",), None),
         ("narval", "replicate=4", ("reads=true",), "was not foreseen: "),
     ],

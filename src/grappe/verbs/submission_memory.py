@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,7 @@ def _in_fork(work: Callable[[], str]) -> str:
 
     def limited() -> str:
         os.dup2(2, 1)  # what the task prints is no part of a script
+        sys.stdout = sys.stderr
         signal.signal(signal.SIGALRM, _too_long)
         signal.alarm(SECONDS)
         return work()
