@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grappe.language import catalogue, catalogue_of, translated
-from grappe.language.catalogue import LONGEST, Catalogue, encodable, read
+from grappe.language.catalogue import LONGEST, PLACES, Catalogue, _Message, encodable, read
 
 COMPILED = Path(catalogue.__file__).with_name("fr.mo")
 
@@ -74,10 +74,54 @@ def test_names_that_users_chose_stay(english: str, french: str) -> None:
     assert catalogue_of("fr").message(english) == french
 
 
+def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
+    french = catalogue_of("fr").message
+    assert french("1,024 members") == "1 024 membres"
+    assert french("--images 1,024: it must be 1 to 1,000,000") == "--images 1,024 : il faut 1 à 1 000 000"
+
+
+@pytest.mark.parametrize(
+    ("english", "french"),
+    [
+        (
+            "checking [##  ] 3 of 1,000 images, 1,200/s, 3 s left, 2 bad",
+            "vérification [##  ] 3 sur 1 000 images, 1 200/s, encore 3 s, 2 mauvaises",
+        ),
+        (
+            "fetching a b [##  ] 3 of 9 bytes, 1/s, 2 s left",
+            "téléchargement de a b [##  ] 3 sur 9 octets, 1/s, encore 2 s",
+        ),
+        ("trial 3 of 9: lr=0.1: failed: it diverged", "essai 3 sur 9 : lr=0.1 : échec : il a divergé"),
+        ("trial 3 of 9: lr=0.1: accuracy 0.97", "essai 3 sur 9 : lr=0.1 : accuracy 0.97"),
+        (
+            "study a: 3 of 9 trials ended, 1 failed, 2 stopped early, 1 running, waiting: there is none",
+            "étude a : 3 essais terminés sur 9, 1 en échec, 2 arrêtés tôt, 1 en cours, en attente : il n'y en a aucun",
+        ),
+        (
+            "Nothing was written. The layer 1 is the first that differs, by 0.1 of its row, in the model and as it was "
+            "written",
+            "Rien n'a été écrit. La couche 1 est la première qui diffère, de 0.1 de sa ligne, entre le modèle et "
+            "ce qui a été écrit",
+        ),
+        (
+            "Nothing was written. Which layer differs is not known: RuntimeError: it is damaged",
+            "Rien n'a été écrit. On ne sait pas quelle couche diffère : RuntimeError : it is damaged",
+        ),
+    ],
+)
+def test_a_line_is_french_to_its_end(english: str, french: str) -> None:
+    said = catalogue_of("fr").message
+    before = "sample 1: as a package, the exported program predicts something else than grappe predict: 1. "
+    if english.startswith("Nothing"):
+        assert said(before + english).endswith(french)
+    else:
+        assert said(english) == french
+
+
 def test_a_small_template_is_found_where_it_is_meant() -> None:
     assert (
         catalogue_of("fr").message("process 1 waits in step 3, at my.py, line 3")
-        == "le processus 1 attend dans pas 3, à my.py, ligne 3"
+        == "le processus 1 attend dans le pas 3, à my.py, ligne 3"
     )
 
 
@@ -140,12 +184,24 @@ def test_grappe_in_a_zip_speaks_english(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: b; c. d, " * 3000, "a: b; c. d, " * 1500, "grappe: " * 2000, "'" * 9000]
+    "text", ["a: b; c. d, " * 1500, "grappe: " * 2000, "'" * 9000, "ValueError: " * 1500]
 )
-def test_hostile_texts_end(text: str) -> None:
-    """Within a test's time; a text that is longer than any message is left alone."""
-    found = catalogue_of("fr").message(text)
-    assert len(text) <= LONGEST or found == text
+def test_a_hostile_text_is_given_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a text is made, only so many of its parts are looked at."""
+    looked, whole = list[str](), _Message._whole
+
+    def counted(self: _Message, text: str, depth: int, least: int) -> tuple[int, str] | None:
+        looked.append(text)
+        return whole(self, text, depth, least)
+
+    monkeypatch.setattr(_Message, "_whole", counted)
+    assert len(SMALL.message(text)) >= len(text)
+    assert len(looked) <= 4 * PLACES
+
+
+def test_a_text_longer_than_any_message_is_left_alone() -> None:
+    text = "grappe: it is damaged" + "!" * LONGEST
+    assert SMALL.message(text) is text
 
 
 def test_letters_that_a_terminal_lacks() -> None:

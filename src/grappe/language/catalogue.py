@@ -18,6 +18,7 @@ LONGEST = 20_000  # characters: more is no message of grappe's
 PLACES = 40  # ends of sentences at which a text is cut
 ENDS = (". ", "; ", ": ", "\n", ", ")
 NAMES = re.compile(r"\S+(?: or \S+)+")
+THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")  # in French a comma is a decimal point
 FEW = 8  # letters: a template with fewer resembles names that users choose, "step 3" say
 FOREIGN = re.compile(
     r"\b(?:\w+(?:Error|Exception)|(?P<program>sbatch|squeue|srun|salloc|scancel|sacct|scontrol|sinfo|pip|cmake)): "
@@ -70,14 +71,20 @@ class _Message:
         Args:
             least: letters of a template that may be meant.
         """
-        if depth > DEEPEST or " " not in text.strip() or len(self._found) > MOST:
+        if THOUSANDS.fullmatch(text):
+            return 0, text.replace(",", " ")
+        if " " not in text.strip():
+            return (0, text) if least else (self._whole(text, depth, least) or (0, text))
+        if depth > DEEPEST or len(self._found) > MOST:
             return 0, text
         if (text, least) not in self._found:
             self._found[text, least] = 0, text  # while it is looked for
             self._found[text, least] = (
                 self._whole(text, depth, least)
-                or self._around_foreign(text, depth)
+                or self._capital(text, depth, least)
                 or self._sentences(text, depth)
+                or self._around_foreign(text, depth)
+                or (0, text)
             )
         return self._found[text, least]
 
@@ -102,6 +109,24 @@ class _Message:
                 found.append(self.best(value, depth + 1, 0 if place in template.open else FEW))
         return found
 
+    def _capital(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
+        """The translation of a message that begins a sentence; None: there is none."""
+        found = self._whole(text[0].lower() + text[1:], depth, least) if text[:1].isupper() else None
+        return found and (found[0], found[1][:1].upper() + found[1][1:])
+
+    def _list(self, text: str, depth: int) -> tuple[int, str] | None:
+        """The translation of parts with commas between; None: one of them is not known."""
+        parts = text.split(", ")
+        found = (
+            [self._whole(one, depth + 1, 0) for one in parts if " " in one]
+            if 1 < len(parts) <= PLACES
+            else []
+        )
+        known = [one for one in found if one is not None]
+        if not known or len(known) < len(parts):
+            return None
+        return sum(weight for weight, _ in known), ", ".join(other for _, other in known)
+
     def _around_foreign(self, text: str, depth: int) -> tuple[int, str] | None:
         """The translation of what stands before and behind what others say; None: nothing of theirs is in it."""
         mark = FOREIGN.search(text)
@@ -125,19 +150,25 @@ class _Message:
                 return f"{text[:place]}{end}{remedy[1]}"
         return text
 
-    def _sentences(self, text: str, depth: int) -> tuple[int, str]:
-        """The translation of a text's known sentences, or of a list of names."""
+    def _sentences(self, text: str, depth: int) -> tuple[int, str] | None:
+        """The translation of a text's known sentences, or of a list; None: none is known before what others say."""
         if NAMES.fullmatch(text):
             return 0, text.replace(" or ", self._listing)
-        for place, end in _ends(text):
+        mark = FOREIGN.search(text)
+        if mark is None and (listed := self._list(text, depth)) is not None:
+            return listed
+        for place, end in _ends(text[: mark.start()] if mark else text):
             head, tail = text[:place], text[place + len(end) :]
             for known, other, is_head in ((tail, head, False), (head, tail, True)):
-                found = self._whole(known, depth + 1, FEW) if " " in known else None
+                found = self._sentence(known, depth + 1) if " " in known else None
                 if found is not None:
                     more, rest = self.best(other, depth + 1, FEW)
                     parts = (found[1], rest) if is_head else (rest, found[1])
                     return found[0] + more, end.join(parts)
-        return 0, text
+        return None
+
+    def _sentence(self, text: str, depth: int) -> tuple[int, str] | None:
+        return self._whole(text, depth, FEW) or self._capital(text, depth, FEW)
 
 
 def _is_foreign(template: Template, values: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ NAMES = re.compile(
 OPEN = re.compile(
     r"(advice|after|at|began|behind|beside|described|disk_advice|doing|end|error|failure|forms?|found|get|hint|holds"
     r"|instead|job|kinds?|message|mistake|more|most|nearest|needed|note|of|others?|own|part|place|plan|problem|processes"
-    r"|reasons?|remedy|rest|sentence|server|some|spoken|state|summary|text|there|title|torch|unknown|waiting|waits|what"
+    r"|reasons?|remedy|rest|sentence|server|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
     r"|where|whose?|why|words?)\d*"
 )
 """Words of grappe's, be they as few as those of a name: "step 3"."""
