@@ -117,13 +117,10 @@ class _Message:
     def _list(self, text: str, depth: int) -> tuple[int, str] | None:
         """The translation of parts with commas between; None: one of them is not known."""
         parts = text.split(", ")
-        found = (
-            [self._whole(one, depth + 1, 0) for one in parts if " " in one]
-            if 1 < len(parts) <= PLACES
-            else []
-        )
-        known = [one for one in found if one is not None]
-        if not known or len(known) < len(parts):
+        if not 1 < len(parts) <= PLACES:
+            return None
+        known = [found for one in parts if (found := self._whole(one, depth + 1, 0)) is not None]
+        if len(known) < len(parts):
             return None
         return sum(weight for weight, _ in known), ", ".join(other for _, other in known)
 
