@@ -140,6 +140,10 @@ def test_a_small_template_is_found_where_it_is_meant() -> None:
         ),
         ("sbatch: error: x, the file is empty", "sbatch: error: x, the file is empty"),
         (
+            "grappe: sbatch: sbatch: error: the file is empty\nsbatch: error: Permission denied\n  it is damaged",
+            "grappe : sbatch: sbatch: error: the file is empty\nsbatch: error: Permission denied\n  il est endommagé",
+        ),
+        (
             "sbatch: error: step 3: the file is empty\nthe file is empty",
             "sbatch: error: step 3: the file is empty\nle fichier est vide",
         ),

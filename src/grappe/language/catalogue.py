@@ -136,8 +136,8 @@ class _Message:
         head = text[: mark.start()].removesuffix(": ")
         between = text[len(head) : mark.start()]
         known, ours = self.best(head, depth + 1, FEW)
-        more, behind = self.best(rest, depth + 1, FEW)
-        return known + more, f"{ours}{between}{theirs}{behind}"
+        more, behind = self.best(rest.lstrip(), depth + 1, FEW)
+        return known + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{behind}"
 
     def _with_remedy(self, text: str, depth: int) -> str:
         """What an exception says; translated is only a remedy of many letters at its end."""
