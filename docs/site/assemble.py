@@ -18,10 +18,12 @@ IMAGE = re.compile(r"!\[[^\]]*\]\(([^():\s]+)\)")
 LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh": "bash"}
 MACHINES = ("slurm", "from-a-page", "gpu", "lightning", "deepspeed", "horovod")
 PROJECT = ("promises", "parity", "benchmarks", "soak", "security", "log")
+BOTH = ("commands/", "labs/")
+"""Pages that both languages have under the same name."""
 FIRST = ("task", "gallery", "plans", "resume", "measure", "verify", "too-big", "data", "own-loop")
 CAPTIONS = {
     "en": ("Guides", "Machines and engines", "Labs", "Reference", "Project"),
-    "fr": ("Guides", "Machines et moteurs", "Travaux pratiques", "Référence", "Projet"),
+    "fr": ("Guides", "Machines et moteurs", "Travaux pratiques (en anglais)", "Référence", "Projet"),
 }
 
 
@@ -32,12 +34,12 @@ def assemble(language: str, folder: Path) -> None:
         pages = _english(folder)
         pairs = {site_page(f"docs/{one.name}"): site_page(f"{FRENCH}{one.name}") for one in translated}
         pairs["index"] = "fr/index"
-        pairs |= {page: f"fr/{page}" for page in pages if page.startswith("commands/")}
+        pairs |= {page: f"fr/{page}" for page in pages if page.startswith(BOTH) and page != "labs/index"}
     else:
         pages = _french(folder, translated)
         pairs = {one.stem: f"docs/{one.stem}" for one in translated}
         pairs["index"] = "index"
-        pairs |= {page: page for page in pages if page.startswith("commands/")}
+        pairs |= {page: page for page in pages if page.startswith(BOTH)}
     with (folder / "index.md").open("a") as index:
         index.write(_contents(language, pages))
     shown = {page: f"{other}.html" for page, other in pairs.items()}
@@ -48,7 +50,7 @@ def _english(folder: Path) -> set[str]:
     """Copies all pages, those that they link to, and what is made from the code; returns their names."""
     waiting = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/decisions"]
     waiting += [f"docs/{one.name}" for one in sorted((ROOT / "docs").glob("*.md")) if one.name != "api.md"]
-    waiting += [str(one.relative_to(ROOT)) for one in sorted((ROOT / "labs").glob("*.ipynb"))]
+    waiting += _labs()
     made = reference.pages()
     for path, text in made.items():
         _write(folder / path, text)
@@ -70,7 +72,7 @@ def _english(folder: Path) -> set[str]:
 
 
 def _french(folder: Path, translated: list[Path]) -> set[str]:
-    """Copies the French guides and commands; what has no translation is linked to on the English site."""
+    """Copies the French guides, the commands and the labs; what has no translation is linked to on the English site."""
     made = reference.french_pages()
     for path, text in made.items():
         _write(folder / path, text)
@@ -83,7 +85,20 @@ def _french(folder: Path, translated: list[Path]) -> set[str]:
             return f"../{site_page(there)}.html"
 
         _copy(f"{FRENCH}{file.name}", folder, page, target)
-    return {file.stem for file in translated} | {site_page(path) for path in made}
+    for path in _labs():
+
+        def beside(there: str) -> str:
+            guide = site_page(f"{FRENCH}{PurePosixPath(there).name}").removeprefix("fr/")
+            if there.startswith("docs/") and (ROOT / FRENCH / f"{guide}.md").exists():
+                return f"../{guide}.md"
+            return f"../../{site_page(there)}.html"
+
+        _copy(path, folder, site_page(path), beside)
+    return {file.stem for file in translated} | {site_page(path) for path in (*made, *_labs())}
+
+
+def _labs() -> list[str]:
+    return [str(one.relative_to(ROOT)) for one in sorted((ROOT / "labs").glob("*.ipynb"))]
 
 
 def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,40 @@ def test_the_environment_says_which_language(variables: dict[str, str], said: st
     done = grappe("evaluate", "runs/a", cwd=tmp_path, **variables)
     assert done.stderr.decode(variables.get("PYTHONIOENCODING", "utf-8")).startswith(said)
     assert done.returncode == 2
+
+
+def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
+    first, second = (
+        grappe(
+            "tasks",
+            cwd=tmp_path,
+            GRAPPE_LANG="de",
+            RANK=rank,
+            WORLD_SIZE="2",
+            LOCAL_RANK=rank,
+            MASTER_ADDR="localhost",
+            MASTER_PORT="1",
+        )
+        for rank in "01"
+    )
+    assert b"GRAPPE_LANG=de" in first.stderr
+    assert second.stderr == b""
+
+
+@pytest.mark.parametrize("words", ["--help", "tasks", "evaluate runs/a"])
+@pytest.mark.parametrize("language", ["en", "fr"])
+def test_a_closed_output_is_no_error(words: str, language: str, tmp_path: Path) -> None:
+    line = f"{shlex.quote(sys.executable)} -m grappe {words} >&-"
+    done = subprocess.run(
+        ["sh", "-c", line],
+        cwd=tmp_path,
+        env={**os.environ, "GRAPPE_LANG": language},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (2 if "runs/a" in words else 0), done.stderr
+    assert "Error" not in done.stderr
 
 
 def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:

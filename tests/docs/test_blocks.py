@@ -52,6 +52,7 @@ OUTPUT = {
     ("deepspeed.md", "config=ds_config.json does not fit"),
     ("export.md", '{"class": 0'),
     ("export.md", "sample 0: with the weights"),
+    ("foresee.md", "$ grappe submit"),
     ("larger-batch.md", "gradient noise scale: about"),
     ("learning-rate.md", "2.427"),
     ("measure.md", "time             1.8 s"),

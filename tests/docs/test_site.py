@@ -103,6 +103,10 @@ def test_each_language_leads_to_the_other(site: Path) -> None:
         if file.stem != "README":
             assert f"docs/{file.stem}.html" in (site / "fr" / f"{file.stem}.html").read_text()
             assert f"fr/{file.stem}.html" in (site / "docs" / f"{file.stem}.html").read_text()
+    for file in (ROOT / "labs").glob("*.ipynb"):
+        page = f"labs/{file.name}.html"
+        assert f"../../{page}" in (site / "fr" / page).read_text()
+        assert f"../fr/{page}" in (site / page).read_text()
     assert 'lang="fr"' in (site / "fr" / "index.html").read_text()
 
 

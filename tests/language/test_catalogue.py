@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
 import pytest
 
-from grappe.language import catalogue_of, translated
-from grappe.language.catalogue import LONGEST, Catalogue, encodable
+from grappe.language import catalogue, catalogue_of, translated
+from grappe.language.catalogue import LONGEST, PLACES, Catalogue, _Message, encodable, read
+
+COMPILED = Path(catalogue.__file__).with_name("fr.mo")
 
 SMALL = Catalogue(
     {
@@ -30,7 +38,7 @@ SMALL = Catalogue(
             "grappe: the plan has no 'x': did you mean a or b?",
             "grappe : le plan n'a pas 'x' : vouliez-vous dire a ou b ?",
         ),
-        ("ValueError: unknown. it is damaged", "ValueError: unknown. il est endommagé"),
+        ("unknown. it is damaged", "unknown. il est endommagé"),
         ("it is damaged; nobody knows this", "il est endommagé; nobody knows this"),
         ("nobody knows this", "nobody knows this"),
         ("", ""),
@@ -52,12 +60,152 @@ def test_foreign_values_stay_as_they_are(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: b; c. d, " * 3000, "a: b; c. d, " * 1500, "grappe: " * 2000, "'" * 9000]
+    ("english", "french"),
+    [
+        ("step 3: no such run", "step 3: no such run"),
+        ("step 3 has no log", "step 3 n'a pas de journal"),
+        ("grappe: step 3: the file is empty", "grappe : step 3 : le fichier est vide"),
+        ("--from step 3: step 3 is float32", "--from step 3 : step 3 est float32"),
+        ("digits: lr=step 3 is not a number", "digits : lr=step 3 n'est pas un nombre"),
+        ("the first step's/the home folder has no line", "the first step's/the home folder n'a pas de ligne"),
+    ],
 )
-def test_hostile_texts_end(text: str) -> None:
-    """Within a test's time; a text that is longer than any message is left alone."""
-    found = catalogue_of("fr").message(text)
-    assert len(text) <= LONGEST or found == text
+def test_names_that_users_chose_stay(english: str, french: str) -> None:
+    assert catalogue_of("fr").message(english) == french
+
+
+def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
+    french = catalogue_of("fr").message
+    assert french("1,024 members") == "1 024 membres"
+    assert french("--images 1,024: it must be 1 to 1,000,000") == "--images 1,024 : il faut 1 à 1 000 000"
+
+
+@pytest.mark.parametrize(
+    ("english", "french"),
+    [
+        (
+            "checking [##  ] 3 of 1,000 images, 1,200/s, 3 s left, 2 bad",
+            "vérification [##  ] 3 sur 1 000 images, 1 200/s, encore 3 s, 2 mauvaises",
+        ),
+        (
+            "fetching a b [##  ] 3 of 9 bytes, 1/s, 2 s left",
+            "téléchargement de a b [##  ] 3 sur 9 octets, 1/s, encore 2 s",
+        ),
+        ("trial 3 of 9: lr=0.1: failed: it diverged", "essai 3 sur 9 : lr=0.1 : échec : il a divergé"),
+        ("trial 3 of 9: lr=0.1: accuracy 0.97", "essai 3 sur 9 : lr=0.1 : accuracy 0.97"),
+        (
+            "study a: 3 of 9 trials ended, 1 failed, 2 stopped early, 1 running, waiting: there is none",
+            "étude a : 3 essais terminés sur 9, 1 en échec, 2 arrêtés tôt, 1 en cours, en attente : il n'y en a aucun",
+        ),
+        (
+            "Nothing was written. The layer 1 is the first that differs, by 0.1 of its row, in the model and as it was "
+            "written",
+            "Rien n'a été écrit. La couche 1 est la première qui diffère, de 0.1 de sa ligne, entre le modèle et "
+            "ce qui a été écrit",
+        ),
+        (
+            "Nothing was written. Which layer differs is not known: RuntimeError: it is damaged",
+            "Rien n'a été écrit. On ne sait pas quelle couche diffère : RuntimeError : it is damaged",
+        ),
+    ],
+)
+def test_a_line_is_french_to_its_end(english: str, french: str) -> None:
+    said = catalogue_of("fr").message
+    before = "sample 1: as a package, the exported program predicts something else than grappe predict: 1. "
+    if english.startswith("Nothing"):
+        assert said(before + english).endswith(french)
+    else:
+        assert said(english) == french
+
+
+def test_a_small_template_is_found_where_it_is_meant() -> None:
+    assert (
+        catalogue_of("fr").message("process 1 waits in step 3, at my.py, line 3")
+        == "le processus 1 attend dans le pas 3, à my.py, ligne 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("english", "french"),
+    [
+        ("ValueError: unknown. it is damaged", "ValueError: unknown. it is damaged"),
+        ("ValueError: step 3 is no folder", "ValueError: step 3 is no folder"),
+        (
+            "grappe: digits.loss() failed: RuntimeError: the file is empty; it is damaged",
+            "grappe : digits.loss() a échoué : RuntimeError: the file is empty; it is damaged",
+        ),
+        (
+            "ValueError: it is damaged (a bug in grappe: --debug shows more)",
+            "ValueError : it is damaged (une erreur dans grappe : --debug en montre plus)",
+        ),
+        ("sbatch: error: x, the file is empty", "sbatch: error: x, the file is empty"),
+        (
+            "grappe: sbatch: sbatch: error: the file is empty\nsbatch: error: Permission denied\n  it is damaged",
+            "grappe : sbatch: sbatch: error: the file is empty\nsbatch: error: Permission denied\n  il est endommagé",
+        ),
+        (
+            "sbatch: error: step 3: the file is empty\nthe file is empty",
+            "sbatch: error: step 3: the file is empty\nle fichier est vide",
+        ),
+    ],
+)
+def test_what_others_say_stays(english: str, french: str) -> None:
+    assert catalogue_of("fr").message(english) == french
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no catalogue", b"\xde\x12\x04\x95\x00\x00", "cut off"])
+def test_a_file_that_is_not_whole_gives_english(
+    content: bytes | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = COMPILED.read_bytes()
+    monkeypatch.setattr("grappe.language.catalogue.__file__", str(tmp_path / "catalogue.py"))
+    if content is not None:
+        (tmp_path / "fr.mo").write_bytes(whole[: len(whole) // 2] if content == "cut off" else content)
+    assert read("fr", "utf-8").message("the file is empty") == "the file is empty"
+
+
+def test_a_damaged_entry_is_passed_over() -> None:
+    damaged = Catalogue({"no run {name": "x", "no {run}": "pas de {run", "it is damaged": "il est endommagé"})
+    assert damaged.message("it is damaged") == "il est endommagé"
+    assert damaged.message("no run here") == "no run here"
+
+
+def test_grappe_in_a_zip_speaks_english(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for file in COMPILED.parents[1].rglob("*"):
+            if file.suffix in (".py", ".mo"):
+                archive.write(file, file.relative_to(COMPILED.parents[2]))
+    program = "from grappe.language import translated; print(translated('the file is empty'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "all.zip"), "GRAPPE_LANG": "fr"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("the file is empty\n", "")
+
+
+@pytest.mark.parametrize(
+    "text", ["a: b; c. d, " * 1500, "grappe: " * 2000, "'" * 9000, "ValueError: " * 1500]
+)
+def test_a_hostile_text_is_given_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a text is made, only so many of its parts are looked at."""
+    looked, whole = list[str](), _Message._whole
+
+    def counted(self: _Message, text: str, depth: int, least: int) -> tuple[int, str] | None:
+        looked.append(text)
+        return whole(self, text, depth, least)
+
+    monkeypatch.setattr(_Message, "_whole", counted)
+    assert len(SMALL.message(text)) >= len(text)
+    assert len(looked) <= 4 * PLACES
+
+
+def test_a_text_longer_than_any_message_is_left_alone() -> None:
+    text = "grappe: it is damaged" + "!" * LONGEST
+    assert SMALL.message(text) is text
 
 
 def test_letters_that_a_terminal_lacks() -> None:

@@ -27,7 +27,23 @@ def test_the_ends_do_not_overlap() -> None:
 
 
 def test_a_value_in_quotation_marks_is_a_name() -> None:
-    assert Template.of("no '{a}' in {b}, `{c}`", "").quoted == {0, 2}
+    assert Template.of("no '{a}' in {b}, `{c}`", "").kept == {0, 2}
+
+
+def test_a_value_that_a_user_typed_is_a_name() -> None:
+    template = Template.of("{what}: {key}={shown} or --to {place}: {error} and {file2}", "")
+    assert template.kept == {1, 2, 3, 5}
+
+
+def test_one_name_has_one_value() -> None:
+    template = Template.of("{a} of {b}, not {a}", "{a} de {b}, non {a}")
+    assert template.values("1 of 2, not 1") == ["1", "2", "1"]
+    assert template.values("1 of 2, not 3") is None
+
+
+def test_a_number_is_one_word() -> None:
+    assert Template.of("step {step}", "").values("step 3") == ["3"]
+    assert Template.of("step {step}", "").values("step 3 is no folder") is None
 
 
 def test_doubled_braces_are_braces() -> None:

@@ -56,6 +56,7 @@ ELSEWHERE = {
     "launch/openmp.py": "/proc",
     "launch/output.py": "/dev/null",
     "launch/proof.py": "the folder where processes meet",
+    "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
     "launch/world.py": "/sys/fs/cgroup",
     "private_api/gettext.py": "the installation's own catalogue of messages",

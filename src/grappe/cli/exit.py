@@ -16,7 +16,7 @@ from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
 from grappe.language.choice import chosen_language, unknown_language
 from grappe.launch.openmp import let_threads_sleep
-from grappe.launch.rank import rank_from_environment
+from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, say, show_any_text
 
 EXIT_SIGINT = 130
@@ -28,7 +28,7 @@ def run(app: App) -> NoReturn:
     """Runs the command that sys.argv names, and ends this process with its exit code."""
     let_threads_sleep()
     show_any_text()
-    if (unknown := unknown_language()) is not None:
+    if (unknown := unknown_language()) is not None and is_main_process():
         complain(f"grappe: {unknown}")
     if chosen_language() != "en":
         from grappe.cli.help import translate_help
@@ -105,7 +105,6 @@ def usage_error(error: CycloptsError) -> UsageError:
 def _complain(error: GrappeError, debug: bool) -> int:
     """Prints an error, once for all processes that raised it, and returns the exit code."""
     from grappe.launch.exit import leave_error
-    from grappe.launch.rank import is_main_process
 
     if error.by or is_main_process():
         if debug:
@@ -122,7 +121,6 @@ def plain_table(*columns: str) -> Table:
 
 def show(content: Any) -> None:
     """Prints a result, on the main process only."""
-    from grappe.launch.rank import is_main_process
     from grappe.launch.safe_console import wide_console
 
     if is_main_process():

@@ -81,5 +81,5 @@ class TranslatedHelp:
 
 def translate_help(app: App) -> None:
     """Makes `app` show its help in the user's language."""
-    texts = catalogue_of(chosen_language(), sys.stdout.encoding or "utf-8")
+    texts = catalogue_of(chosen_language(), getattr(sys.stdout, "encoding", None) or "utf-8")
     app.help_formatter = TranslatedHelp(text=texts.text)

@@ -180,14 +180,14 @@ class _Lines:
         self._waiting = ""
 
     def __call__(self, progress: SearchProgress) -> None:
-        from grappe.verbs.tune.table import line, summary
+        from grappe.verbs.tune.table import summary, trial_line
 
         ended = {one.number: one for one in progress.trials if one.state in ("complete", "failed")}
         if self._said is None:
             complain(f"study {progress.study.folder}: {summary(progress)}")
             self._said = set(ended)
         for number in sorted(ended.keys() - self._said):
-            complain(line(ended[number], progress.study.search, progress.total))
+            complain(trial_line(ended[number], progress.study.search, progress.total))
         self._said |= ended.keys()
         if progress.waiting != self._waiting:
             self._waiting = progress.waiting

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from grappe.language.template import Template
@@ -17,6 +18,13 @@ LONGEST = 20_000  # characters: more is no message of grappe's
 PLACES = 40  # ends of sentences at which a text is cut
 ENDS = (". ", "; ", ": ", "\n", ", ")
 NAMES = re.compile(r"\S+(?: or \S+)+")
+THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")  # in French a comma is a decimal point
+FEW = 8  # letters: a template with fewer resembles names that users choose, "step 3" say
+FOREIGN = re.compile(
+    r"\b(?:\w+(?:Error|Exception)|(?P<program>sbatch|squeue|srun|salloc|scancel|sacct|scontrol|sinfo|pip|cmake)): "
+)
+"""What others say: an exception to the text's end, a program of the system to the line's."""
+MANY = 24  # letters: a template with fewer may resemble what others say
 PLAIN = str.maketrans({"œ": "oe", "Œ": "OE", "…": "...", "’": "'", "«": '"', "»": '"', "×": "x"})
 
 
@@ -42,7 +50,11 @@ class Catalogue:
 
     @functools.cached_property
     def _templates(self) -> list[Template]:
-        return [Template.of(english, other) for english, other in self._texts.items()]
+        found = list[Template]()
+        for english, other in self._texts.items():
+            with contextlib.suppress(ValueError):  # an entry of a damaged file
+                found.append(Template.of(english, other))
+        return found
 
 
 class _Message:
@@ -51,49 +63,127 @@ class _Message:
     def __init__(self, templates: list[Template], listing: str) -> None:
         self._templates = templates
         self._listing = listing
-        self._found: dict[str, tuple[int, str]] = {}
+        self._found: dict[tuple[str, int], tuple[int, str]] = {}
 
-    def best(self, text: str, depth: int) -> tuple[int, str]:
-        """Returns how many characters of a text are known, and its translation."""
-        if depth > DEEPEST or " " not in text.strip() or len(self._found) > MOST:
+    def best(self, text: str, depth: int, least: int = 0) -> tuple[int, str]:
+        """Returns how many characters of a text are known, and its translation.
+
+        Args:
+            least: letters of a template that may be meant.
+        """
+        if THOUSANDS.fullmatch(text):
+            return 0, text.replace(",", " ")
+        if " " not in text.strip():
+            return (0, text) if least else (self._whole(text, depth, least) or (0, text))
+        if depth > DEEPEST or len(self._found) > MOST:
             return 0, text
-        if text not in self._found:
-            self._found[text] = 0, text  # while it is looked for
-            self._found[text] = self._whole(text, depth) or self._sentences(text, depth)
-        return self._found[text]
+        if (text, least) not in self._found:
+            self._found[text, least] = 0, text  # while it is looked for
+            self._found[text, least] = (
+                self._whole(text, depth, least)
+                or self._capital(text, depth, least)
+                or self._sentences(text, depth)
+                or self._around_foreign(text, depth)
+                or (0, text)
+            )
+        return self._found[text, least]
 
-    def _whole(self, text: str, depth: int) -> tuple[int, str] | None:
+    def _whole(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
         """The translation by one template; None: none is this text's."""
         found = []
         for template in self._templates:
-            values = template.values(text)
-            if values is not None:
-                inside = [
-                    (0, one) if place in template.quoted else self.best(one, depth + 1)
-                    for place, one in enumerate(values)
-                ]
+            values = template.values(text) if template.letters >= least else None
+            if values is not None and not _is_foreign(template, values):
+                inside = self._inside(template, values, text, depth)
                 weight = template.weight + sum(known for known, _ in inside)
                 found.append((weight, template.filled([one for _, one in inside])))
         return max(found, key=lambda one: one[0]) if found else None
 
-    def _sentences(self, text: str, depth: int) -> tuple[int, str]:
-        """The translation of a text's known sentences, or of a list of names."""
+    def _inside(self, template: Template, values: list[str], text: str, depth: int) -> list[tuple[int, str]]:
+        """The translations of a template's values; what others chose or say stays."""
+        found = []
+        for place, (start, value) in enumerate(zip(template.starts(values), values, strict=True)):
+            if place in template.kept or FOREIGN.fullmatch(text, _word(text, start), start):
+                found.append((0, value))
+            else:
+                found.append(self.best(value, depth + 1, 0 if place in template.open else FEW))
+        return found
+
+    def _capital(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
+        """The translation of a message that begins a sentence; None: there is none."""
+        found = self._whole(text[0].lower() + text[1:], depth, least) if text[:1].isupper() else None
+        return found and (found[0], found[1][:1].upper() + found[1][1:])
+
+    def _list(self, text: str, depth: int) -> tuple[int, str] | None:
+        """The translation of parts with commas between; None: one of them is not known."""
+        parts = text.split(", ")
+        if not 1 < len(parts) <= PLACES:
+            return None
+        known = [found for one in parts if (found := self._whole(one, depth + 1, 0)) is not None]
+        if len(known) < len(parts):
+            return None
+        return sum(weight for weight, _ in known), ", ".join(other for _, other in known)
+
+    def _around_foreign(self, text: str, depth: int) -> tuple[int, str] | None:
+        """The translation of what stands before and behind what others say; None: nothing of theirs is in it."""
+        mark = FOREIGN.search(text)
+        if mark is None:
+            return None
+        end = text.find("\n", mark.end()) if mark["program"] else -1
+        theirs, rest = (text[mark.start() :], "") if end < 0 else (text[mark.start() : end], text[end:])
+        if not mark["program"]:
+            theirs = self._with_remedy(theirs, depth)
+        head = text[: mark.start()].removesuffix(": ")
+        between = text[len(head) : mark.start()]
+        known, ours = self.best(head, depth + 1, FEW)
+        more, behind = self.best(rest.lstrip(), depth + 1, FEW)
+        return known + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{behind}"
+
+    def _with_remedy(self, text: str, depth: int) -> str:
+        """What an exception says; translated is only a remedy of many letters at its end."""
+        for place, end in _ends(text):
+            remedy = self._whole(text[place + len(end) :], depth + 1, MANY) if end in (". ", "\n") else None
+            if remedy is not None:
+                return f"{text[:place]}{end}{remedy[1]}"
+        return text
+
+    def _sentences(self, text: str, depth: int) -> tuple[int, str] | None:
+        """The translation of a text's known sentences, or of a list; None: none is known before what others say."""
         if NAMES.fullmatch(text):
             return 0, text.replace(" or ", self._listing)
-        for place, end in _ends(text):
+        mark = FOREIGN.search(text)
+        if mark is None and (listed := self._list(text, depth)) is not None:
+            return listed
+        for place, end in _ends(text[: mark.start()] if mark else text):
             head, tail = text[:place], text[place + len(end) :]
             for known, other, is_head in ((tail, head, False), (head, tail, True)):
-                found = self._whole(known, depth + 1) if " " in known else None
+                found = self._sentence(known, depth + 1) if " " in known else None
                 if found is not None:
-                    more, rest = self.best(other, depth + 1)
+                    more, rest = self.best(other, depth + 1, FEW)
                     parts = (found[1], rest) if is_head else (rest, found[1])
                     return found[0] + more, end.join(parts)
-        return 0, text
+        return None
+
+    def _sentence(self, text: str, depth: int) -> tuple[int, str] | None:
+        return self._whole(text, depth, FEW) or self._capital(text, depth, FEW)
+
+
+def _is_foreign(template: Template, values: Sequence[str]) -> bool:
+    """Returns whether others' words stand before the template's first ones: then the sentence is theirs, too."""
+    return bool(values) and not template.texts[0].strip() and FOREIGN.search(values[0]) is not None
+
+
+def _word(text: str, end: int) -> int:
+    """The begin of the word, and of its colon, that end at a place."""
+    return text.rfind(" ", 0, max(end - 2, 0)) + 1
 
 
 def read(language: str, encoding: str) -> Catalogue:
-    """Returns a language's catalogue, its letters such as an encoding has."""
-    found = messages_of(Path(__file__).with_name(f"{language}.mo"))
+    """Returns a language's catalogue, its letters such as an encoding has; an empty one where its file is not whole."""
+    try:
+        found = messages_of(Path(__file__).with_name(f"{language}.mo"))
+    except Exception:  # of a file that is damaged anywhere: a translation is never worth a command
+        found = {}
     return Catalogue({english: encodable(other, encoding) for english, other in found.items() if english})
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from itertools import pairwise
 from string import Formatter
 
+from grappe.language.places import NUMBERS, OPEN, is_kept
+
 LETTER = 16  # a letter's weight; a sign's is 1
-QUOTES = ("'", '"', "`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,17 @@ class Template:
     """The fixed texts: one before each placeholder, and one behind the last."""
     names: tuple[str, ...]
     """The placeholders, in order."""
-    quoted: frozenset[int]
-    """The places of placeholders in quotation marks: names, which are never translated."""
+    kept: frozenset[int]
+    """The places of placeholders whose values are never translated."""
+    open: frozenset[int]
+    """The places of placeholders with words of grappe's."""
+    numbers: frozenset[int]
+    """The places of placeholders with one word."""
     longest: str
     weight: int
     """Amount of fixed text, letters before signs: of two templates that match, that with more is meant."""
+    letters: int
+    """How many letters of the fixed text there are, its signs not counted."""
     other: tuple[tuple[str, str | None], ...]
     """The translation: texts, each with the placeholder that follows it."""
 
@@ -32,16 +39,20 @@ class Template:
         """Parses a template and its translation."""
         parts = pieces(english)
         texts = tuple(text for text, _ in parts)
+        names = tuple(name for _, name in parts if name is not None)
         return cls(
             texts=texts,
-            names=tuple(name for _, name in parts if name is not None),
-            quoted=frozenset(
+            names=names,
+            kept=frozenset(
                 place
-                for place, (before, behind) in enumerate(pairwise(texts))
-                if before.endswith(QUOTES) and behind.startswith(before[-1])
+                for place, (before, behind) in enumerate(itertools.pairwise(texts))
+                if is_kept(names[place], before, behind)
             ),
+            open=frozenset(place for place, name in enumerate(names) if OPEN.fullmatch(name)),
+            numbers=frozenset(place for place, name in enumerate(names) if NUMBERS.fullmatch(name)),
             longest=max(texts, key=len),
             weight=sum(LETTER if one.isalnum() else 1 for text in texts for one in text),
+            letters=sum(one.isalpha() for text in texts for one in text),
             other=tuple(pieces(other)),
         )
 
@@ -66,7 +77,20 @@ class Template:
                 return None
             found.append(text[place:there])
             place = there + len(fixed)
-        return [*found, text[place:end]]
+        found.append(text[place:end])
+        given = dict(zip(self.names, found, strict=True))
+        if found != [given[name] for name in self.names] or any(
+            " " in found[place] for place in self.numbers
+        ):
+            return None
+        return found
+
+    def starts(self, values: Sequence[str]) -> list[int]:
+        """Returns where the placeholders' values begin in the text that they were found in."""
+        lengths = itertools.accumulate(
+            len(text) + len(value) for text, value in zip(self.texts, values, strict=False)
+        )
+        return [end - len(value) for end, value in zip(lengths, values, strict=True)]
 
     def _known(self, number: int, found: list[str]) -> str:
         """The value of an earlier placeholder of the same name; "" without one."""

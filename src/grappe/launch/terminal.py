@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from typing import Protocol
 
@@ -42,7 +43,12 @@ def progress(words: str) -> None:
 
 
 def show_any_text() -> None:
-    """Lets the standard streams take any text: a letter that the locale's encoding lacks is written as its escape."""
+    """Lets the standard streams take any text: a letter that the locale's encoding lacks is written as its escape.
+
+    One that who started this process has closed takes it as /dev/null does.
+    """
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):

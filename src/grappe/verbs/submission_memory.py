@@ -57,7 +57,9 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
         other = _in_fork(lambda: _another(task, submission, script.plan, room))
     except GrappeError:
         other = ""  # then without advice
-    return f"{asked}{other} (foreseen, not measured on that GPU; see grappe foresee)"
+    if not other:
+        return f"{asked}. (foreseen, not measured on that GPU; see grappe foresee)"
+    return f"{asked}. {other} (foreseen, not measured on that GPU; see grappe foresee)"
 
 
 def _in_fork(work: Callable[[], str]) -> str:
@@ -95,7 +97,7 @@ def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     return (
         f"with {processes}, each needs {_taken(found, room)}, and {room.whose} has {size(room.size)}: it will run out "
-        "of memory."
+        "of memory"
     )
 
 
@@ -103,8 +105,8 @@ def _another(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
     """Names the first plan of as many processes that fits."""
     for one in _foreseen(task, submission, _others(plan), room):
         if one.fits:
-            return f" --plan {one.plan} fits, with {_taken(one, room)}"
-    return " No plan of as many GPUs fits: take more of them, or a smaller batch_size"
+            return f"--plan {one.plan} fits, with {_taken(one, room)}"
+    return "No plan of as many GPUs fits: take more of them, or a smaller batch_size"
 
 
 def _foreseen(task: Task, submission: Submission, plans: list[Plan], room: Room) -> Iterator[Foreseen]:

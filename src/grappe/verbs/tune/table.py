@@ -67,7 +67,7 @@ def summary(progress: SearchProgress) -> str:
     return ", ".join(words)
 
 
-def line(trial: Trial, search: Search, total: int) -> str:
+def trial_line(trial: Trial, search: Search, total: int) -> str:
     """One line about a trial that has ended."""
     fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
     what = f"failed: {trial.reason}" if trial.value is None else f"{search.metric} {trial.value:.6g}"
