@@ -27,6 +27,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
+from grappe.profiling.memory import resident
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.training_scores import TrainingScores
@@ -74,7 +75,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         if process.launcher == "grappe":
             log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
-        memory = explained(task, plan, process.rank)
+        memory, baseline = explained(task, plan, process.rank), resident()
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loading = loaders(task, data, plan, world, opened, None if options.bare else chronometer)
         watched = waits_counted(chronometer)
@@ -121,7 +122,12 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             report(facts, opened.run, terminal, world)
 
             meter = Meter(
-                world, chronometer, per_device=plan.per_device, began=began, loading=lambda: batches.loading
+                world,
+                chronometer,
+                per_device=plan.per_device,
+                began=began,
+                baseline=baseline,
+                loading=lambda: batches.loading,
             )
             sample_log = SampleLog(enabled=options.log_samples)
             watchers = WatcherList(
