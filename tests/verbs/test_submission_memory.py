@@ -110,7 +110,7 @@ def test_the_plan_is_judged_without_advice_where_the_search_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.submission_memory._others", lambda plan: None)
+    monkeypatch.setattr("grappe.verbs.submission_memory._another", lambda *_: 1 / 0)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ())
     assert found is not None and "it will run out of memory. (foreseen" in found
 

@@ -45,6 +45,8 @@ class Needs:
     """Samples of its largest microbatch."""
     evaluation: int | None = None
     """The peak of an evaluation, without what the task's metrics keep; None: not known for this plan."""
+    evaluation_least: int | None = None
+    """The same where gloo's threads free at once what they gathered parameters into."""
     checkpoint: int | None = None
     """Bytes of the copies that checkpoints are written from, in host memory, kept from the first one on; None: not
     known."""
@@ -90,13 +92,16 @@ def needs(sketch: Sketch, plan: Plan, *, batch: int | None = None, gpu: bool = F
 def _needs(sketch: Sketch, plan: Plan, batch: int | None, gpu: bool) -> Needs:
     everyone = [states(parts, sketch.buffers) for parts in _processes(sketch, plan)]
     rows = _rows(sketch, plan, batch or sketch.task.batch_size)
+    most = _peak(sketch, plan, rows, copies=1 if gpu else 2)
+    evaluation = _evaluation(sketch, plan, batch or sketch.task.batch_size)
     largest = max(everyone, key=lambda one: one.total)
     return Needs(
         states=largest,
-        peak=_peak(sketch, plan, rows, copies=1 if gpu else 2),
+        peak=most,
         least=_peak(sketch, plan, rows, copies=1),
         rows=rows,
-        evaluation=_evaluation(sketch, plan, batch or sketch.task.batch_size),
+        evaluation=None if evaluation is None else evaluation + (0 if gpu else _held_by_gloo(sketch, plan)),
+        evaluation_least=evaluation,
         checkpoint=None if plan.changed_keys() & UNCOPIED or sketch.has_modes else copied(sketch, plan),
         gpu=gpu,
     )
@@ -211,9 +216,17 @@ def _evaluation(sketch: Sketch, plan: Plan, batch: int) -> int | None:
         overlay = Sharding(sketch.parameters, plan.shard, plan.zero, there=False, reduces=False, copies=1)
     buckets = states(parts, 0).gradients if plan.replicate > 1 and plan.shard == 1 else 0
     trained = sketch.trace(_rows(sketch, plan, batch), _precision(plan), plan.recompute, _threads(plan))
-    # The step's batch, the batch that is evaluated, and the next one.
-    batches = plan.microbatches * trained.batch + 2 * trace.batch
+    # The step before has its batch until its loss is read.
+    batches = plan.microbatches * trained.batch + trace.batch
     return _base(sketch, plan, parts) + buckets + peak(trace, overlay) + batches
+
+
+def _held_by_gloo(sketch: Sketch, plan: Plan) -> int:
+    """Computes the bytes of the last two gathered units, which gloo's threads may hold for a moment longer."""
+    units: dict[int, int] = {}
+    for one in sketch.parameters if plan.shard > 1 else ():
+        units[one.unit] = units.get(one.unit, 0) + padded(one, plan.shard)
+    return sum(sorted(units.values())[-2:])
 
 
 def _rows(sketch: Sketch, plan: Plan, batch: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,13 @@ from grappe.sites.script import Script
 from grappe.verbs.submission import TRAIN, Submission
 
 if TYPE_CHECKING:
+    from grappe.foresight.search import Room
+    from grappe.foresight.sketch import Sketch
     from grappe.task import Task
-    from grappe.verbs.foresee.foresee import Foreseen, Room
 
 SECONDS = 60  # for one plan
 COMPUTING_SECONDS = 600  # of all threads
+MORE = (2, 4, 8)  # times as many processes, where none of as many fits
 MEMORY_BYTES = 4_000_000_000
 
 
@@ -87,59 +89,43 @@ def _too_long(*_: object) -> None:
 
 def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
     """Says that the plan does not fit; "" if it does, or if that cannot be known."""
+    from grappe.foresight.search import foreseen
     from grappe.profiling.memory import size
 
-    found = next(_foreseen(task, submission, [plan], room))
-    if found.fits is not False:
+    found = foreseen(_sketch(task, submission), plan, task.batch_size, room)
+    if found.fits is not False or found.needs is None:
         return ""
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     return (
-        f"with {processes}, each needs {_taken(found, room)}, and {room.whose} has {size(room.size)}: it will run out "
-        "of memory."
+        f"with {processes}, each needs {size(room.taken(found.needs))}, and {room.whose} has "
+        f"{size(room.size)}: it will run out of memory."
     )
 
 
 def _another(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
-    """Names the first plan of as many processes that fits."""
-    for one in _foreseen(task, submission, _others(plan), room):
-        if one.fits:
-            return f" --plan {one.plan} fits, with {_taken(one, room)}"
+    """Names the first plan that fits: of as many processes, or else of more."""
+    from grappe.foresight.search import first_that_fits, others
+    from grappe.profiling.memory import size
+
+    sketch = _sketch(task, submission)
+    found = first_that_fits(sketch, others(plan), room)
+    if found is not None and found.needs is not None:
+        return f" --plan {found.plan} fits, with {size(room.taken(found.needs))}"
+    found = first_that_fits(sketch, others(plan, MORE), room)
+    if found is not None and found.needs is not None:
+        return (
+            f" No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, "
+            f"with {size(room.taken(found.needs))} each"
+        )
     return " No plan of as many GPUs fits: take more of them, or a smaller batch_size"
 
 
-def _foreseen(task: Task, submission: Submission, plans: list[Plan], room: Room) -> Iterator[Foreseen]:
+def _sketch(task: Task, submission: Submission) -> Sketch:
     import torch
 
     from grappe.foresight.sketch import Sketch
     from grappe.training.request import data_folder
-    from grappe.verbs.foresee.foresee import foreseen
 
     torch.set_num_threads(1)
     folder = data_folder(None if submission.data is None else Path(submission.data))
-    sketch = Sketch(task, folder, foreach=True, kernels=None)
-    for plan in plans:
-        yield foreseen(sketch, plan, task.batch_size, room)
-
-
-def _others(plan: Plan) -> list[Plan]:
-    """Returns plans of as many processes that learn the same, those that cost least first."""
-    from grappe.verbs.foresee.foresee import candidates
-
-    return [
-        dataclasses.replace(
-            plan,
-            replicate=other.replicate,
-            shard=other.shard,
-            zero=other.zero,
-            microbatches=max(plan.microbatches, other.microbatches),
-            recompute=plan.recompute or other.recompute,
-        )
-        for other in candidates([plan.replicate * plan.shard])
-    ]
-
-
-def _taken(one: Foreseen, room: Room) -> str:
-    from grappe.profiling.memory import size
-
-    assert one.needs is not None
-    return size(room.needed(one.needs.states.total if one.needs.peak is None else one.needs.peak))
+    return Sketch(task, folder, foreach=True, kernels=None)

@@ -8,14 +8,15 @@ from grappe.cli import foreseeing
 from grappe.errors import TaskError, UsageError
 from grappe.foresight.compose import Needs
 from grappe.foresight.memory import States
-from grappe.verbs.foresee.foresee import Foreseen, Room, candidates, foresee, room_of
+from grappe.foresight.search import Foreseen, Room, candidates
+from grappe.verbs.foresee.foresee import foresee, room_of
 from grappe.verbs.foresee.table import sentences
 from tests.foresight import test_sketch
 
 
 def needing(peak: int | None) -> Needs:
     states = States(parameters=10**9, gradients=10**9, optimizer=2 * 10**9, buffers=0)
-    return Needs(states=states, peak=peak, least=peak, rows=8)
+    return Needs(states=states, peak=peak, least=peak, rows=8, evaluation=peak, checkpoint=0, gpu=True)
 
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
