@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +11,7 @@ from grappe.fields import split
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.sites.script import Script
+from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.submission import TRAIN, Submission
 
 if TYPE_CHECKING:
@@ -22,10 +19,7 @@ if TYPE_CHECKING:
     from grappe.foresight.sketch import Sketch
     from grappe.task import Task
 
-SECONDS = 60  # for one plan
-COMPUTING_SECONDS = 600  # of all threads
 MORE = (2, 4, 8)  # times as many processes, where none of as many fits
-MEMORY_BYTES = 4_000_000_000
 
 
 def memory_warning(submission: Submission, script: Script) -> str | None:
@@ -50,41 +44,16 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
         )
     progress("tracing the model, to foresee the memory that the plan needs")
     try:
-        asked = _in_fork(lambda: _asked(task, submission, script.plan, room))
+        asked = in_limited_process(lambda: _asked(task, submission, script.plan, room))
     except GrappeError as error:
         return f"the memory that the plan needs was not foreseen: {error}"
     if not asked:
         return None
     try:
-        other = _in_fork(lambda: _another(task, submission, script.plan, room))
+        other = in_limited_process(lambda: _another(task, submission, script.plan, room))
     except GrappeError:
         other = ""  # then without advice
     return f"{asked}{other} (foreseen, not measured on that GPU; see grappe foresee)"
-
-
-def _in_fork(work: Callable[[], str]) -> str:
-    """Calls `work` in a process that may not take long, and whose output is not the command's."""
-    from grappe.launch.fork import run_in_fork
-    from grappe.launch.limits import LimitReached, Limits
-
-    def limited() -> str:
-        os.dup2(2, 1)  # what the task prints is no part of a script
-        sys.stdout = sys.stderr
-        signal.signal(signal.SIGALRM, _too_long)
-        signal.alarm(SECONDS)
-        return work()
-
-    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=COMPUTING_SECONDS)
-    try:
-        return run_in_fork(limited, limits)
-    except LimitReached as error:
-        raise TaskError(
-            f"tracing the model takes more than {MEMORY_BYTES / 1e9:g} GB of memory here, which grappe foresee may take"
-        ) from error
-
-
-def _too_long(*_: object) -> None:
-    raise TaskError(f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee")
 
 
 def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
