@@ -55,11 +55,16 @@ class Needs:
 
     @property
     def most(self) -> int | None:
-        """Computes the most bytes on the device at any time of a training; None: not known for this plan."""
-        copies = 0 if self.gpu else self.checkpoint
-        if self.peak is None or self.evaluation is None or copies is None:
+        """Computes the most bytes on the device, checkpoints' copies not counted; None: not known for this plan."""
+        if self.peak is None or self.evaluation is None:
             return None
-        return max(self.peak, self.evaluation) + copies
+        return max(self.peak, self.evaluation)
+
+    @property
+    def with_copies(self) -> int | None:
+        """Computes the most bytes on the device of a training that saves; None: not known for this plan."""
+        copies = 0 if self.gpu else self.checkpoint
+        return None if self.most is None or copies is None else self.most + copies
 
 
 def refuse_unforeseen(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from grappe.plan import Plan, as_plan
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
 MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
+MORE = (2, 4, 8)  # times as many processes, where none of as many fits
 MEASURES = (
     "",
     "microbatches=4",
@@ -32,16 +33,17 @@ class Room:
     besides: int = CONTEXT_BYTES
     """Bytes of it that a process takes beside what torch allocates."""
     shared: bool = False
-    """Whether all processes of a plan have it together."""
+    """Whether all processes of a plan have it together, and get more than there is: checkpoints' copies count then.
+    Elsewhere they are left out where memory is refused."""
     gpu: bool = True
     """Whether it is a GPU's."""
 
     def fits(self, needs: Needs, processes: int = 1) -> bool | None:
         """Returns whether a process has room; None: its peak is not known, and its states alone have room."""
         sharing = processes if self.shared else 1
-        if needs.most is None:
+        if self._most(needs) is None:
             return None if (needs.states.total + self.besides) * sharing <= self.size else False
-        return self.needed(needs.most) * sharing <= self.size
+        return self.taken(needs) * sharing <= self.size
 
     def needed(self, peak: int) -> int:
         """Computes the bytes that a process with this peak takes, with a margin."""
@@ -49,7 +51,11 @@ class Room:
 
     def taken(self, needs: Needs) -> int:
         """Computes the bytes that a process takes, at least."""
-        return self.needed(needs.states.total if needs.most is None else needs.most)
+        most = self._most(needs)
+        return self.needed(needs.states.total if most is None else most)
+
+    def _most(self, needs: Needs) -> int | None:
+        return needs.with_copies if self.shared else needs.most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +107,29 @@ def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Fores
     )
 
 
-def others(plan: Plan, times: Sequence[int] = (1,)) -> Iterator[Plan]:
-    """Yields plans that learn the same, those that cost least first, on so many times as many processes."""
-    for other in candidates([plan.replicate * plan.shard * more for more in times]):
+def fitting(sketch: Sketch, plan: Plan, room: Room, more: Room | None = None) -> Foreseen | None:
+    """Finds another plan that learns the same as `plan`, and fits: the first of those that cost least.
+
+    On as many processes; where none fits for sure, on 2, 4, or 8 times as many.
+
+    Args:
+        more: the memory that each of more processes may have; None: as much.
+
+    Raises:
+        TaskError: the task cannot be traced.
+    """
+    for times, memory in ((1, room), *((times, more or room) for times in MORE)):
+        for other in _others(plan, times):
+            if other == plan:
+                continue
+            found = foreseen(sketch, other, sketch.task.batch_size, memory)
+            if found.fits:
+                return found
+    return None
+
+
+def _others(plan: Plan, times: int) -> Iterator[Plan]:
+    for other in candidates([plan.replicate * plan.shard * times]):
         yield dataclasses.replace(
             plan,
             replicate=other.replicate,
@@ -112,16 +138,3 @@ def others(plan: Plan, times: Sequence[int] = (1,)) -> Iterator[Plan]:
             microbatches=max(plan.microbatches, other.microbatches),
             recompute=plan.recompute or other.recompute,
         )
-
-
-def first_that_fits(sketch: Sketch, plans: Iterator[Plan], room: Room) -> Foreseen | None:
-    """Finds the first of `plans` that has room at the task's batch size; None: none has for sure.
-
-    Raises:
-        TaskError: the task cannot be traced.
-    """
-    for plan in plans:
-        found = foreseen(sketch, plan, sketch.task.batch_size, room)
-        if found.fits:
-            return found
-    return None

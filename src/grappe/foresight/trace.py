@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from grappe.foresight.kernels import Kernels
 from grappe.foresight.ledger import Ledger, Mark
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
-from grappe.step.losses import Losses
+from grappe.step.losses import Loss, Losses
 from grappe.step.precision import autocast
 from grappe.task import Task
 
@@ -74,14 +74,12 @@ def traced(
     with ledger:
         ledger.mark(START)
         with autocast(precision, CPU):
-            if trains:
-                loss = losses(task.forward(model, entering(micro)), micro, batch)
-            else:
-                _score(losses, task.forward(model, entering(micro)), micro)
-        if trains:
+            compute: Callable[..., Loss | None] = losses if trains else _score(losses)
+            loss = compute(task.forward(model, entering(micro)), micro, batch)
+        if loss is not None:
             ledger.mark(LOSS)
             backward((loss.values,), (loss.output_gradient,))
-            del loss, losses
+            del loss, losses, compute
             ledger.mark(END)
         else:
             ledger.mark(SCORED)
@@ -94,9 +92,14 @@ def traced(
     )
 
 
-def _score(losses: Losses, output: Any, micro: Microbatch) -> None:
-    values, _ = losses.values(output, micro)
-    losses.total(values, micro, micro.size)
+def _score(losses: Losses) -> Callable[..., None]:
+    """Returns what an evaluation computes of a microbatch's output, and keeps nothing of."""
+
+    def score(output: Any, micro: Microbatch, batch: Batch) -> None:
+        values, _ = losses.values(output, micro)
+        losses.total(values, micro, micro.size)
+
+    return score
 
 
 def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) -> None:

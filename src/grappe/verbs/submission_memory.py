@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from grappe.foresight.sketch import Sketch
     from grappe.task import Task
 
-MORE = (2, 4, 8)  # times as many processes, where none of as many fits
-
 
 def memory_warning(submission: Submission, script: Script) -> str | None:
     """Returns a warning if the plan of a training's job is foreseen to need more than a GPU of the site has.
@@ -73,20 +71,16 @@ def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
 
 def _another(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
     """Names the first plan that fits: of as many processes, or else of more."""
-    from grappe.foresight.search import first_that_fits, others
+    from grappe.foresight.search import fitting
     from grappe.profiling.memory import size
 
-    sketch = _sketch(task, submission)
-    found = first_that_fits(sketch, others(plan), room)
-    if found is not None and found.needs is not None:
-        return f" --plan {found.plan} fits, with {size(room.taken(found.needs))}"
-    found = first_that_fits(sketch, others(plan, MORE), room)
-    if found is not None and found.needs is not None:
-        return (
-            f" No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, "
-            f"with {size(room.taken(found.needs))} each"
-        )
-    return " No plan of as many GPUs fits: take more of them, or a smaller batch_size"
+    found = fitting(_sketch(task, submission), plan, room)
+    if found is None or found.needs is None:
+        return " No plan of as many GPUs fits, nor of 8 times as many: take a smaller batch_size"
+    takes = size(room.taken(found.needs))
+    if found.processes == plan.processes:
+        return f" --plan {found.plan} fits, with {takes}"
+    return f" No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, with {takes} each"
 
 
 def _sketch(task: Task, submission: Submission) -> Sketch:

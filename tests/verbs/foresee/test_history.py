@@ -42,7 +42,7 @@ def test_states_are_right_to_the_byte_and_a_process_is_foreseen_with_what_it_had
     assert found.states == found.states_measured == sum(cost["held"].values())
     assert {name: found.foreseen[name] for name in STATES} == cost["held"]
     assert cost["baseline"] > 50e6
-    assert found.peak == cost["baseline"] + found.foreseen["most"]
+    assert found.peak == cost["baseline"] + found.foreseen["with_copies"]
     assert found.peak_measured == cost["peak"]["host"]
 
 

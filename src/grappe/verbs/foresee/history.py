@@ -27,7 +27,7 @@ DEPENDS_ON = (
     "task", "class", "fields", "plan", "source", "data", "dataset", "device", "threads", "processor", "versions",
 )  # fmt: skip
 STATES = ("parameters", "gradients", "optimizer")
-NAMES = (*STATES, "peak", "evaluation", "checkpoint", "most")
+NAMES = (*STATES, "peak", "evaluation", "checkpoint", "with_copies")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def compared(run: Run, data: Path | None = None) -> Compared:
     except GrappeError as error:
         return dataclasses.replace(made, why=str(error))
     before = 0 if kind == "device" else baseline
-    most = found.get("most")
+    most = found.get("with_copies")
     return dataclasses.replace(
         made,
         states=sum(found.get(name, 0) for name in STATES),
