@@ -19,7 +19,7 @@ from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.ledger import Ledger
-from grappe.foresight.trace import CPU, END, ROOT, Trace, tensors_of, traced
+from grappe.foresight.trace import CPU, END, ROOT, Trace, tensors_of, traced, with_kernels
 from grappe.optimizers.modes import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.materialise import give_memory, on_meta
@@ -90,39 +90,26 @@ class Sketch:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
     def trace(self, rows: int, precision: str = "fp32", recompute: bool = False, threads: int = 1) -> Trace:
         """Traces a microbatch of `rows` samples, in a process of so many threads."""
-        if self._kernels is not None:
-            self._kernels.threads = threads
-        found = self._trace(rows, precision, recompute)
-        if self._kernels is not None and self._kernels.measure():
-            found = self._trace(rows, precision, recompute)
-        return found
-
-    def _trace(self, rows: int, precision: str, recompute: bool) -> Trace:
         plan, model = Plan(recompute=recompute), self._made()
         inside = list(self.task.units(model))
         switch_off_caches(model, plan)
         checkpoint_activations(inside or [model], plan)
         batch = self._batch.of(rows)
         with _explained(self.task, "run"), self.mode:
-            return traced(self.task, model, inside, batch, precision, self._kernels)
+            found = traced(self.task, model, inside, batch, precision, describes=self._kernels is not None)
+        return self._completed(found, threads)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
     def evaluation(self, rows: int, precision: str = "fp32", threads: int = 1) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        if self._kernels is not None:
-            self._kernels.threads = threads
-        found = self._evaluated(rows, precision)
-        if self._kernels is not None and self._kernels.measure():
-            found = self._evaluated(rows, precision)
-        return found
-
-    def _evaluated(self, rows: int, precision: str) -> Trace:
-        model = self._made().eval()
-        batch = self._validation.of(rows)
+        model, batch = self._made().eval(), self._validation.of(rows)
+        inside, describes = list(self.task.units(model)), self._kernels is not None
         with _explained(self.task, "be evaluated"), self.mode, torch.no_grad():
-            return traced(
-                self.task, model, list(self.task.units(model)), batch, precision, self._kernels, trains=False
-            )
+            found = traced(self.task, model, inside, batch, precision, describes=describes, trains=False)
+        return self._completed(found, threads)
+
+    def _completed(self, found: Trace, threads: int) -> Trace:
+        return found if self._kernels is None else with_kernels(found, self._kernels, threads)
 
     @functools.cached_property
     def _validation(self) -> Batches:

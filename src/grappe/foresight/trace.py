@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
-from grappe.foresight.kernels import Kernels
+from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.foresight.ledger import Ledger, Mark
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
@@ -39,6 +39,8 @@ class Trace:
     """Bytes of its inputs, targets and weights."""
     boundaries: tuple[int, ...]
     """Bytes of each unit's output."""
+    calls: tuple[tuple[int, int, Call], ...] = ()
+    """Operators whose kernels may take memory besides their output: the number of the next mark, the bytes in use."""
     complete: bool = True
     """Whether what all kernels take is counted."""
 
@@ -49,21 +51,20 @@ def traced(
     units: Sequence[nn.Module],
     batch: Batch,
     precision: str,
-    kernels: Kernels | None,
     *,
+    describes: bool,
     trains: bool = True,
 ) -> Trace:
     """Runs `model` on `batch` and follows the bytes in use; inside the mode of fake tensors.
 
     Args:
         units: the model's, whose beginnings and ends are marked.
+        describes: whether to keep the calls of operators whose kernels take memory besides.
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
     given = tensors_of(micro)
-    if kernels is not None:
-        kernels.untried = False
-    ledger = Ledger([*model.parameters(), *model.buffers(), *given], kernels)
+    ledger = Ledger([*model.parameters(), *model.buffers(), *given], describe if describes else None)
     boundaries = [0] * len(units)
     for number, unit in enumerate(units):
         _watch(unit, number, ledger, boundaries)
@@ -88,8 +89,19 @@ def traced(
         marks=tuple(ledger.marks),
         batch=sum(one.nbytes for one in given),
         boundaries=tuple(boundaries),
-        complete=kernels is None or not kernels.untried,
+        calls=tuple(ledger.calls),
     )
+
+
+def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
+    """Returns the trace with what its kernels take besides their output, in a process of so many threads."""
+    sizes = kernels.sizes((call for _, _, call in trace.calls), threads)
+    marks = list(trace.marks)
+    for place, level, call in trace.calls:
+        mark = marks[place]
+        marks[place] = mark._replace(peak=max(mark.peak, level + sizes.get(call, 0)))
+    complete = all(call in sizes for _, _, call in trace.calls)
+    return dataclasses.replace(trace, marks=tuple(marks), complete=complete)
 
 
 def _score(losses: Losses) -> Callable[..., None]:
