@@ -1,9 +1,15 @@
-"""Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`."""
+"""Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`.
+
+`python -m benchmarks.foresee --large` says how long foreseeing 32 plans of 1,024 processes takes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +44,16 @@ PLANS = (
     "replicate=2,precision=bf16", "shard=4", "replicate=2,shard=2", "offload=cpu",
     "pipeline=2,microbatches=4", "tensor=2",
 )  # fmt: skip
+SPREAD = (
+    "replicate=1024", "shard=1024,zero=1", "shard=1024,zero=2", "shard=1024", "replicate=128,shard=8",
+    "replicate=8,shard=128", "replicate=32,shard=32,zero=1", "replicate=2,shard=512",
+)  # fmt: skip
+LARGE = [
+    ",".join(filter(None, (spread, measure)))
+    for spread in SPREAD
+    for measure in ("", "microbatches=4", "recompute", "recompute,microbatches=4")
+]
+"""32 plans of 1,024 processes."""
 BETWEEN = PLANS[:9]
 """Plans whose evaluation and checkpoint are measured, too, in trainings of their own."""
 SMALL = TASKS[:2]
@@ -140,9 +156,23 @@ def main() -> None:
         needs = compose.needs(sketches[task], Plan.parse(plan))
         states = {name: getattr(needs.states, name) for name in ("parameters", "gradients", "optimizer")}
         cell["predicted"] = {"held": states, "peak": needs.peak, "least": needs.least}
-        cell["predicted"] |= {"evaluation": needs.evaluation, "checkpoint": needs.checkpoint}
+        between = ("evaluation", "evaluation_least", "checkpoint")
+        cell["predicted"] |= {name: getattr(needs, name) for name in between}
         print(key, error(cell), flush=True)
         FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def large() -> None:
+    """Says the processor time that foreseeing LARGE takes, from the command's start to its end, beside one plan's."""
+    for task in ("digits", "pysource", "coatnet"):
+        for plans in (LARGE[:1], [plan.replace("1024", "4") for plan in LARGE[:1]], LARGE):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            options = [part for plan in plans for part in ("--plan", plan)]
+            command = [sys.executable, "-m", "grappe", "foresee", task, "--batch-size", "8192", *options]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            print(f"{task}, {plans[0]} … ({len(plans)} plans): {seconds:.1f} s of one core", flush=True)
 
 
 def error(cell: dict) -> float | None:
@@ -178,4 +208,4 @@ def measured_cell(task: str, plan: str, *, between: bool = False) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    large() if "--large" in sys.argv else main()
