@@ -114,7 +114,7 @@ clean:  ## forget the environments
 	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-oldest/constraints.txt
 	@.venv-oldest/bin/pip --disable-pip-version-check --quiet install --constraint .venv-oldest/constraints.txt \
 		torch==$(OLDEST) --editable '.[demo,images,lightning,tune]' \
-		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'nbclient>=0.10' 'ipykernel>=6.29'
+		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16'
 	@touch $@
 
 .PHONY: help train demo quick oldest test lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean

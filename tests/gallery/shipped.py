@@ -26,7 +26,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "context": "32",
         "megabytes": "0.3",
     },
-    "imagenet": {"batch_size": "8", "network": "resnet18", "classes": "3", "image_size": "32"},
+    "imagenet": {"batch_size": "16", "network": "resnet18", "classes": "3", "image_size": "64"},
 }
 """By task: the fields that make it small."""
 STEPS = {"coatnet": 4, "imagenet": 4}

@@ -58,6 +58,7 @@ ELSEWHERE = {
     "launch/proof.py": "the folder where processes meet",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
     "launch/world.py": "/sys/fs/cgroup",
+    "private_api/gettext.py": "the installation's own catalogue of messages",
     "profiling/energy.py": "/sys/class/powercap",
     "profiling/memory.py": "/proc",
     "sites/__init__.py": "site files of the installation and the user",

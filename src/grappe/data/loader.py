@@ -207,7 +207,7 @@ class BatchLoader:
         if self._augments:
             inputs, targets = self._augmented(inputs, targets, drawn_for, self._world.device)
         if self._plan.channels_last:
-            inputs = tree_map(_channels_last, inputs)
+            inputs = in_channels_last(inputs)
         weights = None
         if self._counts:
             weights = counts_of(self._task, targets)
@@ -290,6 +290,11 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
         shuffle=False,
     )
     return BatchLoader(task, dataset, order, plan, world, training=False)
+
+
+def in_channels_last(inputs: Any) -> Any:
+    """Returns inputs whose images, of shape (n, channels, height, width), are laid out channels last."""
+    return tree_map(_channels_last, inputs)
 
 
 def _channels_last(leaf: Any) -> Any:

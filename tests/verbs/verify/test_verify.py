@@ -77,6 +77,7 @@ def test_a_planted_fault_is_found_and_named(
         (DROPPING, "exact=4,shard=2"),
         (Views(samples=64), "replicate=2,microbatches=2"),
         (Pairs(samples=61), "exact=4,shard=2"),
+        (Images(samples=32, epochs=1, scheduled=True), "engine=lightning,replicate=2"),  # of fewer steps than verify takes
         (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
     ],
 )

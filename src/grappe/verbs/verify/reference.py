@@ -105,6 +105,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         task,
         request.data,
         world.device,
+        steps=request.steps,
         slices=request.slices,
         pieces=request.pieces,
         recorded=request.recorded,
@@ -112,15 +113,18 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     weights = built(task)
     probe = _probe(task, batches, world.device, request.instrumentation.draws)
 
-    def new_model() -> ReferenceModel:
+    def new_model(*, channels_last: bool = False) -> ReferenceModel:
         return ReferenceModel(
-            task, request.plan, weights, world.device, slices=request.slices, total=batches.total
-        )
+            task, request.plan, weights, world.device, slices=request.slices, total=batches.total,
+            channels_last=channels_last,
+        )  # fmt: skip
 
     model = new_model()
     rounding_trial = None
     if not request.recorded:
-        rounding_trial = RoundingTrial(new_model, bool(probe.draws), probe.independent_rows)
+        rounding_trial = RoundingTrial(
+            new_model, bool(probe.draws), probe.independent_rows, channels_last=request.plan.channels_last
+        )
     steps = []
     for number in range(request.steps):
         batch = batches.batch(number)

@@ -102,6 +102,7 @@ class ReferenceBatches:
     """Loads the batches of a trial.
 
     Args:
+        steps: the number of steps of the trial, which may go beyond the end of the training.
         slices, pieces: the number of slices of each batch, and of pieces of each slice.
         recorded: batches that replace those of the sample order.
     """
@@ -112,6 +113,7 @@ class ReferenceBatches:
         data: Path,
         device: torch.device,
         *,
+        steps: int,
         slices: int,
         pieces: int,
         recorded: Sequence[RecordedBatch],
@@ -127,7 +129,9 @@ class ReferenceBatches:
         """Samples of the dataset; `length` is how many of them an epoch has."""
         self.length: int = self.stored if self._drawn is None else self._drawn.samples
         self.per_epoch = -(-self.length // task.batch_size)
-        self.total = self._recorded[0].total if self._recorded else task.epochs * self.per_epoch
+        self.total = (
+            self._recorded[0].total if self._recorded else max(steps, task.epochs * self.per_epoch)
+        )
 
     def batch(self, number: int) -> Batch:
         """Loads the batch of step `number`, cut into slices and pieces."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.draw import mix
+from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
 from grappe.data.rand_like import inside
 from grappe.errors import DivergedError
@@ -29,14 +30,25 @@ class ReferenceModel:
 
     Args:
         plan: gives the precision, and whether each piece has a random stream of its own.
+        channels_last: whether images are laid out channels last, to change only the rounding.
     """
 
     def __init__(
-        self, task: Task, plan: Plan, weights: Weights, device: torch.device, *, slices: int, total: int
+        self,
+        task: Task,
+        plan: Plan,
+        weights: Weights,
+        device: torch.device,
+        *,
+        slices: int,
+        total: int,
+        channels_last: bool = False,
     ) -> None:
         self._task, self._exact, self._device = task, bool(plan.exact), device
-        self._call = task.forward
+        self._channels_last = channels_last
         self.model = task.model().to(device).train()
+        if channels_last:
+            self.model.to(memory_format=torch.channels_last)  # pyrefly: ignore
         with torch.no_grad():
             for name, tensor in named_tensors(self.model).items():
                 tensor.copy_(weights.read(name))
@@ -85,6 +97,9 @@ class ReferenceModel:
         if self._schedule is not None:
             self._schedule.step()
         return float(total), norm
+
+    def _call(self, model: nn.Module, inputs: Any) -> Any:
+        return self._task.forward(model, in_channels_last(inputs) if self._channels_last else inputs)
 
     def _in_parts(self, model: nn.Module, rows: Rows, parts: int) -> Any:
         """Computes the model's output of all rows in parts; sets its buffers to those after all rows at once."""

@@ -20,14 +20,24 @@ class RoundingTrial:
     Rows move in pairs, since a task may mix pairs. If the model does not couple rows, they run through it in
     parts, else the gradients of partial sums of losses are added: some differences (of a bias whose gradient is
     only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
+
+    Args:
+        channels_last: whether the plan lays images out channels last, whose kernels add up in an order of their own.
     """
 
     def __init__(
-        self, new_model: Callable[[], ReferenceModel], drawing: bool, independent_rows: bool
+        self,
+        new_model: Callable[..., ReferenceModel],
+        drawing: bool,
+        independent_rows: bool,
+        *,
+        channels_last: bool,
     ) -> None:
         self._base = new_model() if drawing else None
         self._independent_rows = independent_rows
-        self._others = [new_model() for _ in ORDERS]
+        self._others = [(order, new_model()) for order in ORDERS]
+        if channels_last:
+            self._others.append((AS_IT_IS, new_model(channels_last=True)))
 
     def step(
         self, number: int, batch: Batch, model: ReferenceModel, result: tuple[float, float]
@@ -39,7 +49,7 @@ class RoundingTrial:
             if self._base is not None:
                 result = self._base.step(number, batch)
             base = (self._base or model).weights()
-            for order, other in zip(ORDERS, self._others, strict=True):
+            for order, other in self._others:
                 cut = {"parts": order.parts} if self._independent_rows else {"sums": order.sums}
                 loss, norm = other.step(number, batch.reordered(order.reorder), **cut)
                 loss_noise = max(loss_noise, relative(result[0], loss))
@@ -64,6 +74,8 @@ ORDERS = (
         reorder=lambda pairs: pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], parts=8, sums=3
     ),
 )
+
+AS_IT_IS = _SummationOrder(reorder=lambda pairs: pairs, parts=1, sums=1)
 
 
 def relative(a: float, b: float) -> float:

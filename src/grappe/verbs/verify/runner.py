@@ -61,6 +61,7 @@ class Runner:
             device=plan.device,
             threads=plan.threads,
             precision=plan.precision if precision else "fp32",
+            channels_last=plan.channels_last,  # measured as rounding: the plain process itself has torch's layout
             exact=pieces if plan.exact and pieces > 1 else 0,
         )
         # The loaded samples are no key, but which they are is settled by the rest.

@@ -51,7 +51,7 @@ class TrialStep:
 
     epoch: int
     total: int
-    """The total number of steps, for the schedule."""
+    """The total number of steps, for the schedule: at least as many as the trial has."""
     slices: tuple[tuple[int, ...], ...]
     """Ids of the samples that reached the loss, by data slice."""
     count: float
@@ -74,7 +74,7 @@ def worker(
     samples = SampleRecorder()
     task = instrumented(request.task.resolve(), request.instrumentation, samples)
     loader = training_loader(task, task.data("train", request.data), request.plan, world)
-    total = task.epochs * loader.order.steps_per_epoch
+    total = max(request.steps, task.epochs * loader.order.steps_per_epoch)
     setup = EngineSetup(
         task=task,
         plan=request.plan,
