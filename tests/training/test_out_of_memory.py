@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
-from grappe.foresight.search import Room, fitting
+from grappe.foresight.search import Room
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
 from grappe.training import out_of_memory
@@ -25,31 +25,6 @@ SHORTAGE = Shortage(rank=1, held={"parameters": 152 * MB, "gradients": 0, "optim
 def sketch() -> Sketch:
     """38 million parameters: 610 MB of states, 640 with activations; a tenth is added."""
     return Sketch(Source(), Path("data"))
-
-
-@pytest.mark.parametrize(
-    ("plan", "limit", "found"),
-    [
-        ("", 760, "microbatches=4"),
-        ("replicate=2", 700, "shard=2,zero=1"),
-        ("", 600, "shard=2,zero=1"),
-        ("replicate=2,precision=bf16", 500, "shard=2,precision=bf16"),
-        ("", 250, "shard=4"),
-        ("", 60, None),
-    ],
-)
-def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(
-    sketch: Sketch, plan: str, limit: int, found: str | None
-) -> None:
-    other = fitting(sketch, Plan.parse(plan), Room(whose="", size=limit * MB, besides=0, gpu=False))
-    assert (other and other.plan) == found
-
-
-def test_memory_that_processes_share_is_divided_and_copies_count(sketch: Sketch) -> None:
-    alone = Room(whose="", size=1400 * MB, besides=0, gpu=False)
-    shared = Room(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
-    plans = [fitting(sketch, Plan.parse("replicate=2"), room) for room in (alone, shared)]
-    assert [plan and plan.plan for plan in plans] == ["shard=2,zero=1", "shard=2"]
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:

@@ -61,7 +61,7 @@ class Big(grappe.Task):
         ),
         ("narval", "replicate=4", (), "--plan shard=4,zero=1 fits, with "),
         ("narval", "", (), "with one process, each needs"),
-        ("narval", "", (), "No plan of as many GPUs fits; with 2 GPUs --plan shard=2,zero=2 does, with "),
+        ("narval", "", (), "No plan of as many GPUs fits; with 2 GPUs --plan shard=2,zero=1 does, with "),
         ("narval", "shard=4", (), None),
         ("narval", "replicate=4,per_device=2", (), "A100, 40 GB, shared by 2 processes, has 20.0 GB"),
         ("narval", "replicate=4", ("width=8",), None),

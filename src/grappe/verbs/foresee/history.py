@@ -171,12 +171,15 @@ def _traced(run: Run, known: Mapping[str, Any], data: Path | None) -> str:
     from grappe.foresight.compose import needs
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.sketch import Sketch
+    from grappe.launch.local import start_server
 
     plan, gpu = Plan.parse(str(known.get("plan") or "")), known.get("device") == "cuda"
     threads = known.get("threads")
     if plan.threads is None and isinstance(threads, int) and threads > 0:
         plan = dataclasses.replace(plan, threads=threads)  # as many as that machine's cores
     task = reference_of(run).resolve()
+    if not gpu:
+        start_server(metrics=False)  # kernels run in a process that has no OpenMP threads of its parents
     sketch = Sketch(task, data_of(run, data), foreach=gpu, kernels=None if gpu else Kernels())
     found = needs(sketch, plan, gpu=gpu)
     values = {name: getattr(found.states, name) for name in STATES}

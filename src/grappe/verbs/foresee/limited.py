@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from grappe.errors import TaskError
+from grappe.private_api.multiprocessing import forget_forkserver
 
 SECONDS = 60  # for one call
 COMPUTING_SECONDS = 600  # of all threads
@@ -24,6 +25,7 @@ def in_limited_process(work: Callable[[], str]) -> str:
     from grappe.launch.limits import LimitReached, Limits
 
     def limited() -> str:
+        forget_forkserver()
         os.dup2(2, 1)  # what the task prints is no part of a script
         sys.stdout = sys.stderr
         signal.signal(signal.SIGALRM, _too_long)

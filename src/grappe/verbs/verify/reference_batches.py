@@ -129,9 +129,7 @@ class ReferenceBatches:
         """Samples of the dataset; `length` is how many of them an epoch has."""
         self.length: int = self.stored if self._drawn is None else self._drawn.samples
         self.per_epoch = -(-self.length // task.batch_size)
-        self.total = (
-            self._recorded[0].total if self._recorded else max(steps, task.epochs * self.per_epoch)
-        )
+        self.total = self._recorded[0].total if self._recorded else max(steps, task.epochs * self.per_epoch)
 
     def batch(self, number: int) -> Batch:
         """Loads the batch of step `number`, cut into slices and pieces."""
