@@ -285,6 +285,14 @@ class Whitened(Images):
 # ---- Models without a fault --------------------------------------------------------------------------------
 
 
+class Twice(Images):
+    """A normalisation of what is normalised already: the mean that it keeps is nothing but rounding."""
+
+    def model(self) -> nn.Module:
+        norm = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3))
+        return nn.Sequential(norm, *super().model())
+
+
 class Attending(nn.Module):
     """Self-attention with dropout; the bias of its keys has a gradient of nothing but rounding."""
 

@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_at_the_start(disk: Path) -> None:
         searched(disk / "s")
 
 
-def test_a_record_that_cannot_be_written_stops_the_other_trials_at_a_checkpoint(
+def test_a_record_that_cannot_be_written_ends_the_study_and_loses_nothing(
     tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = study_module.write_json
@@ -96,6 +96,25 @@ def test_a_record_that_cannot_be_written_stops_the_other_trials_at_a_checkpoint(
     monkeypatch.undo()
     assert rows(searched(tmp_path / "s")) == rows(undisturbed)
     assert Run(tmp_path / "s" / "trial-0000").read_description()["restarts"] == 0
+
+
+def test_a_trial_that_cannot_be_written_before_it_starts_is_drawn_again(
+    tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room again at once: nothing more is started, or drawn of what a failed write has left."""
+    write, refused = study_module.write_json, list[Path]()
+
+    def full(file: Path, content: dict, *others: object) -> None:
+        if file.name == "0002.json" and not refused:
+            refused.append(file)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, content, *others)
+
+    monkeypatch.setattr(study_module, "write_json", full)
+    with pytest.raises(RunError, match=r"No space left on device"):
+        searched(tmp_path / "s")
+    assert refused and not (tmp_path / "s" / "trial-0002").exists()
+    assert rows(searched(tmp_path / "s")) == rows(undisturbed)
 
 
 @pytest.mark.parametrize("hours", [-24, 24])

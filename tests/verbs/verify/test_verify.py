@@ -77,7 +77,8 @@ def test_a_planted_fault_is_found_and_named(
         (DROPPING, "exact=4,shard=2"),
         (Views(samples=64), "replicate=2,microbatches=2"),
         (Pairs(samples=61), "exact=4,shard=2"),
-        (Images(samples=32, epochs=1, scheduled=True), "engine=lightning,replicate=2"),  # of fewer steps than verify takes
+        (Images(samples=32, epochs=1), "engine=lightning,replicate=2"),  # of fewer steps than verify takes
+        (planted.Twice(samples=64), "replicate=3,batchnorm=sync"),
         (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
     ],
 )

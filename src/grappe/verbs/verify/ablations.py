@@ -8,7 +8,7 @@ from typing import Any
 
 from grappe import engines
 from grappe.plan import Plan
-from grappe.verbs.verify.compare import BOUND, FACTOR, compare
+from grappe.verbs.verify.compare import BOUND, FACTOR
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.reference import Reference
 from grappe.verbs.verify.runner import Runner
@@ -40,7 +40,7 @@ def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, know
         less = one.instrumentation()
         base = runner.reference(one.plan, less)
         steps = runner.trial(one.plan, less, base)
-        if compare(base, steps, without=() if one.buffers else base.buffers).agrees:
+        if runner.compare(base, steps, without=() if one.buffers else base.buffers).agrees:
             causes.append(one.word)
     return causes
 

@@ -45,6 +45,12 @@ class Difference:
         return max(step[f"{name} tolerated"] for step in self.steps for name in ("loss", "norm"))
 
     @property
+    def in_weights_only(self) -> bool:
+        """Returns whether weights differ by more than is tolerated, but no loss and no gradient's norm does."""
+        excesses = [step[f"{name} excess"] for step in self.steps for name in ("loss", "norm")]
+        return self.what == ("weights",) and not any(one > 1 for one in excesses)
+
+    @property
     def agrees(self) -> bool:
         """Returns whether nothing differs by more than its tolerance."""
         return self.first is None

@@ -71,7 +71,7 @@ def _not_judged(tensors: Sequence[str]) -> list[str]:
     more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
     return [
         f"not judged: {', '.join(tensors[:SHOWN])}{more}, which one process that takes each batch's samples in another "
-        f"order moves by more than {BOUND / FACTOR:.1%}: gradients that are only rounding, which Adam scales up"
+        f"order moves by more than {BOUND / FACTOR:.1%}: little but rounding, of a gradient that Adam scales up, say"
     ]
 
 
@@ -81,7 +81,7 @@ class _Case:
     def __init__(self, runner: Runner, plan: Plan, base: Reference, start: Instrumentation) -> None:
         self._runner, self._plan, self._base, self._start = runner, plan, base, start
         self._steps = runner.trial(plan, self._start, self._base)
-        self._difference = compare(self._base, self._steps)
+        self._difference = runner.compare(self._base, self._steps)
 
     def finding(self) -> Finding:
         """Returns the verdict, and its evidence."""
@@ -156,7 +156,7 @@ class _Case:
             return self._found("same", notes=[note])
         pieces = self._pieces(self._start, precision=True)
         steps = self._runner.trial(self._plan, self._start, pieces)
-        if compare(pieces, steps).agrees:
+        if self._runner.compare(pieces, steps).agrees:
             return self._found("same", notes=[note, self._per_piece()])
         return self._of_difference([note])
 
@@ -206,7 +206,7 @@ class _Case:
     def _agrees(self, off: Sequence[str]) -> bool:
         plan, instrumentation = self._without(off)
         base = self._runner.reference(plan, instrumentation)
-        return compare(base, self._runner.trial(plan, instrumentation, base)).agrees
+        return self._runner.compare(base, self._runner.trial(plan, instrumentation, base)).agrees
 
     def _fewest(self, off: tuple[str, ...]) -> tuple[str, ...]:
         kept = off
@@ -224,7 +224,7 @@ class _Case:
         elif STATISTICS in explained and not self._base.whole_batch:
             plan, instrumentation = self._without([one for one in self._asked_for() if one != STATISTICS])
             pieces = self._pieces(instrumentation)
-            gap = compare(pieces, self._runner.trial(plan, instrumentation, pieces))
+            gap = self._runner.compare(pieces, self._runner.trial(plan, instrumentation, pieces))
             if not gap.agrees:
                 faults.append(
                     f"{' and '.join(self._coupled_names())}: neither that of the whole batch nor that of each "
@@ -251,7 +251,7 @@ class _Case:
         if PRECISION in explained and self._plan.precision == "fp16":
             return []
         pieces = self._pieces(self._start, precision=True)
-        if compare(pieces, self._runner.trial(self._plan, self._start, pieces)).agrees:
+        if self._runner.compare(pieces, self._runner.trial(self._plan, self._start, pieces)).agrees:
             return ["one process that takes the plan's pieces one after the other learns the same"]
         return []
 

@@ -53,6 +53,8 @@ class ReferenceRequest:
     pieces: int = 1
     """Number of microbatches of each slice."""
     recorded: tuple[RecordedBatch, ...] = ()
+    perturbed: bool = False
+    """Whether the noise is also that of parameters which are moved by their last bit."""
     run: None = None
 
 
@@ -123,7 +125,11 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     rounding_trial = None
     if not request.recorded:
         rounding_trial = RoundingTrial(
-            new_model, bool(probe.draws), probe.independent_rows, channels_last=request.plan.channels_last
+            new_model,
+            bool(probe.draws),
+            probe.independent_rows,
+            channels_last=request.plan.channels_last,
+            perturbed=request.perturbed,
         )
     steps = []
     for number in range(request.steps):

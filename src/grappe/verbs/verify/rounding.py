@@ -23,6 +23,8 @@ class RoundingTrial:
 
     Args:
         channels_last: whether the plan lays images out channels last, whose kernels add up in an order of their own.
+        perturbed: whether to train further models too, whose initial parameters are moved by as much as a float32 is
+            rounded. Another order reaches few of the places where rounding decides: a ReLU's input that is nearly 0.
     """
 
     def __init__(
@@ -32,12 +34,15 @@ class RoundingTrial:
         independent_rows: bool,
         *,
         channels_last: bool,
+        perturbed: bool,
     ) -> None:
         self._base = new_model() if drawing else None
         self._independent_rows = independent_rows
         self._others = [(order, new_model()) for order in ORDERS]
         if channels_last:
             self._others.append((AS_IT_IS, new_model(channels_last=True)))
+        if perturbed:
+            self._others += [(AS_IT_IS, _perturbed(new_model(), seed)) for seed in range(PERTURBED)]
 
     def step(
         self, number: int, batch: Batch, model: ReferenceModel, result: tuple[float, float]
@@ -75,7 +80,19 @@ ORDERS = (
     ),
 )
 
+PERTURBED = 4
+"""Models with perturbed parameters."""
 AS_IT_IS = _SummationOrder(reorder=lambda pairs: pairs, parts=1, sums=1)
+
+
+@torch.no_grad()
+def _perturbed(model: ReferenceModel, seed: int) -> ReferenceModel:
+    """Moves each parameter at random by about its last bit."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.model.parameters():
+        draws = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.mul_(1 + torch.finfo(torch.float32).eps * draws)
+    return model
 
 
 def relative(a: float, b: float) -> float:

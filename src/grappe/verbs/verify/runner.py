@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from grappe.plan import Plan
+from grappe.verbs.verify.compare import Difference, compare
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.reference import Reference, ReferenceRequest
 from grappe.verbs.verify.reference_batches import RecordedBatch
@@ -39,6 +40,8 @@ class Runner:
         self.task, self.data, self.steps = task, data, steps
         self._folder, self._run, self._note = folder, run, note
         self._references: dict[Any, Reference] = {}
+        self._requests: dict[Path, ReferenceRequest] = {}
+        self._closer: dict[Path, Reference] = {}
 
     def reference(
         self,
@@ -81,11 +84,29 @@ class Runner:
                 instrumentation=instrumentation, plan=plain, slices=slices, pieces=pieces, recorded=recorded,
             )  # fmt: skip
             self._note(f"one plain process{_words(instrumentation)}")
-            # The launcher starts a plain process: precision is applied inside.
-            self._references[key] = self._run(
-                "grappe.verbs.verify.reference:worker", request, Plan(device=plan.device)
-            )
+            self._references[key] = self._trained(request)
         return self._references[key]
+
+    def _trained(self, request: ReferenceRequest) -> Reference:
+        # The launcher starts a plain process: precision is applied inside.
+        found = self._run("grappe.verbs.verify.reference:worker", request, Plan(device=request.plan.device))
+        self._requests[request.folder] = request
+        return found
+
+    def compare(
+        self, reference: Reference, steps: Sequence[TrialStep], without: Collection[str] = ()
+    ) -> Difference:
+        """Compares a trial with a reference; where weights alone differ, measures closer what rounding may do."""
+        found = compare(reference, steps, without=without)
+        if not found.in_weights_only:
+            return found
+        if reference.folder not in self._closer:
+            folder = self._folder / f"{reference.folder.name}-perturbed"
+            folder.mkdir()
+            self._note("one plain process, with parameters moved by their last bit")
+            request = dataclasses.replace(self._requests[reference.folder], folder=folder, perturbed=True)
+            self._closer[reference.folder] = self._trained(request)
+        return compare(reference, steps, tolerance=self._closer[reference.folder], without=without)
 
     def trial(
         self, plan: Plan, instrumentation: Instrumentation, reference: Reference
