@@ -124,7 +124,7 @@ def history(folder: Path, data: Path | None = None) -> list[Compared]:
         RunError: there is none.
     """
     found = []
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for entry in (folder / name for name in (safe.names(folder.resolve()) if folder.is_dir() else ())):
         if Run.is_run(entry):
             try:
                 found.append(compared(Run(entry), data))
