@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grappe.errors import TaskError
+from grappe.foresight import search
 from grappe.foresight.compose import Needs
 from grappe.foresight.memory import States
 from grappe.foresight.search import Room, candidates, fitting
@@ -64,3 +66,9 @@ def test_memory_that_processes_share_is_divided_and_copies_count(sketch: Sketch)
     shared = Room(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
     plans = [fitting(sketch, Plan.parse("replicate=2"), room) for room in (alone, shared)]
     assert [plan and plan.plan for plan in plans] == ["shard=2,zero=1", "shard=2"]
+
+
+def test_a_search_that_takes_too_long_is_left(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SECONDS", -1)
+    with pytest.raises(TaskError, match="try grappe foresee"):
+        fitting(sketch, Plan(), Room(whose="", size=1))

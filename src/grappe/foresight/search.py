@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 
 from grappe import engines
@@ -13,6 +14,7 @@ from grappe.plan import Plan, as_plan
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
 MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
+SECONDS = 60  # for a search
 MORE = (2, 4, 8)  # times as many processes, where none of as many fits
 MEASURES = (
     "",
@@ -116,12 +118,17 @@ def fitting(sketch: Sketch, plan: Plan, room: Room, more: Room | None = None) ->
         more: the memory that each of more processes may have; None: as much.
 
     Raises:
-        TaskError: the task cannot be traced.
+        TaskError: the task cannot be traced, or not in SECONDS.
     """
+    begun = time.monotonic()
     for times, memory in ((1, room), *((times, more or room) for times in MORE)):
         for other in _others(plan, times):
             if other == plan:
                 continue
+            if time.monotonic() - begun > SECONDS:
+                raise TaskError(
+                    f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee"
+                )
             found = foreseen(sketch, other, sketch.task.batch_size, memory)
             if found.fits:
                 return found
