@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,9 @@ def file(name: str) -> str:
     """A task's file; a notebook's cell with the task is written to one."""
     if (FOLDER / f"{name}.py").exists():
         return str(FOLDER / f"{name}.py")
-    written = Path(tempfile.mkdtemp(prefix="grappe-gallery-")) / f"{name}.py"
+    folder = tempfile.mkdtemp(prefix="grappe-gallery-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    written = Path(folder) / f"{name}.py"
     written.write_text("\n".join(cells(name)[:2]))
     return str(written)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import struct
 import tempfile
 from pathlib import Path
@@ -39,6 +41,7 @@ def folder(name: str) -> str | None:
     if name not in ("mnist", "fashion_mnist", "cifar10", "imagenet"):
         return None
     place = Path(tempfile.mkdtemp(prefix=f"grappe-{name}-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     if name == "cifar10":
         _cifar(place / "cifar-10-batches-bin")
     elif name == "imagenet":
