@@ -1,4 +1,4 @@
-"""What was foreseen of real runs is compared with what they measured, traced once, and no run's own code is run."""
+"""Memory that was foreseen of real runs, compared with what they measured: traced once, and no run's own code is run."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far one kind of prediction is off over several runs: sizes of relative errors."""
+    """Relative errors of one kind of prediction over several runs, without their signs."""
 
     what: str
     runs: int
