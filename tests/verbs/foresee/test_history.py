@@ -1,4 +1,4 @@
-"""Memory that was foreseen of real runs, compared with what they measured: traced once, and no run's own code is run."""
+"""Memory that was foreseen of real runs, compared with what they measured: traced once, and no code of a run is run."""
 
 from __future__ import annotations
 
