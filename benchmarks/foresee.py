@@ -1,15 +1,24 @@
-"""Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`."""
+"""Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`.
+
+`python -m benchmarks.foresee --large` says how long foreseeing 32 plans of 1,024 processes takes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
+from grappe.checkpoint.saver import Saver
 from grappe.errors import PlanError
 from grappe.fields import split
 from grappe.foresight import compose
@@ -18,6 +27,7 @@ from grappe.foresight.sketch import Sketch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
+from grappe.training.evaluation import Evaluation
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
@@ -34,7 +44,21 @@ PLANS = (
     "replicate=2,precision=bf16", "shard=4", "replicate=2,shard=2", "offload=cpu",
     "pipeline=2,microbatches=4", "tensor=2",
 )  # fmt: skip
+SPREAD = (
+    "replicate=1024", "shard=1024,zero=1", "shard=1024,zero=2", "shard=1024", "replicate=128,shard=8",
+    "replicate=8,shard=128", "replicate=32,shard=32,zero=1", "replicate=2,shard=512",
+)  # fmt: skip
+LARGE = [
+    ",".join(filter(None, (spread, measure)))
+    for spread in SPREAD
+    for measure in ("", "microbatches=4", "recompute", "recompute,microbatches=4")
+]
+"""32 plans of 1,024 processes."""
+BETWEEN = PLANS[:9]
+"""Plans whose evaluation and checkpoint are measured, too, in trainings of their own."""
+SMALL = TASKS[:2]
 BEGUN = "grappe training begins"
+EVALUATION, SAVE = "grappe evaluates", "grappe saves"
 
 
 class Begun(Watcher):
@@ -51,27 +75,56 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     Counted is what torch's allocator gives, from the beginning of the process: its peak in the steps, and before them.
     """
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler:
+    with profiler, noting(Evaluation, "run", EVALUATION), noting(Saver, "save", SAVE):
         result = train_worker(request, process, rendezvous_folder)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    begun = min(event["ts"] for event in events if event["name"] == BEGUN)
     levels = sorted(
         (event["ts"], event["args"]["Total Allocated"])
         for event in events
         if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
     )
+    spans = {
+        one["name"]: one
+        for one in events
+        if one.get("ph") == "X" and one["name"] in (BEGUN, EVALUATION, SAVE)
+    }
+    begun = spans[BEGUN]["ts"]
     found = {
         "peak": max((level for at, level in levels if at >= begun), default=0),
         "start": max((level for at, level in levels if at < begun), default=0),
     }
+    if EVALUATION in spans:
+        found["evaluation"] = max(within(levels, spans[EVALUATION]))
+        copied = within(levels, spans[SAVE])
+        found["checkpoint"] = copied[-1] - copied[0]
     (request.base / f"{process.rank}.json").write_text(json.dumps(found))
     if process.rank:
         return []
     held = [one["held"] for one in Run(result.run).read_description()["costs"]]
     return [{"held": one} for one in held]
+
+
+@contextlib.contextmanager
+def noting(owner: type, method: str, name: str) -> Iterator[None]:
+    """Context in which the profile has each call of a method under `name`."""
+    plain = getattr(owner, method)
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return plain(*arguments, **keywords)
+
+    with mock.patch.object(owner, method, noted):
+        yield
+
+
+def within(levels: list[tuple[float, int]], span: dict) -> list[int]:
+    """Returns the bytes in use at a span's beginning, and after each change in it."""
+    begun, ended = span["ts"], span["ts"] + span["dur"]
+    before = [level for at, level in levels if at < begun]
+    return [before[-1], *(level for at, level in levels if begun <= at <= ended)]
 
 
 def cells() -> Iterator[tuple[str, str]]:
@@ -90,6 +143,9 @@ def main() -> None:
             with contextlib.suppress(PlanError):  # the task does not support the plan
                 found[key] = {"measured": measured_cell(task, plan)}
                 FILE.write_text(json.dumps(found, indent=1) + "\n")
+        if key in found and "between" not in found[key] and task in SMALL and plan in BETWEEN:
+            found[key]["between"] = measured_cell(task, plan, between=True)
+            FILE.write_text(json.dumps(found, indent=1) + "\n")
     sketches = {}
     for key, cell in found.items():
         task, _, plan = key.partition(" | ")
@@ -100,8 +156,23 @@ def main() -> None:
         needs = compose.needs(sketches[task], Plan.parse(plan))
         states = {name: getattr(needs.states, name) for name in ("parameters", "gradients", "optimizer")}
         cell["predicted"] = {"held": states, "peak": needs.peak, "least": needs.least}
+        between = ("evaluation", "evaluation_least", "checkpoint")
+        cell["predicted"] |= {name: getattr(needs, name) for name in between}
         print(key, error(cell), flush=True)
         FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def large() -> None:
+    """Says the processor time that foreseeing LARGE takes, from the command's start to its end, beside one plan's."""
+    for task in ("digits", "pysource", "coatnet"):
+        for plans in (LARGE[:1], [plan.replace("1024", "4") for plan in LARGE[:1]], LARGE):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            options = [part for plan in plans for part in ("--plan", plan)]
+            command = [sys.executable, "-m", "grappe", "foresee", task, "--batch-size", "8192", *options]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            print(f"{task}, {plans[0]} … ({len(plans)} plans): {seconds:.1f} s of one core", flush=True)
 
 
 def error(cell: dict) -> float | None:
@@ -114,8 +185,11 @@ def error(cell: dict) -> float | None:
     return round(100 * (nearest / measured - 1), 2)
 
 
-def measured_cell(task: str, plan: str) -> list[dict]:
-    """Trains a few steps in new processes; returns each process's bytes."""
+def measured_cell(task: str, plan: str, *, between: bool = False) -> list[dict]:
+    """Trains a few steps in new processes; returns each process's bytes.
+
+    With `between`, it evaluates and saves at the end.
+    """
     name, *fields = task.split()
     with tempfile.TemporaryDirectory() as folder:
         request = Request(
@@ -124,7 +198,7 @@ def measured_cell(task: str, plan: str) -> list[dict]:
             base=Path(folder),
             run=Path(folder) / "run",
             quiet=True,
-            options=Options(steps=STEPS, bare=True),
+            options=Options(steps=STEPS, bare=not between),
             also=(Begun(),),
         )
         found = start("benchmarks.foresee:measured", request, request.plan)
@@ -134,4 +208,4 @@ def measured_cell(task: str, plan: str) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    large() if "--large" in sys.argv else main()

@@ -45,14 +45,39 @@ def foreseen() -> str:
     for key, cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).items():
         task, _, plan = key.partition(" | ")
         measured = max(one["peak"] for one in cell["measured"])
-        low, high = cell["predicted"]["least"], cell["predicted"]["peak"]
-        if high is None:
-            said, gap = "not predicted", ""
-        else:
-            said = f"{high / 1e6:.2f}" if low == high else f"{low / 1e6:.2f} to {high / 1e6:.2f}"
-            gap = f"{100 * (min(max(measured, low), high) / measured - 1):+.2f} %"
+        said, gap = _predicted(cell["predicted"]["least"], cell["predicted"]["peak"], measured)
         lines.append(f"| `{task}` | `{plan or 'one process'}` | {measured / 1e6:.2f} MB | {said} | {gap} |")
     return "\n".join(lines)
+
+
+def foreseen_between() -> str:
+    """The same of an evaluation and a checkpoint, where they were measured."""
+    lines = [
+        "| task | plan | evaluation, measured | predicted | outside the range | copy, measured | predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).items():
+        if "between" not in cell:
+            continue
+        task, _, plan = key.partition(" | ")
+        measured, copied = (
+            max(one[name] for one in cell["between"]) for name in ("evaluation", "checkpoint")
+        )
+        predicted = cell["predicted"]
+        said, gap = _predicted(predicted["evaluation_least"], predicted["evaluation"], measured)
+        lines.append(
+            f"| `{task}` | `{plan or 'one process'}` | {measured / 1e6:.2f} MB | {said} | {gap} | "
+            f"{copied / 1e6:.3f} MB | {predicted['checkpoint'] / 1e6:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _predicted(low: int | None, high: int | None, measured: int) -> tuple[str, str]:
+    """A range of predicted bytes, and how far what was measured lies outside of it."""
+    if low is None or high is None:
+        return "not predicted", ""
+    said = f"{high / 1e6:.2f}" if low == high else f"{low / 1e6:.2f} to {high / 1e6:.2f}"
+    return said, f"{100 * (min(max(measured, low), high) / measured - 1):+.2f} %"
 
 
 def optimizers() -> str:
@@ -147,7 +172,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},
     "docs/parity.md": {"parity": parity},
-    "docs/foresee.md": {"foreseen": foreseen},
+    "docs/foresee.md": {"foreseen": foreseen, "foreseen-between": foreseen_between},
     "docs/optimizers.md": {"optimizers": optimizers},
     "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},
 }

@@ -27,7 +27,29 @@ def gpt() -> Sketch:
 def test_the_peak_of_a_convolutional_network(plan: str) -> None:
     found = needs(Sketch(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
     measured = max(one["peak"] for one in measured_cell("digits", plan))
-    assert found.peak == pytest.approx(measured, rel=EXACT)
+    copy = found.states.gradients if plan else 0  # which gloo's threads may hold for a moment longer
+    assert found.peak is not None
+    assert found.peak * (1 - EXACT) <= measured <= (found.peak + copy) * (1 + EXACT)
+
+
+@pytest.mark.parametrize("plan", ["", "replicate=2"])
+def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
+    found = needs(Sketch(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
+    measured = measured_cell("digits", plan, between=True)
+    copy = found.states.gradients if plan else 0
+    most = max(one["evaluation"] for one in measured)
+    assert found.evaluation is not None
+    assert found.evaluation * (1 - EXACT) <= most <= (found.evaluation + copy) * (1 + EXACT)
+    assert found.checkpoint == max(one["checkpoint"] for one in measured)
+
+
+def test_an_evaluation_of_a_sharded_transformer_takes_no_less_than_is_foreseen(gpt: Sketch) -> None:
+    words = " ".join(f"{name}={value}" for name, value in TINY_GPT.items())
+    found = needs(gpt, Plan.parse("shard=2"))
+    measured = measured_cell(f"pysource {words}", "shard=2", between=True)
+    assert found.evaluation_least is not None  # how much more depends on gloo's threads
+    assert found.evaluation_least * (1 - EXACT) <= max(one["evaluation"] for one in measured)
+    assert found.checkpoint == pytest.approx(max(one["checkpoint"] for one in measured), rel=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from grappe.errors import PlanError, TaskError
 from grappe.foresight import kernels
 from grappe.foresight.compose import needs
 from grappe.foresight.sharding import padded, rows_of
-from grappe.foresight.sketch import GRADIENT, Sketch
+from grappe.foresight.sketch import Sketch
+from grappe.foresight.trace import GRADIENT
 from grappe.plan import Plan
 
 

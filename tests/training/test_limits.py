@@ -36,8 +36,7 @@ def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
     )
     assert told, err
     assert int(told[1]) < 305
-    assert re.search(r"Plans that would fit, by estimate: .*shard=2.* \(\d+ MB a process\)", err), err
-    assert "pipeline=2" in err
+    assert re.search(r"Foreseen to fit: device=cpu,shard=2,\S* \(\d+ MB a process\)", err), err
     assert ("offload=nvme:FOLDER" in err) == library.installed()
     assert Run(tmp_path / "run").latest() is not None, "nothing that was saved is lost"
 

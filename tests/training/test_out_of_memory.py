@@ -1,60 +1,77 @@
-"""Tests of the parts of an out-of-memory message: a model's needs, and the plans that would fit."""
+"""Tests of the parts of an out-of-memory message: what was held, and the plans that are foreseen to fit."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import GrappeError, OutOfMemory, TaskError
+from grappe.foresight.search import Room
+from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
-from grappe.tasks.pysource import PySource
-from grappe.training.out_of_memory import explained, fits, is_out_of_memory, needs_of
-from tests.parity.tasks import Images
+from grappe.training import out_of_memory
+from grappe.training.out_of_memory import Short, Shortage, advised, explained, is_out_of_memory
+from tests.foresight.test_sketch import Looks
+from tests.short_source import Short as Source
 
 MB = 1_000_000
+SHORTAGE = Shortage(rank=1, held={"parameters": 152 * MB, "gradients": 0, "optimizer": 0}, other=5, before=9)
 
 
-def test_needs_are_counted_without_memory() -> None:
-    needs = needs_of(PySource(size="xl"))
-    assert needs.parameters == needs.gradients == sum(needs.units)
-    assert needs.optimizer == pytest.approx(2 * needs.parameters, rel=1e-3)  # Adam's two, and its step counts
-    assert 5.9e9 < needs.parameters < 6.0e9
+@pytest.fixture(scope="module")
+def sketch() -> Sketch:
+    """38 million parameters: 610 MB of states, 640 with activations; a tenth is added."""
+    return Sketch(Source(), Path("data"))
 
 
-def test_needs_know_momentum_and_what_is_frozen() -> None:
-    task = Images(rule="sgd", frozen=True)
-    needs, trained = needs_of(task), [p for p in task.model().parameters() if p.requires_grad]
-    assert needs.gradients == needs.optimizer == 4 * sum(p.numel() for p in trained) < needs.parameters
+def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
+    monkeypatch.setattr(out_of_memory, "_limit", lambda: (megabytes * MB, "a limit", False))
 
 
-@pytest.fixture
-def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grappe.engines.deepspeed import library
-
-    monkeypatch.setattr(library, "installed", lambda: False)
-
-
-@pytest.mark.usefixtures("without_deepspeed")
-@pytest.mark.parametrize(
-    ("limit", "plans"),
-    [
-        (800, ["shard=2", "pipeline=2,microbatches=8"]),
-        (540, ["shard=4", "pipeline=2,microbatches=8"]),
-        (260, ["shard=8", "pipeline=8,microbatches=32"]),
-        (120, []),
-    ],
-)
-def test_the_smallest_of_each_kind_that_fits(limit: int, plans: list[str]) -> None:
-    needs = Needs(parameters=200 * MB, gradients=200 * MB, optimizer=400 * MB, units=(25 * MB,) * 8)
-    assert [str(plan) for plan, _ in fits(needs, Plan(), limit * MB, 100 * MB)] == plans
+def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 1300)
+    told = str(advised(Short(SHORTAGE), Source(), Plan(), Path("data")))
+    assert told.startswith(
+        "out of memory in process 1, which may take 1.3 GB (a limit). It held 152 MB of parameters, "
+    )
+    assert "0 MB of optimizer state (of 305 MB)" in told
+    assert re.search(r"Foreseen to fit: microbatches=4 \([0-9.]+ GB a process\)", told)
 
 
-@pytest.mark.usefixtures("without_deepspeed")
-def test_without_units_only_sharding_is_proposed_and_whole_parameters_count() -> None:
-    needs = Needs(parameters=200 * MB, gradients=200 * MB, optimizer=400 * MB, units=())
-    found = fits(needs, Plan(), 1200 * MB, 0)
-    assert [(str(plan), need) for plan, need in found] == [("shard=2", 1000 * MB)]
+def test_a_model_that_cannot_be_traced_is_told_with_general_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limited(monkeypatch, 600)
+    told = str(advised(Short(SHORTAGE), Looks(), Plan(), tmp_path))
+    assert re.search(
+        r"Which plan fits is not foreseen \(Looks cannot .*take smaller microbatches, recompute", told
+    )
+
+
+def test_what_the_training_had_is_freed_before_the_search(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    freed = []
+
+    class Large:
+        def __del__(self) -> None:
+            freed.append(True)
+
+    def trains() -> None:
+        kept = Large()
+        with explained(0):
+            raise MemoryError
+        print(kept)
+
+    monkeypatch.setattr(out_of_memory, "_foreseen", lambda *_: ({}, f"freed: {freed}"))
+    try:
+        trains()
+    except Short as error:
+        assert not freed
+        assert "freed: [True]" in str(advised(error, Looks(), Plan(), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -68,23 +85,15 @@ def test_without_units_only_sharding_is_proposed_and_whole_parameters_count() ->
     ],
 )
 def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(
-    monkeypatch: pytest.MonkeyPatch, plan: str, limit: int, away: str | None
+    monkeypatch: pytest.MonkeyPatch, plan: str, limit: int, away: str | None, sketch: Sketch
 ) -> None:
     from grappe.engines.deepspeed import library
 
-    needs = Needs(
-        parameters=200 * MB, gradients=200 * MB, optimizer=400 * MB, units=(25 * MB,) * 8, largest=6 * MB
-    )
+    room = Room(whose="", size=limit * MB, besides=0, gpu=False)
     for there in (True, False):
         monkeypatch.setattr(library, "installed", lambda there=there: there)
-        found = [str(one) for one, _ in fits(needs, Plan.parse(plan), limit * MB, 100 * MB)]
-        assert [one for one in found if "nvme" in one] == ([away] if away and there else [])
-
-
-def test_a_plan_keeps_what_it_has() -> None:
-    needs = Needs(parameters=200 * MB, gradients=200 * MB, optimizer=400 * MB, units=(25 * MB,) * 8)
-    request = Plan.parse("replicate=2,precision=bf16")
-    assert str(fits(needs, request, 800 * MB, 0)[0][0]) == "replicate=2,shard=2,precision=bf16"
+        found = [*out_of_memory._on_disk(sketch, Plan.parse(plan), room)]
+        assert [name for name, _ in found] == ([away] if away and there else [])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def test_a_plan_keeps_what_it_has() -> None:
 )
 def test_which_errors_are_about_memory(error: Exception, is_it: bool) -> None:
     assert is_out_of_memory(error) is is_it
-    with pytest.raises(OutOfMemory if is_it else type(error)) as caught, explained(Images(), Plan(), 3):
+    with pytest.raises(OutOfMemory if is_it else type(error)) as caught, explained(3):
         raise error
     if is_it:
         assert isinstance(caught.value, GrappeError)

@@ -61,7 +61,7 @@ class Big(grappe.Task):
         ),
         ("narval", "replicate=4", (), "--plan shard=4,zero=1 fits, with "),
         ("narval", "", (), "with one process, each needs"),
-        ("narval", "", (), "No plan of as many GPUs fits"),
+        ("narval", "", (), "No plan of as many GPUs fits; with 2 GPUs --plan shard=2,zero=1 does, with "),
         ("narval", "shard=4", (), None),
         ("narval", "replicate=4,per_device=2", (), "A100, 40 GB, shared by 2 processes, has 20.0 GB"),
         ("narval", "replicate=4", ("width=8",), None),
@@ -101,7 +101,7 @@ def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest
 
 def test_a_task_that_takes_for_ever_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.submission_memory.SECONDS", 3)
+    monkeypatch.setattr("grappe.verbs.foresee.limited.SECONDS", 3)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ("width=8", "sleeps=600"))
     assert found is not None and "take more than 3 s here" in found
 
@@ -110,9 +110,9 @@ def test_the_plan_is_judged_without_advice_where_the_search_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.submission_memory._others", lambda plan: None)
+    monkeypatch.setattr("grappe.verbs.submission_memory._another", lambda *_: 1 / 0)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ())
-    assert found is not None and "it will run out of memory. (foreseen" in found
+    assert found is not None and "it will run out of memory (foreseen" in found
 
 
 def test_a_site_without_gpus_is_not_examined() -> None:

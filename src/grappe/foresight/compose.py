@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from grappe.data.order import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.errors.user_code import naming_user_line
+from grappe.foresight.checkpoint import copied
 from grappe.foresight.memory import Accumulating, Overlay, Part, States, peak, states
 from grappe.foresight.sharding import Sharding, padded, rows_of
 from grappe.foresight.sketch import Parameter, Sketch, homes_of
@@ -27,6 +28,9 @@ UNFORESEEN = ("exact", "compile", "config")
 STATES_ONLY = frozenset({"pipeline", "tensor", "offload", "batchnorm"})
 """Keys of plans whose states are known and whose peak is not."""
 
+UNCOPIED = frozenset({"pipeline", "tensor", "offload"})
+"""Keys of plans of which it is not known what is copied for a checkpoint."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
@@ -39,6 +43,28 @@ class Needs:
     """The same where gloo's threads free their copies of gradients at once: on a CPU the peak lies between."""
     rows: int
     """Samples of its largest microbatch."""
+    evaluation: int | None = None
+    """The peak of an evaluation, without what the task's metrics keep; None: not known for this plan."""
+    evaluation_least: int | None = None
+    """The same where gloo's threads free at once what they gathered parameters into."""
+    checkpoint: int | None = None
+    """Bytes of the copies that checkpoints are written from, in host memory, kept from the first one on; None: not
+    known."""
+    gpu: bool = False
+    """Whether the plan trains on GPUs."""
+
+    @property
+    def most(self) -> int | None:
+        """Computes the most bytes on the device, checkpoints' copies not counted; None: not known for this plan."""
+        if self.peak is None or self.evaluation is None:
+            return None
+        return max(self.peak, self.evaluation)
+
+    @property
+    def with_copies(self) -> int | None:
+        """Computes the most bytes on the device of a training that saves; None: not known for this plan."""
+        copies = 0 if self.gpu else self.checkpoint
+        return None if self.most is None or copies is None else self.most + copies
 
 
 def refuse_unforeseen(plan: Plan) -> None:
@@ -70,18 +96,19 @@ def needs(sketch: Sketch, plan: Plan, *, batch: int | None = None, gpu: bool = F
 
 def _needs(sketch: Sketch, plan: Plan, batch: int | None, gpu: bool) -> Needs:
     everyone = [states(parts, sketch.buffers) for parts in _processes(sketch, plan)]
-    samples = min(batch or sketch.task.batch_size, sketch.samples)
-    slices = [
-        b - a for a, b in (rows_cut(samples, plan.data_parallel, part) for part in range(plan.data_parallel))
-    ]
-    pieces = [rows_cut(max(slices), plan.microbatches, part) for part in range(plan.microbatches)]
-    rows = max(1, *(b - a for a, b in pieces))
+    rows = _rows(sketch, plan, batch or sketch.task.batch_size)
+    most = _peak(sketch, plan, rows, copies=1 if gpu else 2)
+    evaluation = _evaluation(sketch, plan, batch or sketch.task.batch_size)
     largest = max(everyone, key=lambda one: one.total)
     return Needs(
         states=largest,
-        peak=_peak(sketch, plan, rows, copies=1 if gpu else 2),
+        peak=most,
         least=_peak(sketch, plan, rows, copies=1),
         rows=rows,
+        evaluation=None if evaluation is None else evaluation + (0 if gpu else _held_by_gloo(sketch, plan)),
+        evaluation_least=evaluation,
+        checkpoint=None if plan.changed_keys() & UNCOPIED or sketch.has_modes else copied(sketch, plan),
+        gpu=gpu,
     )
 
 
@@ -151,28 +178,88 @@ def _axis(style: str, sketch: Sketch, module: str, name: str) -> int | None:
     raise PlanError(f"tensor_plan() has the style {style} for {module}: how it splits is not foreseen")
 
 
+def _precision(plan: Plan) -> str:
+    return plan.precision if plan.precision in LOWER else "fp32"
+
+
+def _threads(plan: Plan) -> int:
+    return plan.threads or own_cores(ProcessRank(size=plan.processes, local_size=plan.processes))
+
+
+def _has_peak(sketch: Sketch, plan: Plan) -> bool:
+    return not (plan.changed_keys() & STATES_ONLY or sketch.task.whole_batch_loss)
+
+
 def _peak(sketch: Sketch, plan: Plan, rows: int, copies: int) -> int | None:
     """Computes the most bytes in a step, of a process with the longest rows; None: not known."""
-    if plan.changed_keys() & STATES_ONLY or sketch.task.whole_batch_loss:
+    if not _has_peak(sketch, plan):
         return None
-    lower = plan.precision if plan.precision in LOWER else "fp32"
-    threads = plan.threads or own_cores(ProcessRank(size=plan.processes, local_size=plan.processes))
-    trace = sketch.trace(rows, lower, plan.recompute, threads)
+    trace = sketch.trace(rows, _precision(plan), plan.recompute, _threads(plan))
     if not trace.complete:
         return None
-    sharded = plan.shard > 1
-    whole = [Part(parameter=one, numbers=one.size // one.item) for one in sketch.parameters]
-    parts = next(iter(_processes(sketch, plan)))
-    kept = states(whole if not sharded else parts, sketch.buffers)
-    parameters = sum(
-        padded(one, plan.shard) // plan.shard if one.shape else one.size for one in sketch.parameters
-    )
-    base = sketch.buffers + kept.optimizer + (parameters if sharded else kept.parameters)
+    parts = _first_parts(sketch, plan)
     passes = [peak(trace, _overlay(sketch, plan, place, copies)) for place in _distinct(plan.microbatches)]
-    temporary = sketch.together * max((part.temporary for part in (parts if sharded else whole)), default=0)
-    update = int(kept.gradients + temporary)
+    temporary = sketch.together * max((part.temporary for part in parts), default=0)
+    update = int(states(parts, 0).gradients + temporary)
     # The batch before is kept until its loss is read, one step late.
-    return base + max(*passes, update) + 2 * plan.microbatches * trace.batch
+    return _base(sketch, plan, parts) + max(*passes, update) + 2 * plan.microbatches * trace.batch
+
+
+def _evaluation(sketch: Sketch, plan: Plan, batch: int) -> int | None:
+    """Computes the most bytes in an evaluation between two steps; None: not known."""
+    if not _has_peak(sketch, plan):
+        return None
+    ways = plan.data_parallel
+    asked = plan.validation_batch or max(2, 2 * -(-batch // (ways * plan.microbatches))) * ways
+    rows = max(1, -(-min(asked, sketch.validation_samples) // ways))
+    trace = sketch.evaluation(rows, _precision(plan), _threads(plan))
+    if not trace.complete:
+        return None
+    parts = _first_parts(sketch, plan)
+    overlay: Overlay = Accumulating([], there=False)
+    if plan.shard > 1:
+        overlay = Sharding(sketch.parameters, plan.shard, plan.zero, there=False, reduces=False, copies=1)
+    buckets = states(parts, 0).gradients if plan.replicate > 1 and plan.shard == 1 else 0
+    trained = sketch.trace(_rows(sketch, plan, batch), _precision(plan), plan.recompute, _threads(plan))
+    # The step before has its batch until its loss is read.
+    batches = plan.microbatches * trained.batch + trace.batch
+    return _base(sketch, plan, parts) + buckets + peak(trace, overlay) + batches
+
+
+def _held_by_gloo(sketch: Sketch, plan: Plan) -> int:
+    """Computes the bytes of the last two gathered units, which gloo's threads may hold for a moment longer."""
+    units: dict[int, int] = {}
+    for one in sketch.parameters if plan.shard > 1 else ():
+        units[one.unit] = units.get(one.unit, 0) + padded(one, plan.shard)
+    return sum(sorted(units.values())[-2:])
+
+
+def _rows(sketch: Sketch, plan: Plan, batch: int) -> int:
+    """Returns the samples of the largest microbatch."""
+    samples = min(batch, sketch.samples)
+    # The first slices and pieces are the longest.
+    first, last = rows_cut(samples, plan.data_parallel, 0)
+    begin, end = rows_cut(last - first, plan.microbatches, 0)
+    return max(1, end - begin)
+
+
+def _first_parts(sketch: Sketch, plan: Plan) -> list[Part]:
+    """Returns the parts of the process that has most."""
+    if plan.shard == 1:
+        return [Part(parameter=one, numbers=one.size // one.item) for one in sketch.parameters]
+    return next(iter(_processes(sketch, plan)))
+
+
+def _base(sketch: Sketch, plan: Plan, parts: Sequence[Part]) -> int:
+    """Computes the bytes that stay from one step to the next."""
+    kept = states(parts, sketch.buffers)
+    held = kept.parameters
+    if plan.shard > 1:
+        held = sum(
+            padded(one, plan.shard) // plan.shard if one.shape else one.size for one in sketch.parameters
+        )
+    average = kept.gradients if sketch.task.ema is not None else 0  # of as many numbers
+    return sketch.buffers + kept.optimizer + held + average
 
 
 def _distinct(microbatches: int) -> Sequence[tuple[bool, bool]]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Call(NamedTuple):
     """convolution.default, of torch.ops.aten"""
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
+    output: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,43 +51,37 @@ class KernelRequest:
     run: None = None
 
 
+def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
+    """Describes an operator whose kernel may take memory besides its output; None: it is none of those."""
+    if not str(operator).startswith(WITH_SCRATCH):
+        return None
+    return Call(
+        str(operator).removeprefix("aten."),
+        _described(arguments),
+        tuple(sorted((name, _described(value)) for name, value in keywords.items())),
+        _described(output),
+    )
+
+
 class Kernels:
-    """Bytes that operators' kernels take besides their output; those not known yet are collected."""
+    """Bytes that operators' kernels take besides their output, each measured once."""
 
     def __init__(self) -> None:
-        self.threads = 1
-        """Of the process whose kernels are asked for."""
-        self.untried = False
-        """Whether a call was too large to be tried."""
         self._known: dict[tuple[int, Call], int] = {}
-        self._missing: dict[Call, None] = {}
 
-    def __call__(self, operator: Any, arguments: Any, keywords: Any, output: Any) -> int:
-        if not str(operator).startswith(WITH_SCRATCH):
-            return 0
-        call = Call(
-            str(operator).removeprefix("aten."),
-            _described(arguments),
-            tuple(sorted((name, _described(value)) for name, value in keywords.items())),
-        )
-        if sum(map(_size, _forms((call.arguments, call.keywords, _described(output))))) > LARGEST:
-            self.untried = True
-            return 0
-        key = (self.threads, call)
-        if key not in self._known:
-            self._missing[call] = None
-        return self._known.get(key, 0)
+    def sizes(self, calls: Iterable[Call], threads: int) -> dict[Call, int]:
+        """Returns the bytes of each of `calls` in a process of so many threads; those too large to try are left out.
 
-    def measure(self) -> bool:
-        """Measures what is not known yet, in a process of its own; returns whether there was anything."""
-        calls, self._missing = tuple(self._missing), {}
-        if not calls:
-            return False
-        request = KernelRequest(calls=calls, threads=self.threads)
-        found = local("grappe.foresight.kernels:worker", request, 1)
-        for call, size in zip(calls, found, strict=True):
-            self._known[self.threads, call] = size
-        return True
+        What is not known yet is measured, in a process of its own.
+        """
+        wanted = [call for call in dict.fromkeys(calls) if sum(map(_size, _forms(tuple(call)))) <= LARGEST]
+        new = tuple(call for call in wanted if (threads, call) not in self._known)
+        if new:
+            request = KernelRequest(calls=new, threads=threads)
+            found = local("grappe.foresight.kernels:worker", request, 1)
+            for call, size in zip(new, found, strict=True):
+                self._known[threads, call] = size
+        return {call: self._known[threads, call] for call in wanted}
 
 
 def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path) -> list[int]:

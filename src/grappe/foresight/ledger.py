@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 
-Scratch = Callable[[Any, Any, Any, Any], int]
-"""An operator, its arguments, its keywords and its output to the bytes that its kernel takes besides the output."""
+Describe = Callable[[Any, Any, Any, Any], Any]
+"""An operator, its arguments, its keywords and its output to a description, if its kernel may take memory besides."""
 
 
 class Mark(NamedTuple):
@@ -33,16 +33,18 @@ class Ledger(TorchDispatchMode):
 
     Args:
         known: tensors whose bytes do not count.
-        scratch: what an operator's kernel takes beside its output.
+        describe: describes the operators whose kernels may take memory besides their output.
     """
 
-    def __init__(self, known: Iterable[Tensor], scratch: Scratch | None = None) -> None:
+    def __init__(self, known: Iterable[Tensor], describe: Describe | None = None) -> None:
         super().__init__()
         self._storages: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._ends: dict[int, weakref.ref] = {}
-        self._scratch = scratch
+        self._describe = describe
         self.now = self._peak = 0
         self.marks: list[Mark] = []
+        self.calls: list[tuple[int, int, Any]] = []
+        """Of each described operator: the number of the next mark, the bytes in use, the description."""
         for tensor in known:
             self._storages[tensor.untyped_storage()] = 0
 
@@ -57,8 +59,10 @@ class Ledger(TorchDispatchMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
-        besides = 0 if self._scratch is None else self._scratch(func, args, keywords, output)
-        self._peak = max(self._peak, self.now + besides)
+        self._peak = max(self._peak, self.now)
+        call = None if self._describe is None else self._describe(func, args, keywords, output)
+        if call is not None:
+            self.calls.append((len(self.marks), self.now, call))
         return output
 
     def _follow(self, tensor: Tensor) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from grappe.foresight.ledger import Mark
-from grappe.foresight.sketch import GRADIENT, Parameter, Trace
+from grappe.foresight.sketch import Parameter
+from grappe.foresight.trace import GRADIENT, Trace
 
 
 class Overlay(Protocol):
@@ -38,7 +39,7 @@ class Part:
     def state(self) -> int:
         """Computes the bytes of the optimizer's state."""
         whole = max(1, self.parameter.size // self.parameter.item)
-        return self.parameter.state * self.numbers // whole + self.parameter.whole_state
+        return sum(self.parameter.states) * self.numbers // whole + sum(self.parameter.whole_states)
 
     @property
     def temporary(self) -> int:

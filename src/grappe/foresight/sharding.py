@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grappe.foresight.ledger import Mark
-from grappe.foresight.sketch import ROOT, Parameter
+from grappe.foresight.sketch import Parameter
+from grappe.foresight.trace import ROOT
 
 
 def rows_of(parameter: Parameter, ways: int, rank: int) -> int:

@@ -22,6 +22,11 @@ def forkserver_is_running() -> bool:
     return _pid() is not None
 
 
+def forget_forkserver() -> None:
+    """Lets a forked process have a fork server of its own: its parent's is not its child."""
+    forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
+
+
 def forkserver_exit_code() -> int | None:
     """Returns how the server has ended (negative: the signal that killed it); None: it lives, or never was.
 

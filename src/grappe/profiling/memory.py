@@ -68,9 +68,18 @@ def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
 
 def data_size() -> int:
     """Returns the bytes of this process that RLIMIT_DATA counts; 0 if the system does not report them."""
+    return _status("VmData:")
+
+
+def resident() -> int:
+    """Returns the bytes of this process's resident memory, shared pages too; 0 if the system does not report them."""
+    return _status("VmRSS:")
+
+
+def _status(name: str) -> int:
     with contextlib.suppress(OSError):
         for line in STATUS.read_text().splitlines():
-            if line.startswith("VmData:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
     return 0
 

@@ -1,20 +1,24 @@
-"""Out of memory: names what used the memory, and plans that would fit."""
+"""Out of memory: names what used the memory, and a plan that is foreseen to fit."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import resource
-from collections.abc import Iterator
-from typing import Any
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from grappe import engines
-from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import GrappeError, OutOfMemory
 from grappe.plan import Plan
-from grappe.step.given import optimizer_of
 from grappe.task import Task
+
+if TYPE_CHECKING:
+    from grappe.foresight.search import Room
+    from grappe.foresight.sketch import Sketch
 
 THREAD = "can't start new thread"
 WORDS = (
@@ -25,14 +29,39 @@ WORDS = (
     "bad_alloc",
     THREAD,
 )
-WORD = {"optimizer": "optimizer state"}
-DEGREES = (2, 4, 8)
+KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+CONNECTION_BYTES = 110_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """A process's use of memory when it got no more."""
+
+    rank: int
+    held: Mapping[str, int]
+    """Bytes by kind: parameters, gradients, optimizer."""
+    other: int
+    """Bytes of activations and others."""
+    before: int
+    """Bytes from before the model."""
+
+
+class Short(OutOfMemory):
+    """A process got no more memory; within that process."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(_told(shortage, {}))
+        self.shortage = shortage
+
+
 @contextlib.contextmanager
-def explained(task: Task, plan: Plan, rank: int) -> Iterator[None]:
-    """Explains an out-of-memory error: what used the memory, and what to do."""
+def explained(rank: int) -> Iterator[None]:
+    """Explains an out-of-memory error: what used the memory.
+
+    Raises:
+        Short: there was one.
+    """
     from grappe.profiling import memory
 
     memory.heed_limit()
@@ -45,7 +74,8 @@ def explained(task: Task, plan: Plan, rank: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         held = memory.found_by_kind()  # while the traceback still keeps it alive
-        raise OutOfMemory(_message(task, plan, rank, held, before)) from None
+        other = max(0, memory.data_size() - before - sum(held.values()))
+        raise Short(Shortage(rank=rank, held=held, other=other, before=before)) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,114 +91,119 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known and any(one in str(error) for one in words)
 
 
-def _message(task: Task, plan: Plan, rank: int, held: dict[str, int], before: int) -> str:
-    from grappe.profiling import memory
-
-    limit, whose = _limit()
-    needs = needs_of(task)
-    whole = {"parameters": needs.parameters, "gradients": needs.gradients, "optimizer": needs.optimizer}
-    parts = [
-        memory.size(held[kind]) + f" of {WORD.get(kind, kind)}" + _missing(held[kind], whole[kind], plan)
-        for kind in whole
-    ]
-    now = memory.data_size()
-    other = max(0, now - before - sum(held.values()))
-    fitting = [
-        f"{one} ({memory.size(need)} a process)" for one, need in fits(needs, plan, limit, before + other)
-    ]
-    advice = (
-        f"Plans that would fit, by estimate: {'; '.join(fitting)}"
-        if fitting
-        else f"No plan of {DEGREES[-1]} times "
-        "as many processes would fit, by estimate: take smaller microbatches, recompute, or a smaller model"
-    )
-    return (
-        f"out of memory in process {rank}, which may take {memory.size(limit)} ({whose}). It held {', '.join(parts)}, "
-        f"{memory.size(other)} of activations and others, and {memory.size(before)} from before the model. {advice}"
-    )
-
-
-def _missing(held: int, whole: int, plan: Plan) -> str:
-    from grappe.profiling import memory
-
-    share = whole / (plan.shard * plan.pipeline * plan.tensor)
-    return f" (of {memory.size(share)})" if held < 0.9 * share else ""
-
-
-def fits(needs: Needs, plan: Plan, limit: int, rest: int) -> list[tuple[str, float]]:
-    """Finds the smallest plan of each kind that needs at most `limit` bytes per process; returns these needs too.
-
-    At the end of the list: plans with offload to a disk, for which the user must name the folder.
-
-    Args:
-        rest: the bytes that every process needs besides parameters, gradients and optimizer state.
-    """
-    found: list[tuple[str, float]] = []
-    for kind in ("shard", "pipeline"):
-        for degree in DEGREES:
-            changes: dict[str, Any] = {kind: getattr(plan, kind) * degree}
-            if kind == "pipeline":
-                changes["microbatches"] = max(plan.microbatches, 4 * changes["pipeline"])
-            try:
-                other = dataclasses.replace(plan, **changes)
-                engines.check(other)
-            except GrappeError:
-                continue
-            if kind == "pipeline" and len(needs.units) < other.pipeline:
-                continue
-            need = needs.of(other) + rest
-            if need <= limit:
-                found.append((str(other), need))
-                break
-    for name in engines.names():
-        away = engines.find(name).offloaded_to_disk(plan, needs)
-        if away is not None and away[1] + rest <= limit:
-            found.append((away[0], away[1] + rest))
-    return found
-
-
-def needs_of(task: Task) -> Needs:
-    """Computes the bytes of the task's model, gradients and optimizer state, on the meta device."""
-    import torch
-
-    from grappe.parallel.materialise import on_meta
-
-    model = on_meta(task)
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    gradients = sum(_nbytes(one) for _, one in named)
+def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
+    """Frees what the training has left, and adds to its error a plan that is foreseen to fit."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__context__
+    error.__context__ = None
+    gc.collect()
     try:
-        optimizer = optimizer_of(task, named)
-        for _, one in named:
-            one.grad = torch.empty_like(one)
-        optimizer.step()
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        state = sum(_nbytes(value) for value in states if isinstance(value, torch.Tensor))
-    except Exception:  # an optimizer that wants values: most keep two numbers for each
-        state = 2 * gradients
-    units = tuple(sum(_nbytes(one) for one in unit.parameters()) for unit in task.units(model))
-    return Needs(
-        parameters=sum(_nbytes(one) for one in [*model.parameters(), *model.buffers()]),
-        gradients=gradients,
-        optimizer=state,
-        units=units,
-        largest=max((_nbytes(one) for one in model.parameters()), default=0),
+        states, advice = _foreseen(error.shortage, task, plan, data)
+    except Exception as problem:  # memory is short, and the first error is the one to be told
+        why = f" ({problem})" if isinstance(problem, GrappeError) else ""
+        states = {}
+        advice = f"Which plan fits is not foreseen{why}: take smaller microbatches, recompute, or shard="
+    return OutOfMemory(f"{_told(error.shortage, states)}. {advice}")
+
+
+def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[Mapping[str, int], str]:
+    """Foresees the states of a process of this plan, and plans that fit; returns both, the second as a sentence."""
+    from grappe.foresight.search import fitting, foreseen
+    from grappe.foresight.sketch import Sketch
+    from grappe.profiling.memory import size
+
+    room, more = rooms(shortage, plan)
+    sketch = Sketch(task, data, foreach=room.gpu, kernels=None)
+    this = foreseen(sketch, plan, task.batch_size, None).needs
+    states = {} if this is None else {kind: getattr(this.states, kind) for kind in KINDS}
+    found = fitting(sketch, plan, room, more)
+    plans = []
+    if found is not None and found.needs is not None:
+        chosen = room if found.processes == plan.processes else more
+        plans.append(f"{found.plan} ({size(chosen.taken(found.needs))} a process)")
+    plans += [f"{name} ({size(need)} a process)" for name, need in _on_disk(sketch, plan, room)]
+    if plans:
+        return states, f"Foreseen to fit: {'; '.join(plans)}"
+    return states, (
+        "No plan that can be foreseen fits, on up to 8 times as many processes: take a smaller batch_size, or a "
+        "smaller model"
     )
 
 
-def _nbytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size()
+def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, float]]:
+    """Yields plans with offload to a disk that fit, for which the user must name the folder, and a process's bytes."""
+    from grappe import engines
+    from grappe.engines.shared.memory_needs import Needs
+    from grappe.foresight.search import foreseen
+
+    native = dataclasses.replace(plan, engine="native", offload="none")
+    one = foreseen(sketch, native, sketch.task.batch_size, None).needs
+    if one is None or one.peak is None:
+        return
+    units: dict[int, int] = {}
+    for parameter in sketch.parameters:
+        units[parameter.unit] = units.get(parameter.unit, 0) + parameter.size
+    whole = Needs(
+        parameters=sum(units.values()) + sketch.buffers,
+        gradients=sum(parameter.size for parameter in sketch.parameters if parameter.trained),
+        units=tuple(size for unit, size in units.items() if unit >= 0),
+        largest=max((parameter.size for parameter in sketch.parameters), default=0),
+    )
+    activations = max(0, one.peak - one.states.total)
+    for name in engines.names():
+        away = engines.find(name).offloaded_to_disk(plan, whole)
+        if away is not None and away[1] + activations + room.besides <= room.size:
+            yield away[0], away[1] + activations + room.besides
 
 
-def _limit() -> tuple[int, str]:
-    """Returns a process's memory limit, and the origin of the limit."""
+def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
+    """Returns the memory that a process may have, and that of one with more processes beside it."""
+    from grappe.foresight.search import Room
+
+    limit, whose, gpu = _limit()
+    if gpu:
+        room = Room(whose=whose, size=limit // plan.per_device)
+        return room, room
+    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    room = Room(
+        whose=whose, size=limit, besides=shortage.before, shared=soft == resource.RLIM_INFINITY, gpu=False
+    )
+    alone = CONNECTION_BYTES if plan.processes == 1 else 0
+    return room, dataclasses.replace(room, besides=shortage.before + alone)
+
+
+def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
+    from grappe.profiling.memory import size
+
+    limit, whose, _ = _limit()
+    parts = []
+    for kind, word in KINDS.items():
+        held, whole = shortage.held[kind], states.get(kind, 0)
+        missing = f" (of {size(whole)})" if held < 0.9 * whole else ""
+        parts.append(f"{size(held)} of {word}{missing}")
+    return (
+        f"out of memory in process {shortage.rank}, which may take {size(limit)} ({whose}). It held "
+        f"{', '.join(parts)}, {size(shortage.other)} of activations and others, and "
+        f"{size(shortage.before)} from before the model"
+    )
+
+
+def _limit() -> tuple[int, str, bool]:
+    """Returns a process's memory limit, the origin of the limit, and whether it is a GPU's."""
     import torch
 
     soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if soft != resource.RLIM_INFINITY:
-        return soft, "RLIMIT_DATA, see `ulimit -d`"
+        return soft, "RLIMIT_DATA, see `ulimit -d`", False
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "this GPU's memory"
-    return _machine(), "this machine's memory"
+        return (
+            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            "this GPU's memory",
+            True,
+        )
+    return _machine(), "this machine's memory", False
 
 
 def _machine() -> int:

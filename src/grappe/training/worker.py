@@ -19,6 +19,7 @@ from grappe.data.fingerprint import fingerprint
 from grappe.data.prepare import prepare
 from grappe.data.rand_like import inside
 from grappe.engines.base import EngineSetup
+from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
 from grappe.launch.output import user_stream
@@ -27,6 +28,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
+from grappe.profiling.memory import resident
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.training_scores import TrainingScores
@@ -40,7 +42,7 @@ from grappe.training.gradients import GradientsHook
 from grappe.training.headspace import headspace
 from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
-from grappe.training.out_of_memory import explained
+from grappe.training.out_of_memory import Short, advised, explained
 from grappe.training.reporting import announce, report, reporting
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
@@ -56,7 +58,22 @@ from grappe.training.watchers.watcher_list import WatcherList
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
-    """Runs one process of a training. Collective."""
+    """Runs one process of a training. Collective.
+
+    Raises:
+        OutOfMemory: it got no more memory; with a plan that is foreseen to fit.
+    """
+    try:
+        return _trained(request, process, rendezvous_folder)
+    except Short as error:
+        short = error
+    if request.options.bare:  # a measurement, which tries what fits
+        raise OutOfMemory(str(short))
+    # Here nothing keeps the training's memory any more.
+    raise advised(short, request.task.resolve(), request.plan, request.data) from None
+
+
+def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
     began = time.perf_counter()
     plan, options = request.plan, request.options
     terminal = None if request.quiet else user_stream(process)
@@ -74,7 +91,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         if process.launcher == "grappe":
             log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
-        memory = explained(task, plan, process.rank)
+        memory, baseline = explained(process.rank), resident()
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loading = loaders(task, data, plan, world, opened, None if options.bare else chronometer)
         watched = waits_counted(chronometer)
@@ -121,7 +138,12 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
             report(facts, opened.run, terminal, world)
 
             meter = Meter(
-                world, chronometer, per_device=plan.per_device, began=began, loading=lambda: batches.loading
+                world,
+                chronometer,
+                per_device=plan.per_device,
+                began=began,
+                baseline=baseline,
+                loading=lambda: batches.loading,
             )
             sample_log = SampleLog(enabled=options.log_samples)
             watchers = WatcherList(

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +11,13 @@ from grappe.fields import split
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.sites.script import Script
+from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.submission import TRAIN, Submission
 
 if TYPE_CHECKING:
+    from grappe.foresight.search import Room
+    from grappe.foresight.sketch import Sketch
     from grappe.task import Task
-    from grappe.verbs.foresee.foresee import Foreseen, Room
-
-SECONDS = 60  # for one plan
-COMPUTING_SECONDS = 600  # of all threads
-MEMORY_BYTES = 4_000_000_000
 
 
 def memory_warning(submission: Submission, script: Script) -> str | None:
@@ -48,100 +42,55 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
         )
     progress("tracing the model, to foresee the memory that the plan needs")
     try:
-        asked = _in_fork(lambda: _asked(task, submission, script.plan, room))
+        asked = in_limited_process(lambda: _asked(task, submission, script.plan, room))
     except GrappeError as error:
         return f"the memory that the plan needs was not foreseen: {error}"
     if not asked:
         return None
     try:
-        other = _in_fork(lambda: _another(task, submission, script.plan, room))
+        other = in_limited_process(lambda: _another(task, submission, script.plan, room))
     except GrappeError:
         other = ""  # then without advice
     if not other:
-        return f"{asked}. (foreseen, not measured on that GPU; see grappe foresee)"
+        return f"{asked} (foreseen, not measured on that GPU; see grappe foresee)"
     return f"{asked}. {other} (foreseen, not measured on that GPU; see grappe foresee)"
-
-
-def _in_fork(work: Callable[[], str]) -> str:
-    """Calls `work` in a process that may not take long, and whose output is not the command's."""
-    from grappe.launch.fork import run_in_fork
-    from grappe.launch.limits import LimitReached, Limits
-
-    def limited() -> str:
-        os.dup2(2, 1)  # what the task prints is no part of a script
-        sys.stdout = sys.stderr
-        signal.signal(signal.SIGALRM, _too_long)
-        signal.alarm(SECONDS)
-        return work()
-
-    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=COMPUTING_SECONDS)
-    try:
-        return run_in_fork(limited, limits)
-    except LimitReached as error:
-        raise TaskError(
-            f"tracing the model takes more than {MEMORY_BYTES / 1e9:g} GB of memory here, which grappe foresee may take"
-        ) from error
-
-
-def _too_long(*_: object) -> None:
-    raise TaskError(f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee")
 
 
 def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
     """Says that the plan does not fit; "" if it does, or if that cannot be known."""
+    from grappe.foresight.search import foreseen
     from grappe.profiling.memory import size
 
-    found = next(_foreseen(task, submission, [plan], room))
-    if found.fits is not False:
+    found = foreseen(_sketch(task, submission), plan, task.batch_size, room)
+    if found.fits is not False or found.needs is None:
         return ""
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     return (
-        f"with {processes}, each needs {_taken(found, room)}, and {room.whose} has {size(room.size)}: it will run out "
-        "of memory"
+        f"with {processes}, each needs {size(room.taken(found.needs))}, and {room.whose} has "
+        f"{size(room.size)}: it will run out of memory"
     )
 
 
 def _another(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
-    """Names the first plan of as many processes that fits."""
-    for one in _foreseen(task, submission, _others(plan), room):
-        if one.fits:
-            return f"--plan {one.plan} fits, with {_taken(one, room)}"
-    return "No plan of as many GPUs fits: take more of them, or a smaller batch_size"
+    """Names the first plan that fits: of as many processes, or else of more."""
+    from grappe.foresight.search import fitting
+    from grappe.profiling.memory import size
+
+    found = fitting(_sketch(task, submission), plan, room)
+    if found is None or found.needs is None:
+        return "No plan of as many GPUs fits, nor of 8 times as many: take a smaller batch_size"
+    takes = size(room.taken(found.needs))
+    if found.processes == plan.processes:
+        return f"--plan {found.plan} fits, with {takes}"
+    return f"No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, with {takes} each"
 
 
-def _foreseen(task: Task, submission: Submission, plans: list[Plan], room: Room) -> Iterator[Foreseen]:
+def _sketch(task: Task, submission: Submission) -> Sketch:
     import torch
 
     from grappe.foresight.sketch import Sketch
     from grappe.training.request import data_folder
-    from grappe.verbs.foresee.foresee import foreseen
 
     torch.set_num_threads(1)
     folder = data_folder(None if submission.data is None else Path(submission.data))
-    sketch = Sketch(task, folder, foreach=True, kernels=None)
-    for plan in plans:
-        yield foreseen(sketch, plan, task.batch_size, room)
-
-
-def _others(plan: Plan) -> list[Plan]:
-    """Returns plans of as many processes that learn the same, those that cost least first."""
-    from grappe.verbs.foresee.foresee import candidates
-
-    return [
-        dataclasses.replace(
-            plan,
-            replicate=other.replicate,
-            shard=other.shard,
-            zero=other.zero,
-            microbatches=max(plan.microbatches, other.microbatches),
-            recompute=plan.recompute or other.recompute,
-        )
-        for other in candidates([plan.replicate * plan.shard])
-    ]
-
-
-def _taken(one: Foreseen, room: Room) -> str:
-    from grappe.profiling.memory import size
-
-    assert one.needs is not None
-    return size(room.needed(one.needs.states.total if one.needs.peak is None else one.needs.peak))
+    return Sketch(task, folder, foreach=True, kernels=None)

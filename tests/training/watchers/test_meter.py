@@ -24,6 +24,7 @@ ONE = Usage(
     loading="",
     gpus=1,
     peak={},
+    baseline=0,
     held={},
     joules={"processors": 100.0, "gpu": 50.0},
     watts={"gpu": 300.0},

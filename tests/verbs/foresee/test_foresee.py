@@ -6,16 +6,11 @@ import pytest
 
 from grappe.cli import foreseeing
 from grappe.errors import TaskError, UsageError
-from grappe.foresight.compose import Needs
-from grappe.foresight.memory import States
-from grappe.verbs.foresee.foresee import Foreseen, Room, candidates, foresee, room_of
+from grappe.foresight.search import Foreseen, Room
+from grappe.verbs.foresee.foresee import foresee, room_of
 from grappe.verbs.foresee.table import sentences
 from tests.foresight import test_sketch
-
-
-def needing(peak: int | None) -> Needs:
-    states = States(parameters=10**9, gradients=10**9, optimizer=2 * 10**9, buffers=0)
-    return Needs(states=states, peak=peak, least=peak, rows=8)
+from tests.foresight.test_search import needing
 
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
@@ -23,20 +18,6 @@ def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
     assert room_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
     with pytest.raises(UsageError, match="narval-cpu"):
         room_of("narval-cpu")
-
-
-def test_a_plan_fits_with_a_margin_and_an_unknown_peak_fits_never_for_sure() -> None:
-    room = Room(whose="a GPU", size=20 * 10**9)
-    assert room.fits(needing(16 * 10**9))
-    assert room.fits(needing(17 * 10**9)) is False
-    assert room.fits(needing(None)) is None
-    assert Room(whose="a GPU", size=5 * 10**9).fits(needing(None)) is False
-
-
-def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> None:
-    plans = [str(plan) for plan in candidates((1, 2))]
-    assert plans[0] == "" and "replicate=2" in plans and "shard=2,microbatches=4,recompute" in plans
-    assert plans.index("replicate=2") < plans.index("shard=2,zero=1") < plans.index("shard=2")
 
 
 def test_the_first_that_fits_is_named_or_what_to_change() -> None:

@@ -48,6 +48,8 @@ class Usage:
     """1 if the process is the first on its GPU, else 0."""
     peak: Mapping[str, int]
     """Peak bytes: "host", resident memory with shared pages; "device", tensors on the GPU."""
+    baseline: int
+    """Resident bytes before the model was made: Python, torch, the data."""
     held: Mapping[str, int]
     """Bytes of this process's parameters, gradients and optimizer state, at the second update."""
     joules: Mapping[str, float | None]
@@ -69,6 +71,7 @@ class Meter(Watcher):
     Args:
         per_device: processes that share a GPU.
         began: when the process began, by time.perf_counter.
+        baseline: resident bytes before the model was made.
         loading: says how this process loads its samples; None: they are in memory.
     """
 
@@ -79,9 +82,11 @@ class Meter(Watcher):
         *,
         per_device: int,
         began: float,
+        baseline: int,
         loading: Callable[[], Loading | None],
     ) -> None:
         self._world, self._chronometer, self._began, self._loading = world, chronometer, began, loading
+        self._baseline = baseline
         process = world.process
         self._first_of_node = process.local_rank == 0
         self._first_on_gpu = world.device.type == "cuda" and process.local_rank % per_device == 0
@@ -172,6 +177,7 @@ class Meter(Watcher):
             loading="" if loading is None else str(loading),
             gpus=int(self._first_on_gpu),
             peak=memory.peak(self._world.device),
+            baseline=self._baseline,
             held=self._chronometer.held,
             joules=dict(self._joules),
             watts=dict(self._peak_watts),

@@ -2,69 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe.errors import GrappeError, TaskError, UsageError
+from grappe.errors import UsageError
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 
 if TYPE_CHECKING:
-    from grappe.foresight.compose import Needs
-    from grappe.foresight.sketch import Sketch
+    from grappe.foresight.search import Foreseen, Room
     from grappe.sites.schema import Site
 
 GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
-CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
-MARGIN = 1.1  # of a GPU's peak: what its allocator cannot use between blocks, and kernels' workspace
-MEASURES = (
-    "",
-    "microbatches=4",
-    "recompute",
-    "recompute,microbatches=4",
-)
-"""Ways to need less memory in one process, the cheapest first."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Room:
-    """The memory that a process may have."""
-
-    whose: str
-    size: int
-    """Bytes."""
-
-    def fits(self, needs: Needs) -> bool | None:
-        """Returns whether a process has room; None: its peak is not known, and its states alone have room."""
-        if needs.peak is None:
-            return None if needs.states.total + CONTEXT_BYTES <= self.size else False
-        return self.needed(needs.peak) <= self.size
-
-    @staticmethod
-    def needed(peak: int) -> int:
-        """Computes the bytes of a GPU that a process with this peak takes, with a margin."""
-        return int(peak * MARGIN) + CONTEXT_BYTES
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Foreseen:
-    """A plan, and what it needs."""
-
-    plan: str
-    processes: int
-    batch: int
-    """Samples per step over all processes."""
-    needs: Needs | None
-    """Of the process that needs most; None: the plan is not possible, or not foreseen."""
-    why: str = ""
-    """The reason why there are no needs."""
-    fits: bool | None = None
-    """Whether the site's GPUs have room for it; None: unknown, or no site was named."""
 
 
 def room_of(site: str) -> Room:
@@ -85,6 +38,8 @@ def room_of(site: str) -> Room:
 
 def room_in(site: Site) -> Room | None:
     """Reads the memory of a site's GPU; None: the site does not name it."""
+    from grappe.foresight.search import Room
+
     node = site.node
     found = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
     if node is None or found is None:
@@ -114,6 +69,7 @@ def foresee(
     """
     from grappe.data.prepare import prepare
     from grappe.foresight.kernels import Kernels
+    from grappe.foresight.search import candidates, foreseen
     from grappe.foresight.sketch import Sketch
 
     room = None if site is None else room_of(site)
@@ -127,39 +83,3 @@ def foresee(
     if all(one.needs is None for one in found):
         raise UsageError("; ".join(dict.fromkeys(one.why for one in found)))
     return found
-
-
-def candidates(counts: Sequence[int]) -> Iterator[Plan]:
-    """Yields plans on each number of processes that train the same, those that cost least first."""
-    for count in counts:
-        spread = (
-            [""] if count == 1 else [f"replicate={count}", *(f"shard={count},zero={z}" for z in (1, 2, 3))]
-        )
-        for measure in MEASURES:
-            for text in spread:
-                yield as_plan(",".join(filter(None, (text, measure))))
-
-
-def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Foreseen:
-    """Foresees one plan at a batch size of `batch` samples; with `room`, whether it fits a GPU.
-
-    Raises:
-        TaskError: the task cannot be traced.
-    """
-    from grappe import engines
-    from grappe.foresight.compose import needs
-
-    try:
-        engines.check(plan)
-        found = needs(sketch, plan, batch=batch, gpu=room is not None)
-    except TaskError:
-        raise  # every plan has it
-    except GrappeError as error:
-        return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
-    return Foreseen(
-        plan=str(plan),
-        processes=plan.processes,
-        batch=batch,
-        needs=found,
-        fits=None if room is None else room.fits(found),
-    )

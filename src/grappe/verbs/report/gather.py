@@ -15,6 +15,7 @@ from grappe.errors.foreign_text import html_text, number, printable
 from grappe.launch import files as safe
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
+from grappe.verbs.foresee.history import compared
 from grappe.verbs.report.study import gather_study
 from grappe.verbs.tune.study import FILE as STUDY
 
@@ -79,6 +80,7 @@ def _run(run: Run) -> dict[str, Any]:
         "usage": _thinned_usage(_usage(run)),
         "processes": known.get("costs") if isinstance(known.get("costs"), list) else [],
         "used": known.get("used") if isinstance(known.get("used"), dict) else {},
+        "foreseen": compared(run).as_json(),
     }
 
 

@@ -1,0 +1,147 @@
+"""Search: foresees plans that train the same, those that cost least first, and finds the first whose memory fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+from grappe import engines
+from grappe.errors import GrappeError, TaskError
+from grappe.foresight.compose import Needs, needs
+from grappe.foresight.sketch import Sketch
+from grappe.plan import Plan, as_plan
+
+CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
+MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
+SECONDS = 60  # for a search
+MORE = (2, 4, 8)  # times as many processes, where none of as many fits
+MEASURES = (
+    "",
+    "microbatches=4",
+    "recompute",
+    "recompute,microbatches=4",
+)
+"""Ways to need less memory in one process, the cheapest first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Room:
+    """The memory that a process may have."""
+
+    whose: str
+    size: int
+    """Bytes."""
+    besides: int = CONTEXT_BYTES
+    """Bytes of it that a process takes beside what torch allocates."""
+    shared: bool = False
+    """Whether all processes of a plan have it together, and get more than there is: checkpoints' copies count then.
+    Elsewhere they are left out where memory is refused."""
+    gpu: bool = True
+    """Whether it is a GPU's."""
+
+    def fits(self, needs: Needs, processes: int = 1) -> bool | None:
+        """Returns whether a process has room; None: its peak is not known, and its states alone have room."""
+        sharing = processes if self.shared else 1
+        if self._most(needs) is None:
+            return None if (needs.states.total + self.besides) * sharing <= self.size else False
+        return self.taken(needs) * sharing <= self.size
+
+    def needed(self, peak: int) -> int:
+        """Computes the bytes that a process with this peak takes, with a margin."""
+        return int(peak * MARGIN) + self.besides
+
+    def taken(self, needs: Needs) -> int:
+        """Computes the bytes that a process takes, at least."""
+        most = self._most(needs)
+        return self.needed(needs.states.total if most is None else most)
+
+    def _most(self, needs: Needs) -> int | None:
+        return needs.with_copies if self.shared else needs.most
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """A plan, and what it needs."""
+
+    plan: str
+    processes: int
+    batch: int
+    """Samples per step over all processes."""
+    needs: Needs | None
+    """Of the process that needs most; None: the plan is not possible, or not foreseen."""
+    why: str = ""
+    """The reason why there are no needs."""
+    fits: bool | None = None
+    """Whether there is room for it; None: unknown, or no room was given."""
+
+
+def candidates(counts: Sequence[int]) -> Iterator[Plan]:
+    """Yields plans on each number of processes that train the same, those that cost least first."""
+    for count in counts:
+        spread = (
+            [""] if count == 1 else [f"replicate={count}", *(f"shard={count},zero={z}" for z in (1, 2, 3))]
+        )
+        for measure in MEASURES:
+            for text in spread:
+                yield as_plan(",".join(filter(None, (text, measure))))
+
+
+def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Foreseen:
+    """Foresees one plan at a batch size of `batch` samples; with `room`, whether there is room for it.
+
+    Raises:
+        TaskError: the task cannot be traced.
+    """
+    try:
+        engines.check(plan)
+        found = needs(sketch, plan, batch=batch, gpu=room is not None and room.gpu)
+    except TaskError:
+        raise  # every plan has it
+    except GrappeError as error:
+        return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
+    return Foreseen(
+        plan=str(plan),
+        processes=plan.processes,
+        batch=batch,
+        needs=found,
+        fits=None if room is None else room.fits(found, plan.processes),
+    )
+
+
+def fitting(sketch: Sketch, plan: Plan, room: Room, more: Room | None = None) -> Foreseen | None:
+    """Finds another plan that learns the same as `plan`, and fits: the first of those that cost least.
+
+    On as many processes; where none fits for sure, on 2, 4, or 8 times as many.
+
+    Args:
+        more: the memory that each of more processes may have; None: as much.
+
+    Raises:
+        TaskError: the task cannot be traced, or not in SECONDS.
+    """
+    begun = time.monotonic()
+    for times, memory in ((1, room), *((times, more or room) for times in MORE)):
+        for other in _others(plan, times):
+            if other == plan:
+                continue
+            if time.monotonic() - begun > SECONDS:
+                raise TaskError(
+                    f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee"
+                )
+            found = foreseen(sketch, other, sketch.task.batch_size, memory)
+            if found.fits:
+                return found
+    return None
+
+
+def _others(plan: Plan, times: int) -> Iterator[Plan]:
+    for other in candidates([plan.replicate * plan.shard * times]):
+        yield dataclasses.replace(
+            plan,
+            replicate=other.replicate,
+            shard=other.shard,
+            zero=other.zero,
+            microbatches=max(plan.microbatches, other.microbatches),
+            recompute=plan.recompute or other.recompute,
+        )

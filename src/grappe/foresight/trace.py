@@ -1,0 +1,144 @@
+"""Trace: a microbatch's forward and backward on fake tensors, or its evaluation, with marks of what is in use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
+from grappe.foresight.kernels import Call, Kernels, describe
+from grappe.foresight.ledger import Ledger, Mark
+from grappe.private_api.torch import tree_leaves
+from grappe.step.fast_paths import backward
+from grappe.step.losses import Loss, Losses
+from grappe.step.precision import autocast
+from grappe.task import Task
+
+CPU = torch.device("cpu")
+START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED = (
+    "start", "forward", "left", "loss", "backward", "done", "gradient", "end", "scored",
+)  # fmt: skip
+"""Kinds of marks: of a unit its forward's beginning and end, its backward's beginning and end; of a parameter its
+gradient; of the whole model the beginning, the loss and the end; SCORED: an evaluation's end."""
+ROOT = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A microbatch's forward and backward on one process, whose gradients are taken away as soon as they are there."""
+
+    rows: int
+    marks: tuple[Mark, ...]
+    batch: int
+    """Bytes of its inputs, targets and weights."""
+    boundaries: tuple[int, ...]
+    """Bytes of each unit's output."""
+    calls: tuple[tuple[int, int, Call], ...] = ()
+    """Operators whose kernels may take memory besides their output: the number of the next mark, the bytes in use."""
+    complete: bool = True
+    """Whether what all kernels take is counted."""
+
+
+def traced(
+    task: Task,
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    batch: Batch,
+    precision: str,
+    *,
+    describes: bool,
+    trains: bool = True,
+) -> Trace:
+    """Runs `model` on `batch` and follows the bytes in use; inside the mode of fake tensors.
+
+    Args:
+        units: the model's, whose beginnings and ends are marked.
+        describes: whether to keep the calls of operators whose kernels take memory besides.
+        trains: whether to run backward; else gradients must be off.
+    """
+    micro = batch.microbatches[0]
+    given = tensors_of(micro)
+    ledger = Ledger([*model.parameters(), *model.buffers(), *given], describe if describes else None)
+    boundaries = [0] * len(units)
+    for number, unit in enumerate(units):
+        _watch(unit, number, ledger, boundaries)
+    for number, (_, parameter) in enumerate(model.named_parameters()):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
+    losses = Losses(task)
+    with ledger:
+        ledger.mark(START)
+        with autocast(precision, CPU):
+            compute: Callable[..., Loss | None] = losses if trains else _score(losses)
+            loss = compute(task.forward(model, entering(micro)), micro, batch)
+        if loss is not None:
+            ledger.mark(LOSS)
+            backward((loss.values,), (loss.output_gradient,))
+            del loss, losses, compute
+            ledger.mark(END)
+        else:
+            ledger.mark(SCORED)
+    return Trace(
+        rows=micro.size,
+        marks=tuple(ledger.marks),
+        batch=sum(one.nbytes for one in given),
+        boundaries=tuple(boundaries),
+        calls=tuple(ledger.calls),
+    )
+
+
+def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
+    """Returns the trace with what its kernels take besides their output, in a process of so many threads."""
+    sizes = kernels.sizes((call for _, _, call in trace.calls), threads)
+    marks = list(trace.marks)
+    for place, level, call in trace.calls:
+        mark = marks[place]
+        marks[place] = mark._replace(peak=max(mark.peak, level + sizes.get(call, 0)))
+    complete = all(call in sizes for _, _, call in trace.calls)
+    return dataclasses.replace(trace, marks=tuple(marks), complete=complete)
+
+
+def _score(losses: Losses) -> Callable[..., None]:
+    """Returns what an evaluation computes of a microbatch's output, and keeps nothing of."""
+
+    def score(output: Any, micro: Microbatch, batch: Batch) -> None:
+        values, _ = losses.values(output, micro)
+        losses.total(values, micro, micro.size)
+
+    return score
+
+
+def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) -> None:
+    """Marks where a unit's forward and backward begin and end."""
+
+    def enters(_: Any, inputs: Any, keywords: Any = None) -> None:
+        ledger.mark(FORWARD, number)
+        for leaf in tensors_of((inputs, keywords)):
+            if leaf.requires_grad:
+                leaf.register_hook(lambda gradient: ledger.mark(DONE, number))
+
+    def leaves(_: Any, inputs: Any, output: Any) -> None:
+        boundaries[number] = sum(leaf.nbytes for leaf in tensors_of(output))
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
+                leaf.register_hook(lambda gradient: ledger.mark(BACKWARD, number))
+        ledger.mark(LEFT, number)
+
+    unit.register_forward_pre_hook(enters, with_kwargs=True)
+    unit.register_forward_hook(leaves)
+
+
+def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:
+    parameter.grad = None
+    ledger.mark(GRADIENT, number)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors of a nested value."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,86 @@
+"""The table of foreseen and measured memory, its sentences, and its files of JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from grappe.errors import UsageError
+from grappe.errors.foreign_text import spreadsheet_cell
+from grappe.launch import files as safe
+from grappe.profiling.memory import size
+from grappe.verbs.foresee.history import NAMES, Compared, Errors
+
+COLUMNS = ("run", "plan", "states foreseen", "measured", "error", "peak foreseen", "measured", "error")
+
+
+def table(found: Sequence[Compared]) -> Table:
+    """Makes the table: a row for each run of which something is known."""
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    for column in COLUMNS:
+        made.add_column(column, overflow="fold")
+    for one in found:
+        if one.states is not None:
+            made.add_row(
+                one.run,
+                one.plan or "one process",
+                *(_size(one.states), _size(one.states_measured), _percent(one.states_error)),
+                *(_size(one.peak), _size(one.peak_measured), _percent(one.peak_error)),
+            )
+    return made
+
+
+def sentences(found: Sequence[Compared], errors: Sequence[Errors]) -> list[str]:
+    """Says the errors over all runs, and why runs are missing."""
+    lines = [
+        f"{one.what}: off by {_percent(one.median, '')} in the median of {one.runs} runs, 95th percentile "
+        f"{_percent(one.high, '')}, worst {_percent(one.worst, '')}"
+        for one in errors
+    ]
+    return [*lines, *(f"{one.run}: {one.why}" for one in found if one.why)]
+
+
+def write(found: Sequence[Compared], errors: Sequence[Errors], file: Path) -> None:
+    """Writes all of it as JSON, or as CSV if that is how the file's name ends.
+
+    Raises:
+        UsageError: the name ends otherwise, or the file cannot be written.
+    """
+    if file.suffix == ".json":
+        content = {"kind": "foreseen", "runs": [one.as_json() for one in found]}
+        text = json.dumps({**content, "errors": [dataclasses.asdict(one) for one in errors]}, indent=1) + "\n"
+    elif file.suffix == ".csv":
+        text = _csv(found)
+    else:
+        raise UsageError(f"--out={file}: the name has to end in .json or .csv")
+    try:
+        safe.replace(file, text.encode())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
+
+
+def _csv(found: Sequence[Compared]) -> str:
+    rows = []
+    for one in found:
+        row = one.as_json()
+        parts = row.pop("foreseen")
+        rows.append(row | {f"foreseen_{name}": parts.get(name) for name in NAMES})
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: spreadsheet_cell(value) for name, value in row.items()} for row in rows)
+    return stream.getvalue()
+
+
+def _size(value: int | None) -> str:
+    return "?" if value is None else size(value)
+
+
+def _percent(value: float | None, sign: str = "+") -> str:
+    return "?" if value is None else f"{100 * value:{sign}.2f} %"

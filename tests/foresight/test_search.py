@@ -1,0 +1,74 @@
+"""Plans that learn the same are tried in the order of what they cost, and the first that has room is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import TaskError
+from grappe.foresight import search
+from grappe.foresight.compose import Needs
+from grappe.foresight.memory import States
+from grappe.foresight.search import Room, candidates, fitting
+from grappe.foresight.sketch import Sketch
+from grappe.plan import Plan
+from tests.short_source import Short as Source
+
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def sketch() -> Sketch:
+    """38 million parameters: 610 MB of states, 640 with activations; a tenth is added."""
+    return Sketch(Source(), Path("data"))
+
+
+def needing(peak: int | None) -> Needs:
+    states = States(parameters=10**9, gradients=10**9, optimizer=2 * 10**9, buffers=0)
+    return Needs(states=states, peak=peak, least=peak, rows=8, evaluation=peak, checkpoint=0, gpu=True)
+
+
+def test_a_plan_fits_with_a_margin_and_an_unknown_peak_fits_never_for_sure() -> None:
+    room = Room(whose="a GPU", size=20 * 10**9)
+    assert room.fits(needing(16 * 10**9))
+    assert room.fits(needing(17 * 10**9)) is False
+    assert room.fits(needing(None)) is None
+    assert Room(whose="a GPU", size=5 * 10**9).fits(needing(None)) is False
+
+
+def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> None:
+    plans = [str(plan) for plan in candidates((1, 2))]
+    assert plans[0] == "" and "replicate=2" in plans and "shard=2,microbatches=4,recompute" in plans
+    assert plans.index("replicate=2") < plans.index("shard=2,zero=1") < plans.index("shard=2")
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "found"),
+    [
+        ("", 760, "microbatches=4"),
+        ("replicate=2", 700, "shard=2,zero=1"),
+        ("", 600, "shard=2,zero=1"),
+        ("replicate=2,precision=bf16", 500, "shard=2,precision=bf16"),
+        ("", 250, "shard=4"),
+        ("", 60, None),
+    ],
+)
+def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(
+    sketch: Sketch, plan: str, limit: int, found: str | None
+) -> None:
+    other = fitting(sketch, Plan.parse(plan), Room(whose="", size=limit * MB, besides=0, gpu=False))
+    assert (other and other.plan) == found
+
+
+def test_memory_that_processes_share_is_divided_and_copies_count(sketch: Sketch) -> None:
+    alone = Room(whose="", size=1400 * MB, besides=0, gpu=False)
+    shared = Room(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
+    plans = [fitting(sketch, Plan.parse("replicate=2"), room) for room in (alone, shared)]
+    assert [plan and plan.plan for plan in plans] == ["shard=2,zero=1", "shard=2"]
+
+
+def test_a_search_that_takes_too_long_is_left(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SECONDS", -1)
+    with pytest.raises(TaskError, match="try grappe foresee"):
+        fitting(sketch, Plan(), Room(whose="", size=1))
