@@ -59,16 +59,27 @@ def parent(pid: int) -> int:
         return 0
 
 
-def is_guarded(pid: int) -> bool:
-    """Whether the kernel signals the process when the other end of one of its pipes is closed."""
+def signalling_pipes(pid: int) -> int:
+    """Counts the pipes whose closed other end makes the kernel signal the process; those that it inherited, too."""
     try:
         texts = [one.read_text() for one in Path(f"/proc/{pid}/fdinfo").iterdir()]
     except OSError:
-        return False
+        return 0
     flags = [
         int(row.split()[1], 8) for text in texts for row in text.splitlines() if row.startswith("flags:")
     ]
-    return any(one & O_ASYNC for one in flags)
+    return sum(bool(one & O_ASYNC) for one in flags)
+
+
+def is_guarded(pid: int) -> bool:
+    """Whether the kernel signals the process when the other end of one of its pipes is closed."""
+    return signalling_pipes(pid) > 0
+
+
+def data_workers(command: Command, ranks: list[int]) -> list[int]:
+    """Those that have begun: between its fork and its first lines a process knows of no parent yet."""
+    children = [pid for pid in command.members() if parent(pid) in ranks]
+    return [pid for pid in children if signalling_pipes(pid) > signalling_pipes(parent(pid))]
 
 
 def freeze_and_kill(command: Command) -> None:
@@ -85,8 +96,8 @@ def freeze_and_kill(command: Command) -> None:
 def test_what_never_gets_a_turn_ends_with_its_command(start: Start, tmp_path: Path, processes: int) -> None:
     plan = PLAN if processes == 2 else ("--plan", "threads=1,device=cpu,workers=1")
     command = start("--run", "run", *plan)
-    pids_in_training(tmp_path / "run", processes)
-    until(lambda: len(command.members()) > 2 * processes, "its data workers have begun")
+    ranks = pids_in_training(tmp_path / "run", processes)
+    until(lambda: len(data_workers(command, ranks)) >= processes, "its data workers have begun")
     freeze_and_kill(command)
     until(lambda: not command.members(), "all have ended")
 

@@ -23,7 +23,8 @@ class Scored(Texts):
 def test_it_fails_before_the_first_step(pool: Pool, tmp_path: Path, plan: str) -> None:
     with pytest.raises(AssertionError, match="the metric 'accuracy' does not take what the model"):
         pool.run("tests.faults.resume_cell:part", 2, Scored(), plan, tmp_path / "run", Options(steps=2), None)
-    assert '"step"' not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    curves = tmp_path / "run" / "metrics.jsonl"  # process 1 may fail before process 0 has made it
+    assert not curves.exists() or '"step"' not in curves.read_text()
 
 
 def test_without_evaluation_nothing_is_tried(pool: Pool, tmp_path: Path) -> None:

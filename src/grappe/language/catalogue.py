@@ -140,7 +140,7 @@ class _Message:
         return known + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{behind}"
 
     def _with_remedy(self, text: str, depth: int) -> str:
-        """What an exception says; translated is only a remedy of many letters at its end."""
+        """Translates only a remedy of many letters at the end of what an exception says."""
         for place, end in _ends(text):
             remedy = self._whole(text[place + len(end) :], depth + 1, MANY) if end in (". ", "\n") else None
             if remedy is not None:

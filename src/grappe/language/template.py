@@ -30,7 +30,7 @@ class Template:
     weight: int
     """Amount of fixed text, letters before signs: of two templates that match, that with more is meant."""
     letters: int
-    """How many letters of the fixed text there are, its signs not counted."""
+    """Counts the letters of the fixed text, without its signs."""
     other: tuple[tuple[str, str | None], ...]
     """The translation: texts, each with the placeholder that follows it."""
 
