@@ -19,6 +19,7 @@ import grappe
 from grappe.cli.commands import app
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.digits import Digits
+from tests.rates import rates
 
 ROOT = translations.ROOT
 
@@ -46,24 +47,20 @@ def piece(guide: str, start: str, **names: Any) -> dict[str, Any]:
 
 
 def larger_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = piece(
+    pieces = piece(
         "larger-batch.md",
         "def optimizer(self, named_parameters):",
         torch=torch,
         scale_factor=scale_factor,
         warmed_up=warmed_up,
     )
-    mine = type("Mine", (Digits,), {name: found[name] for name in ("optimizer", "schedule", "factor")})
+    mine = type("Mine", (Digits,), {name: pieces[name] for name in ("optimizer", "schedule", "factor")})
     task = mine(batch_size=256)
     optimizer = task.optimizer(task.model().named_parameters())
     schedule = task.schedule(optimizer, 100)
-    rates = []
-    for _ in range(100):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates[0] < 0.2
-    assert max(rates) == pytest.approx(0.4, rel=0.05)  # 4 times the batch
+    found = rates(optimizer, schedule, 100)
+    assert found[0] < 0.2
+    assert max(found) == pytest.approx(0.4, rel=0.05)  # 4 times the batch
 
 
 def clip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tests.faults.conftest import PLANS
 from tests.faults.resume_cell import curves, hashes, part
 from tests.parity.tasks import Images
 from tests.processes import Pool
+from tests.small_disk import fill
 from tests.training.test_training import same, train, weights
 
 AT: dict[int, Callable[[], object]] = {}
@@ -54,32 +55,10 @@ def saving() -> bool:
     return any(thread.name == "grappe-save" for thread in threading.enumerate())
 
 
-@pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
-    """A disk of 2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    while folder.is_mount():
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def make_read_only(folder: Path) -> None:
     """As after an error of the disk: files that are open stay writable. Undone by unmounting it once."""
     subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-
-
-def fill(folder: Path) -> None:
-    with (folder / "ballast").open("wb", buffering=0) as stream:
-        try:
-            while stream.write(bytes(1 << 16)):
-                pass
-        except OSError:
-            pass
 
 
 def at(**steps: Callable[[], object]) -> None:

@@ -27,19 +27,14 @@ from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.imagenet import ImageNet
 from grappe.tasks.mnist import Mnist
 from grappe.training.options import Options
+from tests.rates import rates
 
 
-def rates(lr: float, factor: float, steps: int, *, cosine: bool, total: int = 100) -> list[float]:
+def scaled_rates(lr: float, factor: float, steps: int, *, cosine: bool, total: int = 100) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr * factor)
     schedule = CosineAnnealingLR(optimizer, total) if cosine else None
     schedule = warmed_up(optimizer, schedule, factor=factor, steps=steps)
-    found = []
-    for _ in range(total):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-    return found
+    return rates(optimizer, schedule, total)
 
 
 def test_factors() -> None:
@@ -50,19 +45,19 @@ def test_factors() -> None:
 
 
 def test_the_warm_up_begins_at_the_unscaled_rate() -> None:
-    constant = rates(0.1, 4.0, 10, cosine=False)
+    constant = scaled_rates(0.1, 4.0, 10, cosine=False)
     assert constant[0] == pytest.approx(0.1)
     assert constant[5] == pytest.approx(0.25)
     assert constant[10:] == pytest.approx([0.4] * 90)
-    falling = rates(0.1, 4.0, 10, cosine=True)
+    falling = scaled_rates(0.1, 4.0, 10, cosine=True)
     assert falling[0] == pytest.approx(0.1)
     for step in (10, 50, 90):
         assert falling[step] == pytest.approx(0.2 * (1 + math.cos(math.pi * step / 100)), rel=1e-4)
 
 
 def test_what_is_not_scaled_up_has_no_warm_up() -> None:
-    assert rates(0.1, 1.0, 10, cosine=False) == [0.1] * 100
-    assert rates(0.1, 0.5, 10, cosine=True) == rates(0.05, 1.0, 0, cosine=True)
+    assert scaled_rates(0.1, 1.0, 10, cosine=False) == [0.1] * 100
+    assert scaled_rates(0.1, 0.5, 10, cosine=True) == scaled_rates(0.05, 1.0, 0, cosine=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.imagenet import ImageNet
 from grappe.tasks.images.resnet import Residual
 from tests.data.images.pictures import CLASSES, archive, files, folder
+from tests.rates import rates
 
 KINDS = len(CLASSES)
 
@@ -61,16 +62,11 @@ def test_the_rate_rises_and_falls(shape, steps, warmup):
     task = ImageNet(lr=0.4, schedule_shape=shape, warmup=warmup)
     optimizer = task.optimizer(torch.nn.Linear(2, 2).named_parameters())
     schedule = task.schedule(optimizer, steps)
-    rates = []
-    for step in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if step < steps - 1:
-            schedule.step()
-    peak = int(np.argmax(rates))
-    assert rates[peak] == pytest.approx(0.4) and abs(peak - warmup * steps) <= 2
-    assert rates[: peak + 1] == sorted(rates[: peak + 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    found = rates(optimizer, schedule, steps)
+    peak = int(np.argmax(found))
+    assert found[peak] == pytest.approx(0.4) and abs(peak - warmup * steps) <= 2
+    assert found[: peak + 1] == sorted(found[: peak + 1])
+    assert found[peak:] == sorted(found[peak:], reverse=True)
 
 
 def test_onecycle_is_torchs():

@@ -19,6 +19,7 @@ from grappe.errors import DataError, TaskError
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.pysource import IGNORED, PySource
+from tests.rates import rates
 
 GENERATOR = np.random.default_rng(0)
 TINY = {"width": 16, "depth": 2, "heads": 2, "context": 32, "megabytes": 0.3}
@@ -327,10 +328,6 @@ def test_pysource_rate_rises_and_falls():
     task = PySource(**TINY, warmup=0.1)
     optimizer = task.optimizer(task.model().named_parameters())
     schedule = task.schedule(optimizer, 100)
-    rates = []
-    for _ in range(100):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates[0] == pytest.approx(task.lr / 10) and max(rates) == rates[9] == rates[10] == task.lr
-    assert rates[10:] == sorted(rates[10:], reverse=True) and 0 < rates[-1] < task.lr / 100
+    found = rates(optimizer, schedule, 100)
+    assert found[0] == pytest.approx(task.lr / 10) and max(found) == found[9] == found[10] == task.lr
+    assert found[10:] == sorted(found[10:], reverse=True) and 0 < found[-1] < task.lr / 100

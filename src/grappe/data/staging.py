@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -18,7 +17,7 @@ from typing import NoReturn
 import xxhash
 
 from grappe.data.images.places import INDEX, QUARANTINE
-from grappe.errors import DataError, UsageError
+from grappe.errors import DISK_IS_FULL, DataError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files as safe
 
@@ -71,7 +70,7 @@ def copied(source: Path, to: Path, told: Callable[[int, int], None] = lambda don
         with _alone(to / f".{source.name}.stage.lock"):
             return _copied(source, to, told)
     except OSError as error:
-        full = "make room and " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        full = "make room and " if error.errno in DISK_IS_FULL else ""
         where = f": {printable(error.filename)}" if error.filename else ""
         raise DataError(
             f"{source} cannot be staged to {to}{where}: {error.strerror or error}. What was copied whole stays: {full}"

@@ -21,6 +21,8 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved before the end, start again to go on
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_IS_GONE = (errno.EROFS, errno.EIO)
 
 
 class GrappeError(Exception):
@@ -74,11 +76,16 @@ def of_file(error: OSError) -> UsageError:
     return UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
+def is_of_disk(error: OSError) -> bool:
+    """Returns whether a disk is full or takes nothing, whichever file it was."""
+    return error.errno in DISK_IS_FULL + DISK_IS_GONE
+
+
 def disk_advice(error: OSError) -> str:
     """Returns what to do about a disk that refuses to be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_IS_FULL:
         return "free some space, or take another disk"
-    if error.errno in (errno.EROFS, errno.EIO):
+    if error.errno in DISK_IS_GONE:
         return "that disk takes nothing now: ask for it, or take another"
     return "look at the permissions there, or take another folder"
 

@@ -126,13 +126,16 @@ def fitting(sketch: Sketch, plan: Plan, room: Room, more: Room | None = None) ->
             if other == plan:
                 continue
             if time.monotonic() - begun > SECONDS:
-                raise TaskError(
-                    f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee"
-                )
+                raise too_slow(SECONDS)
             found = foreseen(sketch, other, sketch.task.batch_size, memory)
             if found.fits:
                 return found
     return None
+
+
+def too_slow(seconds: int) -> TaskError:
+    """Makes the error of a trace that takes longer than a command may wait."""
+    return TaskError(f"data() and tracing the model take more than {seconds} s here: try grappe foresee")
 
 
 def _others(plan: Plan, times: int) -> Iterator[Plan]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import importlib
 import os
 import sys
@@ -17,7 +16,16 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, RunError, disk_advice, of_file
+from grappe.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USAGE,
+    GrappeError,
+    RunError,
+    disk_advice,
+    is_of_disk,
+    of_file,
+)
 from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
 from grappe.language.choice import VARIABLE
@@ -30,7 +38,6 @@ from grappe.private_api import torch_dynamo
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 MOST_WORDS = 2000  # of an error's text: its first lines say what it was
-OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 STARTED = "--- started "  # opens each start's part of a log
 
 
@@ -114,7 +121,7 @@ def run(
 
 def _known(error: OSError) -> BaseException:
     """Returns an error of the disk, or about a named file, as one of grappe's; others as they are."""
-    if error.errno in OF_DISK:
+    if is_of_disk(error):
         return RunError(f"{error}: {disk_advice(error)}")
     return error if error.filename is None else of_file(error)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def memory_warning(submission: Submission, script: Script) -> str | None:
     """Returns a warning if the plan of a training's job is foreseen to need more than a GPU of the site has.
 
-    The model is traced in processes of their own, on tensors without memory. Where that is not possible, the warning
+    The model is traced in a process of its own, on tensors without memory. Where that is not possible, the warning
     says why. None: the plan fits, or it is not known what a GPU of the site has.
     """
     from grappe.training.task_reference import TaskReference
@@ -42,26 +42,30 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
         )
     progress("tracing the model, to foresee the memory that the plan needs")
     try:
-        asked = in_limited_process(lambda: _asked(task, submission, script.plan, room))
+        return in_limited_process(lambda: _judged(task, submission, script.plan, room)) or None
     except GrappeError as error:
         return f"the memory that the plan needs was not foreseen: {error}"
+
+
+def _judged(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
+    """Says that the plan does not fit, and which does; "" if it does, or if that cannot be known."""
+    sketch = _sketch(task, submission)
+    asked = _asked(sketch, plan, room)
     if not asked:
-        return None
+        return ""
     try:
-        other = in_limited_process(lambda: _another(task, submission, script.plan, room))
-    except GrappeError:
-        other = ""  # then without advice
-    if not other:
+        other = _another(sketch, plan, room)
+    except Exception:  # of time, of memory: then without advice
         return f"{asked} (foreseen, not measured on that GPU; see grappe foresee)"
     return f"{asked}. {other} (foreseen, not measured on that GPU; see grappe foresee)"
 
 
-def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
+def _asked(sketch: Sketch, plan: Plan, room: Room) -> str:
     """Says that the plan does not fit; "" if it does, or if that cannot be known."""
     from grappe.foresight.search import foreseen
     from grappe.profiling.memory import size
 
-    found = foreseen(_sketch(task, submission), plan, task.batch_size, room)
+    found = foreseen(sketch, plan, sketch.task.batch_size, room)
     if found.fits is not False or found.needs is None:
         return ""
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
@@ -71,12 +75,12 @@ def _asked(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
     )
 
 
-def _another(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
+def _another(sketch: Sketch, plan: Plan, room: Room) -> str:
     """Names the first plan that fits: of as many processes, or else of more."""
     from grappe.foresight.search import fitting
     from grappe.profiling.memory import size
 
-    found = fitting(_sketch(task, submission), plan, room)
+    found = fitting(sketch, plan, room)
     if found is None or found.needs is None:
         return "No plan of as many GPUs fits, nor of 8 times as many: take a smaller batch_size"
     takes = size(room.taken(found.needs))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from grappe.verbs.tune import study as study_module
 from grappe.verbs.tune.coordinator import SearchProgress
 from grappe.verbs.tune.study import Study
 from grappe.verbs.tune.tune import Wanted, search
+from tests.small_disk import fill
 from tests.verbs.tune.line import Line
 
 SPACE = {"lr": "0.01..1:log", "width": "1|2|3"}
@@ -39,31 +38,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return searched(tmp_path_factory.mktemp("study") / "undisturbed")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(ballast: Path) -> None:
-    try:
-        with ballast.open("wb", buffering=0) as stream:
-            while stream.write(bytes(1 << 12)):
-                pass
-    except OSError as error:
-        assert error.errno == errno.ENOSPC
-
-
 def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: Study) -> None:
     def watch(progress: SearchProgress) -> None:
         if progress.running and not (disk / "ballast").exists():
-            fill(disk / "ballast")
+            fill(disk)
 
     with pytest.raises(RunError, match=r"No space left on device"):
         searched(disk / "s", watch)
@@ -73,7 +51,7 @@ def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: S
 
 
 def test_a_disk_that_is_full_at_the_start(disk: Path) -> None:
-    fill(disk / "ballast")
+    fill(disk)
     with pytest.raises(
         RunError, match=r"s cannot be written: No space left on device: give another with --study"
     ):

@@ -42,4 +42,6 @@ def in_limited_process(work: Callable[[], str]) -> str:
 
 
 def _too_long(*_: object) -> None:
-    raise TaskError(f"data() and tracing the model take more than {SECONDS} s here: try grappe foresee")
+    from grappe.foresight.search import too_slow
+
+    raise too_slow(SECONDS)
