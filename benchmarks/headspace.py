@@ -2,16 +2,20 @@
 
 One training in which loading a sample costs time in every second block of eight steps: sleeping, as a disk lets one
 wait, or computing, as a decoder does. What removing the cost brings is the difference between neighbouring blocks, so
-that what else the machine does is in both. The network takes a fixed time, as one on a device of its own.
+that what else the machine does is in both. The network waits for a fixed time, as for a device of its own; or
+computes on this machine's cores, of which loading beside it takes some.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import mmap
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,15 +27,34 @@ from benchmarks.figures import machine, table
 SIDE, CLASSES, BATCH = 32, 10, 32
 BLOCK = 8
 STEP_SECONDS = 0.1
+MATRIX, PRODUCTS = 768, 5
+BLOB = bytes(200_000)
+
+
+class Case(NamedTuple):
+    """Cost of a sample, and the way in which it is loaded."""
+
+    kind: str
+    """"sleeps"; "computes", in Python; "decodes": computes without the interpreter's lock, as a decoder."""
+    milliseconds: float
+    plan: str
+    network: str = "waits"
+    """"waits", or "computes"."""
+
+
 CASES = (
-    ("sleeps", 1.0, "workers=0"),
-    ("sleeps", 3.0, "workers=0"),
-    ("sleeps", 10.0, "workers=2,loading=threads"),
-    ("computes", 1.0, "workers=0"),
-    ("computes", 4.0, "workers=1,loading=threads"),
+    Case("sleeps", 1.0, "workers=0,threads=1"),
+    Case("sleeps", 3.0, "workers=0,threads=1"),
+    Case("sleeps", 10.0, "workers=2,loading=threads,threads=1"),
+    Case("computes", 1.0, "workers=0,threads=1"),
+    Case("computes", 4.0, "workers=1,loading=threads,threads=1"),
+    Case("computes", 8.0, "workers=1,loading=threads,threads=1"),
+    Case("computes", 2.0, "workers=1,loading=threads,threads=1", "computes"),
+    Case("computes", 2.0, "workers=1,threads=2", "computes"),
+    Case("decodes", 2.0, "workers=2,loading=threads,threads=2", "computes"),
 )
-costs = [True]
-"""Whether loading costs time now."""
+switches: list[mmap.mmap] = []
+"""Whether loading costs nothing now; in the training's process alone, in memory that its data workers share."""
 
 
 class Costly(Dataset):
@@ -42,6 +65,8 @@ class Costly(Dataset):
     def __init__(self, samples: int, milliseconds: float, kind: str) -> None:
         self._image = torch.zeros(3, SIDE, SIDE)
         self._samples, self._seconds, self._kind = samples, milliseconds / 1e3, kind
+        self._free = mmap.mmap(-1, 1)
+        switches.append(self._free)
 
     def __len__(self) -> int:
         return self._samples
@@ -51,12 +76,15 @@ class Costly(Dataset):
 
     def sample(self, index: int, key: int) -> tuple[torch.Tensor, int]:
         """Returns an image after a while."""
-        if costs[0] and self._kind == "sleeps":
+        if self._free[0]:
+            return self._image, index % CLASSES
+        stop = time.thread_time() + self._seconds
+        if self._kind == "sleeps":
             time.sleep(self._seconds)
-        elif costs[0]:
-            stop = time.thread_time() + self._seconds
-            while time.thread_time() < stop:
-                pass
+        while self._kind == "computes" and time.thread_time() < stop:
+            pass
+        while self._kind == "decodes" and time.thread_time() < stop:
+            hashlib.sha256(BLOB).digest()
         return self._image, index % CLASSES
 
 
@@ -69,6 +97,21 @@ class Pause(nn.Module):
         return inputs
 
 
+class Products(nn.Module):
+    """Layer that multiplies matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.eye(MATRIX), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns what it gets."""
+        product = self.matrix
+        for _ in range(PRODUCTS):
+            product = torch.tanh(product @ self.matrix)
+        return inputs + 0.0 * product.sum()
+
+
 class Waiting(grappe.Task):
     """A small network whose samples cost `milliseconds` each."""
 
@@ -77,10 +120,12 @@ class Waiting(grappe.Task):
     pairs: int = 15
     milliseconds: float = 1.0
     kind: str = "sleeps"
+    network: str = "waits"
 
     def model(self) -> nn.Module:
+        last = Pause() if self.network == "waits" else Products()
         return nn.Sequential(
-            nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten()), nn.Linear(48, CLASSES), Pause()
+            nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten()), nn.Linear(48, CLASSES), last
         )
 
     def data(self, split: str, folder: Path) -> Dataset:
@@ -100,16 +145,25 @@ class Switch(grappe.Watcher):
 
     def evaluated(self, step: int, scores: object) -> None:
         """Changes it."""
-        costs[0] = not costs[0]
+        switches[-1][0] = not switches[-1][0]
 
 
-def compared(kind: str, milliseconds: float, plan: str, place: Path, pairs: int) -> tuple[float, float]:
-    """The share of a training's time that is named, and the share that is brought."""
-    costs[0] = True
+class Compared(NamedTuple):
+    """Shares of a training's time."""
+
+    named: float
+    told: bool
+    """Whether what loading took from the steps is in it."""
+    waited: float
+    brought: float
+
+
+def compared(case: Case, place: Path, pairs: int) -> Compared:
+    """Compares what a training names with what removing the cost of its data brings."""
     run = grappe.train(
-        Waiting(kind=kind, milliseconds=milliseconds, pairs=pairs),
-        f"{plan},threads=1,device=cpu",
-        place / f"{kind}-{milliseconds}",
+        Waiting(kind=case.kind, milliseconds=case.milliseconds, network=case.network, pairs=pairs),
+        f"{case.plan},device=cpu",
+        place,
         options=grappe.Options(evaluate_every=BLOCK),
         watchers=[Switch()],
     )
@@ -119,24 +173,44 @@ def compared(kind: str, milliseconds: float, plan: str, place: Path, pairs: int)
     blocks = [0.0, 0.0]
     for record in run.records("step"):
         blocks[(record["step"] - 1) // BLOCK % 2] += record["seconds"]
-    return known["headspace"]["share"], (blocks[0] - blocks[1]) / whole
+    named = known["headspace"]
+    return Compared(
+        named["share"],
+        named["slowed"] is not None,
+        named["waited"] / whole,
+        (blocks[0] - blocks[1]) / whole,
+    )
 
 
 def main() -> None:
     """Prints a markdown table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.headspace", description=__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="of blocks")
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="by number, from 0")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     before, rows, found = machine(), [], {}
     with tempfile.TemporaryDirectory() as place:
-        for kind, milliseconds, plan in CASES:
-            named, brought = compared(kind, milliseconds, plan, Path(place), options.pairs)
-            found[f"{kind} {milliseconds} {plan}"] = {"named": named, "brought": brought}
-            apart = f"{100 * (named - brought):+.1f}"
-            rows.append([f"{kind} {milliseconds:g} ms", f"`{plan}`", f"{named:.1%}", f"{brought:.1%}", apart])
+        for number in options.cases:
+            case = CASES[number]
+            one = compared(case, Path(place, str(number)), options.pairs)
+            found[number] = one._asdict()
+            apart = f"{100 * (one.named - one.brought):+.1f}"
+            named = f"{'' if one.told else 'at least '}{one.named:.1%}"
+            sample = f"{case.kind} {case.milliseconds:g} ms"
+            rows.append(
+                [
+                    sample,
+                    case.network,
+                    f"`{case.plan}`",
+                    f"{one.waited:.1%}",
+                    named,
+                    f"{one.brought:.1%}",
+                    apart,
+                ]
+            )
     print(f"\n## Headspace\n\nFrom {before}\nto {machine()}.\n")
-    print(table(("a sample", "plan", "named", "brings", "points apart"), rows))
+    print(table(("a sample", "the network", "plan", "waited", "named", "brings", "points apart"), rows))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +52,26 @@ def foreseen() -> str:
     return "\n".join(lines)
 
 
+def foreseen_errors() -> str:
+    """Sums up how far the measured peaks of docs/foresee.json lie outside the predicted ranges."""
+    gaps, over, low = [], [], 0
+    for cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).values():
+        least, most = cell["predicted"]["least"], cell["predicted"]["peak"]
+        measured = max(one["peak"] for one in cell["measured"])
+        if most is not None:
+            gaps.append(abs(min(max(measured, least), most) / measured - 1))
+            over.append(most / measured - 1)
+            low += measured > most
+    gaps.sort()
+    high = gaps[math.ceil(0.95 * len(gaps)) - 1]
+    return (
+        f"Of {len(gaps)} cells: outside the range by {statistics.median(gaps):.2%} in the median, {high:.2%} at the "
+        f"95th percentile, {gaps[-1]:.2%} at worst. Above the range's upper end, by which a plan is judged: {low}. "
+        f"The upper end is above what was measured by {statistics.median(over):.2%} in the median, "
+        f"{max(over):.1%} at most."
+    ).replace("%", " %")
+
+
 def foreseen_between() -> str:
     """The same of an evaluation and a checkpoint, where they were measured."""
     lines = [
@@ -68,6 +90,26 @@ def foreseen_between() -> str:
         lines.append(
             f"| `{task}` | `{plan or 'one process'}` | {measured / 1e6:.2f} MB | {said} | {gap} | "
             f"{copied / 1e6:.3f} MB | {predicted['checkpoint'] / 1e6:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def foreseen_time() -> str:
+    """A line for every task and plan of docs/foresee_time.json, which `python -m benchmarks.foresee_time` measures."""
+    lines = ["| task | plan | step, measured | predicted | off by |", "|---|---|---|---|---|"]
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for key, cell in json.loads((ROOT / "docs" / "foresee_time.json").read_text()).items():
+        task, _, plan = key.partition(" | ")
+        measured, predicted = cell["measured"]["step"], cell["predicted"]["total"]
+        error = predicted / measured - 1
+        errors[Plan.parse(plan).processes == 1].append(abs(error))
+        lines.append(
+            f"| `{task}` | `{plan or 'one process'}` | {1e3 * measured:.1f} ms | {1e3 * predicted:.1f} | {error:+.0%} |"
+        )
+    for name, found in (("one process", errors[True]), ("two processes", errors[False])):
+        found.sort()
+        lines.append(
+            f"| **{name}** | {len(found)} cells | | median | {statistics.median(found):.0%}, worst {found[-1]:.0%} |"
         )
     return "\n".join(lines)
 
@@ -172,7 +214,12 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},
     "docs/parity.md": {"parity": parity},
-    "docs/foresee.md": {"foreseen": foreseen, "foreseen-between": foreseen_between},
+    "docs/foresee.md": {
+        "foreseen": foreseen,
+        "foreseen-errors": foreseen_errors,
+        "foreseen-between": foreseen_between,
+        "foreseen-time": foreseen_time,
+    },
     "docs/optimizers.md": {"optimizers": optimizers},
     "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},
 }

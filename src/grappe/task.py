@@ -114,7 +114,8 @@ class Task:
         """Computes one value per example, [B], or per token, [B, ...]; never their mean.
 
         Several losses are a dictionary of such tensors, all of one shape: their sum is learned, and each is reported by
-        evaluations as `loss_NAME`, over the training batches as `training_loss_NAME`.
+        evaluations as `loss_NAME`, over the training batches as `training_loss_NAME`. With `counts` by the same names
+        each may have a shape of its own, and is divided by its own count.
 
         A sample's value depends on its own output alone, unless `whole_batch_loss = True`: B samples are a slice of
         the global batch, or a microbatch.
@@ -125,8 +126,12 @@ class Task:
         """Makes the optimizer over the trainable parameters, given as (name, parameter) pairs."""
         raise NotImplementedError
 
-    def counts(self, target: Any) -> Tensor | None:
-        """Returns the weight of each value of `loss`, in the same shape (0: an ignored token). None: equal weights."""
+    def counts(self, target: Any) -> Tensor | Mapping[str, Tensor] | None:
+        """Returns the weight of each value of `loss`, in the same shape (0: an ignored token). None: equal weights.
+
+        Of several losses a dictionary by the same names: each is then a mean of its own, of classes over images and of
+        boxes over boxes say, and the sum of the means is learned.
+        """
         return None
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grappe.data.draw import draw, mix, mix_steps, mixup_pairs, sample_keys
+from grappe.data.draw import draw, drawn, mix, mix_steps, mixup_pairs, sample_keys
 from grappe.data.order import SampleOrder, cut
 
 # a busy machine is no reason to fail
@@ -105,6 +105,19 @@ def test_dividing_a_step_changes_no_draw_and_no_pair(
             partner.append(mixup_pairs(high - low) + low)
     assert torch.equal(torch.cat(drawn), draw(torch.from_numpy(sample_keys(1, 2, ids)), 3))
     assert torch.equal(torch.cat(partner), mixup_pairs(len(ids)))
+
+
+@pytest.mark.parametrize(("samples", "numbers"), [(0, 3), (1, 0), (3, 5), (64, 128), (1000, 40)])
+def test_numpy_draws_the_bits_that_torch_draws(
+    monkeypatch: pytest.MonkeyPatch, samples: int, numbers: int
+) -> None:
+    keys = torch.from_numpy(sample_keys(0, 0, np.arange(samples)))
+    few = drawn(keys.numpy(), numbers)
+    monkeypatch.setattr("grappe.data.draw._ONE_THREAD", -1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    many = draw(keys, numbers)
+    assert few.dtype == np.float32
+    assert torch.equal(torch.from_numpy(few), many)
 
 
 def test_draws_are_uniform_and_independent() -> None:

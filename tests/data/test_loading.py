@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset
 from grappe import Task
 from grappe.data import threads
 from grappe.data.loader import evaluation_loader, training_loader
-from grappe.data.loading import Cost, Loading, kinds_of, record, recorded, search
+from grappe.data.loading import TURNS, Cost, Loading, kinds_of, record, recorded, search
 from grappe.data.seeded import keyed_sample
 from grappe.data.tuning import STEPS, WARM, Tuner
 from grappe.errors import GrappeError, PlanError, TaskError
@@ -257,11 +257,34 @@ def test_the_search_finds_the_quickest_and_tries_no_more_than_it_must() -> None:
         "workers=2,loading=threads": (1.2, 0.1),
         "workers=4,loading=threads": (1.19, 0.1),
     }
-    assert quickest(nothing, both, 64, costs) == ("workers=2,loading=threads", list(costs))
+    one, two, four = (f"workers={count},loading=threads" for count in (1, 2, 4))
+    other = "workers=1,loading=processes"
+    tried = ["workers=0", one, other, two, four]
+    turns = [found for way, best in ((four, two),) for found in (best, way) * (TURNS - 1)]
+    assert quickest(nothing, both, 64, costs) == ("workers=2,loading=threads", tried + turns)
     many = {f"workers={count},loading=processes": (1.0 / count, 0.9) for count in (8, 16, 32, 48)}
     assert quickest(Loading(workers=8), ("processes",), 48, many)[0] == "workers=48,loading=processes"
-    said = {"workers=3,loading=processes": (1.0, 0.5), "workers=3,loading=threads": (0.9, 0.5)}
+    said = {"workers=3,loading=processes": (1.0, 0.5), "workers=3,loading=threads": (0.7, 0.5)}
     assert quickest(Loading(workers=3), both, 3, said) == ("workers=3,loading=threads", list(said))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("disturbed", ["workers=2,loading=threads", "workers=2,loading=processes"])
+def test_one_disturbed_measurement_of_close_ways_chooses_no_slower_one(late: int, disturbed: str) -> None:
+    """The machine is busy once, while one of two close ways is measured: the quicker is found all the same."""
+    first, second = Loading(kind="processes", workers=2), Loading(kind="threads", workers=2)
+    costs = {str(first): 1.0, str(second): 0.9}
+    seen = dict.fromkeys(costs, 0)
+    going = search(first, ("threads", "processes"), 2)
+    now = next(going)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            name = str(now)
+            busy = 1.1 if name == disturbed and seen[name] == late else 1.0
+            seen[name] += 1
+            now = going.send(Cost(busy * costs[name], 0.5))
+    assert end.value.value == second
+    assert seen == dict.fromkeys(costs, TURNS)
 
 
 def test_the_search_takes_no_more_workers_than_there_is_memory_for() -> None:

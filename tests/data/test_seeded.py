@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from grappe.data.arrays import Copies, one_by_one
 from grappe.data.order import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
+from grappe.errors import TaskError
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -138,6 +140,47 @@ def test_the_generators_are_left_as_they_were(dataset: Drawing) -> None:
 def test_a_batch_path_of_the_dataset_is_passed_by(alone: list[torch.Tensor]) -> None:
     samples = SeededDataset(Batching(), seed=5).__getitems__([(1, 3), (1, 0)])
     assert torch.equal(torch.stack(samples), torch.stack([alone[3], alone[0]]))
+
+
+class DrawingList(list[int]):
+    """A list whose samples are drawn."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index), random.random()
+
+
+ROWS = torch.arange(6).view(3, 2)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        TensorDataset(ROWS),
+        one_by_one(TensorDataset(ROWS, ROWS)),
+        Subset([0, 5, 6, 7], [1, 2, 3]),
+        Copies([5, 6, 7]),
+    ],
+)
+def test_what_cannot_draw_is_not_seeded(monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:
+    def refuse(key: int) -> None:
+        raise AssertionError("seeded")
+
+    monkeypatch.setattr("grappe.data.seeded._seed_generators", refuse)
+    samples = SeededDataset(dataset, seed=5).__getitems__([(1, 2), (0, 0)])
+    assert str(samples) == str([dataset[2], dataset[0]])
+
+
+@pytest.mark.parametrize("dataset", [DrawingList([5, 6, 7]), Subset(DrawingList([5, 6, 7]), [0, 1, 2])])
+def test_a_list_of_ones_own_kind_is_seeded(dataset: Any) -> None:
+    seeded = SeededDataset(dataset, seed=5)
+    assert seeded[1, 2] == seeded[1, 2] != seeded[0, 2]
+
+
+def test_a_sample_of_a_list_that_is_missing_is_named() -> None:
+    with pytest.raises(TaskError, match="sample 1 of data"):
+        SeededDataset([5, None], seed=5).__getitems__([(0, 0), (0, 1)])
 
 
 def test_ids_may_come_from_numpy(alone: list[torch.Tensor]) -> None:

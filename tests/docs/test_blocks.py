@@ -56,6 +56,7 @@ OUTPUT = {
     ("larger-batch.md", "gradient noise scale: about"),
     ("learning-rate.md", "2.427"),
     ("measure.md", "time             1.8 s"),
+    ("measure.md", "one process (batch 64), 20.5 ms"),
     ("predict.md", '{"sample": 0'),
     ("too-big.md", "peak memory      966 MB"),
     ("too-big.md", "grappe: out of memory in process 0"),

@@ -69,6 +69,16 @@ def clip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert task.loss(None, output, None).shape == (4,)
 
 
+def counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defined = piece("task.md", "def loss(self, output, target):", torch=torch)
+    mine = SimpleNamespace(compared=lambda output, target: (torch.rand(2), torch.rand(3)))
+    boxes = [torch.rand(1, 5), torch.rand(2, 5)]
+    losses, counted = defined["loss"](mine, None, boxes), defined["counts"](mine, boxes)
+    assert {name: one.shape for name, one in losses.items()} == {
+        name: one.shape for name, one in counted.items()
+    }
+
+
 def sampling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defined = piece("task.md", "def sampling(self, dataset):", grappe=grappe)
     targets = torch.tensor([0, 0, 0, 1])
@@ -125,6 +135,7 @@ def a_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HERE = {
+    ("task.md", "def loss(self, output, target):"): counts,
     ("larger-batch.md", "def optimizer(self, named_parameters):"): larger_batch,
     ("lightning.md", "# mine.py"): lightning_module,
     ("slurm.md", 'title = "Mine"'): a_site,

@@ -90,6 +90,11 @@ def means_of_means() -> Any:
     return mock.patch.object(Losses, "_output_gradient", local)
 
 
+def counts_of_slices() -> Any:
+    """Each process divides by what counts in its own slice, twice over."""
+    return mock.patch("grappe.data.counts._total", lambda mine, exact, group: 2 * mine.sum(0))
+
+
 def silent_bf16() -> Any:
     return mock.patch.object(native, "autocast", lambda *_: torch.autocast("cpu", torch.bfloat16))
 
@@ -190,7 +195,7 @@ FAULTS: dict[str, Planted] = {
     name: globals()[name]
     for name in (
         "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
-        "silent_bf16", "larger_loss", "larger_gradient",
+        "counts_of_slices", "silent_bf16", "larger_loss", "larger_gradient",
         "larger_gradient_of_the_whole_batch", "shuffled_targets",
         "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
     )

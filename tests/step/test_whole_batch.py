@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -49,3 +51,38 @@ def test_the_gradient_in_parts_is_that_of_the_whole() -> None:
     assert torch.allclose(torch.cat([one.grad for one in parts]), alone.grad, atol=1e-7)
     total = sum(float(one.total) for one in found)
     assert abs(total / 7 - float(Views().loss(rows, torch.zeros(7)).mean())) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_whole_batch_in_one_piece_has_the_gradient_of_the_plain_loop(scale: float) -> None:
+    """In each step to the bit: a resumed training begins with what was an uninterrupted one's later step."""
+    rows, whole = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(0)), losses()
+    alone = rows.clone().requires_grad_()
+    (Views().loss(alone, torch.zeros(7)) * (scale / 7)).sum().backward()
+    gradients = []
+    for step in range(3):
+        output = rows.clone().requires_grad_()
+        one = batch([output], step)
+        found = whole(output, one.microbatches[0], one, scale)
+        found.values.backward(found.output_gradient)
+        gradients.append(output.grad)
+        assert abs(float(found.total) / 7 - float(Views().loss(rows, torch.zeros(7)).mean())) < 1e-6
+    assert torch.allclose(gradients[0], alone.grad, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(one, gradients[0]) for one in gradients)
+
+
+def test_one_process_refuses_what_several_cannot_gather() -> None:
+    output = torch.randn(4, 2, 3, requires_grad=True)
+    micro = Microbatch(None, ["a", "b", "c", "d"], 4, None)
+    with pytest.raises(TaskError, match="whole_batch_loss needs the target as tensors"):
+        losses()(output, micro, batch([output])._replace(microbatches=(micro,)))
+    short = batch([output[:3]])
+    with pytest.raises(TaskError, match="takes tensors with a row for each sample"):
+        losses()(output, short.microbatches[0], short)
+
+
+def test_a_loss_that_needs_no_weight_is_refused() -> None:
+    output = torch.randn(4, 2, 3)
+    one = batch([output])
+    with pytest.raises(TaskError, match="does not depend on the model's weights"):
+        losses()(output, one.microbatches[0], one)

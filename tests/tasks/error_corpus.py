@@ -272,6 +272,17 @@ CASES = (
         fix="they must be the same",
     ),
     Case(
+        name="counts of several losses by another name",
+        changes={
+            LOSS: "        return {'size': output.square()}\n",
+            **also(
+                f"    def counts(self, target):  {HERE}\n        return {{'sise': torch.ones(len(target), 2)}}\n"
+            ),
+        },
+        says="counts() has the shapes {'sise': [16, 2]}, loss() {'size': [16, 2]}",
+        fix="they must be the same",
+    ),
+    Case(
         name="the target among the inputs",
         changes={
             **also(

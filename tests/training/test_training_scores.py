@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from grappe.data.draw import mix
+from grappe.data.permute import permute
 from grappe.errors import TaskError
 from grappe.plan import Plan
-from grappe.step.given import loss_of
+from grappe.step.losses import values_of
 from grappe.training.options import Options
 from grappe.training.run import Run
+from tests.parity.counted import Chosen, Counted, Several
 from tests.parity.tasks import Images, Seen
 from tests.processes import Pool
-
-
-class Several(Images):
-    """Images with two losses."""
-
-    def loss(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:  # pyrefly: ignore
-        return {
-            "classes": F.cross_entropy(output, target, reduction="none"),
-            "size": 0.1 * output.square().mean(1),
-        }
 
 
 class Weighted(Several):
@@ -65,6 +60,44 @@ def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: int) -
     return list(Run(folder).records())
 
 
+@functools.cache
+def by_hand() -> tuple[list[float], list[dict[str, float]]]:
+    """Trains Counted without grappe; returns the losses of the steps and of the evaluations."""
+    task = Counted()
+    torch.manual_seed(task.seed)
+    model = task.model()
+    optimizer = task.optimizer(list(model.named_parameters()))
+    schedule = task.schedule(optimizer, 6)
+    images, targets = (
+        torch.from_numpy(np.asarray(one)) for one in task.data("train", Path()).stored(np.arange(29))
+    )
+    steps, scored = [], []
+
+    def losses(ids: Any) -> dict[str, Tensor]:
+        output, target = model(images[ids]), targets[ids]
+        entropy = F.cross_entropy(output, target, reduction="none")
+        chosen = output[target > 3]
+        return {
+            "classes": (entropy * (0.5 + target)).sum() / (0.5 + target).sum(),
+            "size": chosen.square().sum() / max(1, chosen.numel()),
+        }
+
+    for epoch in range(2):
+        order = permute(np.arange(29), key=mix(task.seed, epoch), length=29)
+        for ids in np.split(order, [12, 24]):
+            optimizer.zero_grad()
+            loss = sum(losses(torch.from_numpy(ids)).values())
+            loss.backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            steps.append(loss.item())
+        with torch.no_grad():
+            found = {f"loss_{name}": float(one) for name, one in losses(torch.arange(29)).items()}
+        scored.append({"loss": sum(found.values()), **found})
+    return steps, scored
+
+
 def evaluated(records: list[dict]) -> dict:
     """The last evaluation."""
     return [one for one in records if one["kind"] == "evaluation"][-1]
@@ -76,7 +109,8 @@ FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [(Several, plan) for plan in PLANS] + [(kind, plan) for kind in (Weighted, Whole) for plan in FEW],
+    [(Several, plan) for plan in PLANS]
+    + [(kind, plan) for kind in (Weighted, Whole, Counted) for plan in FEW],
 )
 def test_losses_add_up_and_metrics_see_every_training_sample_once(
     pool: Pool, tmp_path: Path, kind: type[Several], plan: str
@@ -105,6 +139,34 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
         for name, value in found[0].items():
             if name.startswith(("loss", "training_loss", "training_accuracy")):
                 assert one[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [(Counted, plan) for plan in PLANS] + [(Chosen, plan) for plan in ("", *PLANS) if "pipeline" not in plan],
+)
+def test_losses_with_counts_of_their_own_are_means_of_their_own(
+    pool: Pool, tmp_path: Path, kind: type[Several], plan: str
+) -> None:
+    """Whatever the plan, a loop by hand has the same losses: each divided by its count in the global batch."""
+    records = trained(pool, kind(), plan, tmp_path / "run")
+    steps = [one["loss"] for one in records if one["kind"] == "step"]
+    scored = [
+        {name: one[name] for name in ("loss", "loss_classes", "loss_size")}
+        for one in records
+        if one["kind"] == "evaluation"
+    ]
+    expected_steps, expected = by_hand()
+    assert steps == pytest.approx(expected_steps, rel=2e-5)
+    for found, wanted in zip(scored, expected, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def test_no_row_of_a_pipeline_is_filled_where_a_loss_has_none_for_a_sample(
+    pool: Pool, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=r"counts\(\) has no row for each sample for 'size'"):
+        trained(pool, Chosen(), "pipeline=2,microbatches=2", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +275,7 @@ def test_what_is_no_dictionary_of_losses_is_refused(given: dict, words: str) -> 
             return given
 
     with pytest.raises(TaskError, match=words):
-        loss_of(Wrong(), None, None)
+        values_of(Wrong(), None, None, 2, None)
 
 
 def test_a_metric_and_a_loss_of_one_name_are_refused(pool: Pool, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def losses(net, samples):
     heat[image, boxes[:, 4].long(), y, x] = 1.0
     found = binary_cross_entropy_with_logits(output[:, :CLASSES], heat, reduction="none").sum()
     off = l1_loss(output[image, CLASSES:, y, x], boxes[:, :4] / 32, reduction="none").sum()
-    return (found + off) / len(samples)
+    return found / len(samples) + off / len(boxes)
 
 
 def train(net, shuffled, epochs=EPOCHS):

@@ -174,8 +174,17 @@ def doctor(
     job: Annotated[
         bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
     ] = False,
+    calibrate: Annotated[
+        bool,
+        SWITCH,
+        Parameter(
+            help="Measure this machine's cores and links for grappe foresee, and keep it. Nothing else should run."
+        ),
+    ] = False,
 ) -> int:
     """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
+    if calibrate:
+        return _calibrate()
     from grappe.cli.preflight import preflight
     from grappe.fields import split
     from grappe.launch.rank import is_main_process
@@ -193,3 +202,12 @@ def doctor(
         if said or not job:
             say(verb.text(said))
     return EXIT_FAILURE if verb.failed(found) else EXIT_OK
+
+
+def _calibrate() -> int:
+    from grappe.launch.terminal import progress
+    from grappe.verbs.foresee.calibrate import calibrate, sentences
+
+    for line in sentences(calibrate(progress)):
+        show(line)
+    return EXIT_OK

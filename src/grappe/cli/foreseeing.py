@@ -1,9 +1,9 @@
-"""Defines the command that says before a training what it needs: foresee."""
+"""Defines the command that says before a training what it needs, in memory and time: foresee."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -50,11 +50,18 @@ def foresee(
             help="Compare what is foreseen with what the runs in a folder (default: runs) have measured.",
         ),
     ] = False,
+    aim: Annotated[
+        Literal["fastest", "cheapest", "smallest"],
+        Parameter(help="What makes a plan the best: its time, its core-hours or GPU-hours, or its memory."),
+    ] = "fastest",
     out: Annotated[
-        Path | None, Parameter(help="With --history: write it all to this file, .json or .csv.")
+        Path | None, Parameter(help="Write it all to this file, .json; with --history also .csv.")
     ] = None,
 ) -> int:
-    """Say what plans need in memory, before any process of them starts. Exit code 1 if no plan fits the site."""
+    """Say what plans need in memory and time, before any process of them starts.
+
+    Exit code 1 if no plan fits the site.
+    """
     if history:
         return _history(Path(task) if task is not None else RUNS, data, out)
     if task is None:
@@ -62,15 +69,24 @@ def foresee(
             "give a task: grappe foresee digits; or --history, for the errors over the runs here"
         )
     from grappe.fields import split
-    from grappe.verbs.foresee import table
-    from grappe.verbs.foresee.foresee import foresee as verb
-    from grappe.verbs.foresee.foresee import room_of
+    from grappe.verbs.foresee import table, time_table
+    from grappe.verbs.foresee.foresee import foresee_times, room_of
 
     texts = split(fields)
     room = None if site is None else room_of(site)
-    found = verb(task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data)
+    times = foresee_times(
+        task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data
+    )
+    if out is not None:
+        time_table.write(times, out)
+    found = [one.foreseen for one in times.plans]
     show(table.table(found, room))
     for line in table.sentences(found, room):
+        show(line)
+    if (made := time_table.table(times)) is not None:
+        show("")
+        show(made)
+    for line in time_table.sentences(times, aim):
         show(line)
     known = [one for one in found if one.needs is not None]
     return EXIT_FAILURE if all(one.fits is False for one in known) else EXIT_OK

@@ -76,6 +76,10 @@ def measure(
 
     texts = split(fields)
     plans = plan or [""]
+    if options.why and (site is not None or gather):
+        raise UsageError("--why traces steps on this machine: leave out --site and --gather")
+    if (options.evaluate_every or options.save_every) and not options.why:
+        raise UsageError("--evaluate-every and --save-every are for --why: add it, or leave them out")
     if site is not None:
         from grappe.verbs.measure.jobs import JobRequest
 
@@ -96,9 +100,10 @@ def measure(
     if not gather:
         preflight(plans, task)
     from grappe.verbs.measure import measure as verb
-    from grappe.verbs.measure import table, verdict
+    from grappe.verbs.measure import table, verdict, why_table
     from grappe.verbs.measure.jobs import gather as gathered
     from grappe.verbs.measure.largest import largest_batches as verb_largest
+    from grappe.verbs.measure.why import why
 
     points = (
         gathered(gather)
@@ -122,11 +127,14 @@ def measure(
     ):
         if part is not None:
             show(part)
+    whys = why(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
+    for shown in why_table.tables(whys):
+        show(shown)
     if largest_batch:
         for found in verb_largest(task, plans, data, texts):
             show(str(found))
     if out is not None:
-        table.write(points, task, out, weak=options.weak)
+        table.write(points, task, out, weak=options.weak, whys=whys)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
 
 

@@ -81,7 +81,7 @@ class Arrays(Dataset):
             index = self._rows[index]
         if self._plain and device == CPU:
             return self.inputs.index_select(0, index), self.targets.index_select(0, index)
-        return tree_map(lambda stored: _pick(stored, index, device), (self.inputs, self.targets))
+        return _picked(self.inputs, index, device), _picked(self.targets, index, device)
 
     def to_device(self, device: torch.device) -> None:
         """Moves the arrays to a GPU if they take at most a quarter of the GPU's free memory."""
@@ -106,11 +106,11 @@ def one_by_one(dataset: Any) -> Any:
         dataset = copy.copy(dataset)
         dataset.one_by_one = True
     elif type(dataset) is TensorDataset:
-        return _Samples(*dataset.tensors)
+        return TensorSamples(*dataset.tensors)
     return dataset
 
 
-class _Samples(TensorDataset):
+class TensorSamples(TensorDataset):
     """A TensorDataset that is read sample by sample."""
 
 
@@ -142,6 +142,15 @@ def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tens
         return images.float().sub_(shift.to(images.device)).mul_(scale.to(images.device))
 
     return transform
+
+
+def _picked(stored: Any, index: Tensor, device: torch.device | None) -> Any:
+    """Returns rows of all tensors of a nesting; torch's tree_map takes 15 microseconds for a dictionary of one."""
+    if isinstance(stored, Tensor):
+        return _pick(stored, index, device)
+    if type(stored) is dict:
+        return {name: _picked(one, index, device) for name, one in stored.items()}
+    return tree_map(lambda leaf: _pick(leaf, index, device), stored)
 
 
 def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:

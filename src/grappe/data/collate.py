@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from grappe.task import Task, overrides
 if TYPE_CHECKING:
     from torch import Tensor
 
+_NOTHING = contextlib.nullcontext()
 COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
 
 
@@ -79,12 +81,18 @@ def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bo
     )
 
 
-@contextlib.contextmanager
-def _in_full_precision(device: torch.device) -> Iterator[None]:
+def _in_full_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Context without the model's lower precision: an augmentation has the same bits under every plan.
 
     Evaluation asks for batches inside the model's autocast; precision=tf32 rounds every product of matrices to 11 bits.
     """
+    if device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+        return _NOTHING
+    return _without_lower_precision(device)
+
+
+@contextlib.contextmanager
+def _without_lower_precision(device: torch.device) -> Iterator[None]:
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -94,23 +102,13 @@ def _in_full_precision(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-def counts_of(task: Task, targets: Any) -> Tensor | None:
-    """Returns the weight of each value of the loss.
-
-    Raises:
-        TaskError: it is no tensor.
-    """
-    weights: Any = task.counts(targets)
-    if weights is None or isinstance(weights, torch.Tensor):
-        return weights
-    raise TaskError(
-        f"{type(task).__name__}.counts() returned {type(weights).__name__}: return a tensor in the shape of the loss, "
-        "0 where a value counts nothing, or None" + at(task, "counts")
-    )
-
-
 def _takes_training(task: Task) -> bool:
-    return "training" in inspect.signature(task.augment).parameters
+    return _has_training(getattr(task.augment, "__func__", task.augment))
+
+
+@functools.lru_cache(maxsize=64)
+def _has_training(augment: Callable[..., Any]) -> bool:
+    return "training" in inspect.signature(augment).parameters
 
 
 def on_device(leaf: Any, device: torch.device) -> Any:

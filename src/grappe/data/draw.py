@@ -8,6 +8,7 @@ Shapes: B samples of a slice, n numbers per sample.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,15 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # SampleOrder needs `mix` where torch is not imported
     import torch
 
+_ONE_THREAD = 1 << 15  # numbers: torch's operators take no second thread for fewer
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
+# As arrays, which NumPy takes as they are: a Python number costs a microsecond each time.
+_FIRST_FACTOR, _SECOND_FACTOR, _30, _27, _31 = (
+    np.array(word, dtype=np.uint64) for word in (_FIRST, _SECOND, 30, 27, 31)
+)
 
 
 def mix(*words: int) -> int:
@@ -38,21 +44,18 @@ def mix_steps(seed: int, start: int, count: int, *rest: int) -> list[int]:
     words: list[Any] = [np.arange(start, start + count).astype(np.uint64)]
     words += [np.uint64(word & _WORD) for word in rest]
     for word in words:
-        bits = (bits ^ word) + np.uint64(_GAMMA)
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
-        bits ^= bits >> np.uint64(31)
+        bits = _finalised((bits ^ word) + np.uint64(_GAMMA))
     return (bits >> np.uint64(1)).tolist()
 
 
 def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the keys of samples: int64 (B,), each `mix(seed, epoch, id)`, for `ids` int64 (B,)."""
-    head = np.uint64(_chain(3, (seed, epoch)))
-    bits = (ids.astype(np.uint64) ^ head) + np.uint64(_GAMMA)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
-    bits ^= bits >> np.uint64(31)
-    return (bits >> np.uint64(1)).astype(np.int64)
+    bits = ids.astype(np.uint64)
+    bits ^= _head(seed, epoch)
+    bits += _GAMMA
+    _finalised(bits)
+    bits >>= 1
+    return bits.view(np.int64)
 
 
 def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
@@ -63,6 +66,11 @@ def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
     """
     import torch
 
+    few = len(keys) * n <= _ONE_THREAD or torch.get_num_threads() == 1
+    # A subclass has no memory (FakeTensor), or is to be seen by whoever made it.
+    in_memory = type(keys) is torch.Tensor and keys.device.type == "cpu"
+    if few and in_memory and not torch.compiler.is_compiling():
+        return torch.from_numpy(drawn(keys.numpy(), n))
     counters = torch.arange(1, n + 1, device=keys.device) * _signed(_GAMMA)
     bits = keys[:, None] + counters
     bits ^= _shifted(bits, 30)
@@ -71,6 +79,17 @@ def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
     bits *= _signed(_SECOND)
     bits ^= _shifted(bits, 31)
     return _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
+
+
+def drawn(keys: NDArray[np.int64], n: int) -> NDArray[np.float32]:
+    """Draws the same numbers as `draw`, by NumPy: 10 times as quick for a few hundred numbers, twice for 10^5."""
+    counters = np.arange(1, n + 1, dtype=np.uint64)
+    counters *= _GAMMA
+    bits = _finalised(keys.view(np.uint64)[:, None] + counters)
+    bits >>= 40
+    numbers = bits.astype(np.float32)
+    numbers *= 2.0**-24
+    return numbers
 
 
 def draw_one(key: int, index: int) -> float:
@@ -90,6 +109,22 @@ def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tenso
     import torch
 
     return (torch.arange(n, device=device) ^ 1).clamp_(max=n - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _head(seed: int, epoch: int) -> int:
+    """Hashes what an epoch's samples have in common."""
+    return _chain(3, (seed, epoch))
+
+
+def _finalised(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Applies the finaliser of splitmix64, in place."""
+    bits ^= bits >> _30
+    bits *= _FIRST_FACTOR
+    bits ^= bits >> _27
+    bits *= _SECOND_FACTOR
+    bits ^= bits >> _31
+    return bits
 
 
 def _chain(count: int, words: Iterable[int]) -> int:

@@ -13,7 +13,9 @@ from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch, SampleIds
-from grappe.data.collate import augment, augments, collated, counts_of, on_device
+from grappe.data.collate import augment, augments, collated, on_device
+from grappe.data.contention import Contention
+from grappe.data.counts import as_weights, counts_of, divided
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
@@ -79,6 +81,7 @@ class BatchLoader:
         )
         self.waited = 0.0
         """Seconds spent waiting for samples."""
+        self.contention = Contention()
 
     def slices(self, start: int, stop: int) -> Iterator[Slice]:
         """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""
@@ -115,7 +118,10 @@ class BatchLoader:
         exhausted = False
         try:
             for part in self.slices(start, stop):
-                yield self._batch(part, lambda _, source=source: source.next())
+                batch = self._batch(part, lambda _, source=source: source.next())
+                self.contention.begin_step(source, steady=not self.sources.tuning)
+                yield batch
+                self.contention.end_step(source)
                 if part.step + 1 < stop and self.sources.changes():
                     self.sources.end(source, exhausted=False)
                     source = self._begun(part.step + 1, stop)
@@ -144,7 +150,10 @@ class BatchLoader:
 
     def _batch(self, part: Slice, fetch: Fetch) -> Batch:
         micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
-        return Batch(part.epoch, part.step, micros, part.samples, self._count(part, micros), part.ids)
+        count: float | Tensor = float(part.samples)
+        if self._counts and self._training:
+            count, micros = divided(micros, part.samples, self._exact, self._world.data_group)
+        return Batch(part.epoch, part.step, micros, part.samples, count, part.ids)
 
     def example(self) -> Any:
         """Returns the inputs of the first sample or two, as a batch on the CPU."""
@@ -210,9 +219,7 @@ class BatchLoader:
             inputs = in_channels_last(inputs)
         weights = None
         if self._counts:
-            weights = counts_of(self._task, targets)
-            if weights is not None:
-                weights = weights.float() if len(ids) else torch.zeros_like(weights, dtype=torch.float32)
+            weights = as_weights(counts_of(self._task, targets), counted=len(ids) > 0)
         return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1, drawn_for)
 
     def _augmented(
@@ -232,22 +239,6 @@ class BatchLoader:
         if self.phase is not None:
             self.phase(DATA)
         return moved
-
-    def _count(self, part: Slice, micros: tuple[Microbatch, ...]) -> float | Tensor:
-        if not self._counts or not self._training:
-            return float(part.samples)
-        weights = [micro.weights for micro in micros if micro.weights is not None]
-        if not weights:
-            return float(part.samples)
-        mine = torch.stack([one.sum() for one in weights])
-        group = self._world.data_group
-        if group is None:
-            return mine.sum()
-        if self._exact is not None:  # the pieces' counts in their order, so that their sum has the same bits
-            return self._exact.gathered(mine, group).sum()
-        total = mine.sum()
-        torch.distributed.all_reduce(total, group=group)
-        return total
 
 
 def padded(ids: np.ndarray) -> np.ndarray:

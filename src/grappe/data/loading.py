@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,8 @@ Kind = Literal["threads", "processes"]
 
 ENOUGH = 0.02  # of a step's time: who waits less for data has nothing to gain
 FASTER = 0.95  # of the best so far; less than that may be noise
+CLOSE = 0.8, 1.1  # of the best so far: measured again, by turns, since the machine may have changed meanwhile
+TURNS = 3
 FIRST = 8  # workers beside a GPU before anything is measured
 SPARE = 1.1  # of data workers beyond what the average needs
 MOST = 1024  # workers that a run's description may ask for
@@ -65,6 +68,7 @@ def search(
 
     Each kind is tried with as few workers as `first` has, then twice as many of the quicker one, until that is no
     gain; nothing is tried once a step hardly waits. With `most` workers as the first has, kinds alone are compared.
+    Of two that are close each is yielded TURNS times, by turns, and their medians are compared.
 
     Args:
         allowed: says whether there is memory for more workers.
@@ -86,9 +90,18 @@ def search(
 
 
 def _tried(one: Loading, best: Loading, cost: Cost) -> Generator[Loading, Cost, tuple[Loading, Cost, bool]]:
-    found = yield one
+    ours, theirs = [cost], [(yield one)]
+    if CLOSE[0] < theirs[0].seconds / cost.seconds < CLOSE[1]:
+        for _ in range(TURNS - 1):
+            ours.append((yield best))
+            theirs.append((yield one))
+    cost, found = _median(ours), _median(theirs)
     better = found.seconds < FASTER * cost.seconds
     return (one, found, True) if better else (best, cost, False)
+
+
+def _median(costs: Sequence[Cost]) -> Cost:
+    return Cost(*(statistics.median(values) for values in zip(*costs, strict=True)))
 
 
 def workers_needed(waits: float, workers: int) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from grappe.data.arrays import Copies
+from grappe.data.arrays import Copies, TensorSamples
 from grappe.data.draw import mix
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
@@ -22,15 +22,16 @@ class SeededDataset(Dataset[Any]):
 
     Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
     `mix(seed, epoch, id)`; after each batch the three are restored, since dropout draws from torch's in the
-    same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not. A
-    generator that the dataset made for itself cannot be reached. A keyed dataset is given its key, and nothing is
-    seeded: threads may load its samples.
+    same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not; nothing
+    where it cannot, as a list. A generator that the dataset made for itself cannot be reached. A keyed dataset is given
+    its key, and nothing is seeded: threads may load its samples.
     """
 
     def __init__(self, dataset: Dataset[Any], *, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
         self._keyed = keyed_sample(dataset)
+        self._draws_nothing = draws_nothing(dataset)
 
     @property
     def keyed(self) -> Callable[[tuple[int, int]], Any] | None:
@@ -44,22 +45,27 @@ class SeededDataset(Dataset[Any]):
         """Loads one sample, for a request (epoch, id)."""
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, requests: Sequence[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, requests: Iterable[tuple[int, int]]) -> list[Any]:
         """Loads the samples of a batch, in order, for requests (epoch, id).
 
         One by one, even if the dataset has its own `__getitems__`, in which single samples could not be seeded.
         """
         if self._keyed is not None:
             return [self._by_key(request) for request in requests]
+        if self._draws_nothing:
+            return [self._sample(index) for _, index in requests]
         samples = []
         with _generators_kept():
             for epoch, index in requests:
                 _seed_generators(mix(self.seed, epoch, index))
-                sample = self.dataset[int(index)]
-                if sample is None:
-                    raise missing(self.dataset, int(index))
-                samples.append(sample)
+                samples.append(self._sample(index))
         return samples
+
+    def _sample(self, index: int) -> Any:
+        sample = self.dataset[int(index)]
+        if sample is None:
+            raise missing(self.dataset, int(index))
+        return sample
 
     def _by_key(self, request: tuple[int, int]) -> Any:
         epoch, index = request
@@ -93,6 +99,17 @@ def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:
     if getattr(dataset, "keyed", False) is not True or not claims(type(dataset), "sample", "__getitem__"):
         return None
     return lambda index, key: dataset.sample(index, mix(key, index))
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Returns whether no code of a user's runs where a sample is read, so that none can draw: a list, rows of tensors.
+
+    Exact types: a class derived from one of them may draw.
+    """
+    kind = type(dataset)
+    if kind is Copies or kind is Subset:
+        return draws_nothing(dataset.dataset)
+    return kind in (list, tuple, TensorDataset, TensorSamples)
 
 
 def claims(kind: type, claim: str, method: str) -> bool:

@@ -1,1 +1,1 @@
-"""Predicts a training's memory: traces the plain model on fake tensors, and composes the plan in arithmetic."""
+"""Predicts a training's memory and time: traces the plain model on fake tensors, and composes plans in arithmetic."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.prepare import dataset_of
@@ -23,6 +27,7 @@ from grappe.task import Task
 
 CPU = torch.device("cpu")
 SAMPLES = 16  # read from the data; larger batches repeat them
+READINGS = 6
 
 
 class Batches:
@@ -59,6 +64,23 @@ class Batches:
         micro = micro._replace(inputs=fake[0], targets=fake[1], weights=fake[2])
         count_of = read.count if isinstance(read.count, float) else self._fake(read.count)
         return read._replace(microbatches=(micro,), count=count_of)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the batches
+    def seconds(self, rows: int) -> float:
+        """Measures the seconds in which this process reads a batch of `rows` samples; of files, of a few of them."""
+        in_one = rows if self.in_memory else min(SAMPLES, rows)
+        in_one = min(in_one, self.samples)
+        steps = max(1, min(READINGS, self.samples // in_one))
+        found, begun = [], time.perf_counter()
+        for _ in self._loader(in_one).batches(0, steps):
+            found.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+        return statistics.median(found[1:] or found) * rows / in_one
+
+    @property
+    def in_memory(self) -> bool:
+        """Returns whether the samples are in memory, and no data workers read them."""
+        return in_memory(self._dataset) is not None
 
     def _loader(self, rows: int) -> BatchLoader:
         if not self._trains:

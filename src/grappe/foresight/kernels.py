@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from grappe.private_api.torch import tree_leaves
 WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_product")
 """Operators whose kernels on a CPU allocate more than their output: by oneDNN, or for each thread."""
 LARGEST = 2 << 30  # bytes of arguments and output; what is larger is not tried
+
+T = TypeVar("T")
 
 
 class Form(NamedTuple):
@@ -74,7 +76,9 @@ class Kernels:
 
         What is not known yet is measured, in a process of its own.
         """
-        wanted = [call for call in dict.fromkeys(calls) if sum(map(_size, _forms(tuple(call)))) <= LARGEST]
+        wanted = [
+            call for call in dict.fromkeys(calls) if sum(map(_size, nested(tuple(call), Form))) <= LARGEST
+        ]
         new = tuple(call for call in wanted if (threads, call) not in self._known)
         if new:
             request = KernelRequest(calls=new, threads=threads)
@@ -133,12 +137,13 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
     return most
 
 
-def _forms(value: Any) -> Iterator[Form]:
-    if isinstance(value, Form):
+def nested(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yields what is of `kind` in a nested tuple."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, tuple):
         for one in value:
-            yield from _forms(one)
+            yield from nested(one, kind)
 
 
 def _size(form: Form) -> int:

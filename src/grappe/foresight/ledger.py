@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from grappe.foresight.operators import Recorder
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 
+WAIT = "wait_tensor.default"
 Describe = Callable[[Any, Any, Any, Any], Any]
 """An operator, its arguments, its keywords and its output to a description, if its kernel may take memory besides."""
 
@@ -34,10 +36,14 @@ class Ledger(TorchDispatchMode):
     Args:
         known: tensors whose bytes do not count.
         describe: describes the operators whose kernels may take memory besides their output.
+        recorder: records every operator.
     """
 
-    def __init__(self, known: Iterable[Tensor], describe: Describe | None = None) -> None:
+    def __init__(
+        self, known: Iterable[Tensor], describe: Describe | None = None, recorder: Recorder | None = None
+    ) -> None:
         super().__init__()
+        self._recorder = recorder
         self._storages: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._ends: dict[int, weakref.ref] = {}
         self._describe = describe
@@ -46,7 +52,8 @@ class Ledger(TorchDispatchMode):
         self.calls: list[tuple[int, int, Any]] = []
         """Of each described operator: the number of the next mark, the bytes in use, the description."""
         for tensor in known:
-            self._storages[tensor.untyped_storage()] = 0
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
+            self._storages[own.untyped_storage()] = 0
 
     def mark(self, kind: str, which: int = -1) -> None:
         """Notes a moment."""
@@ -54,8 +61,13 @@ class Ledger(TorchDispatchMode):
         self._peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return (
+                NotImplemented  # of a tensor made of others, DTensor say, the operators on those are counted
+            )
         keywords = kwargs or {}
-        output = func(*args, **keywords)
+        # Without values it would be a new tensor, where it is the one that is waited for.
+        output = args[0] if func.__name__ == WAIT else func(*args, **keywords)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -63,6 +75,8 @@ class Ledger(TorchDispatchMode):
         call = None if self._describe is None else self._describe(func, args, keywords, output)
         if call is not None:
             self.calls.append((len(self.marks), self.now, call))
+        if self._recorder is not None:
+            self._recorder.add(func, args, keywords, output, len(self.marks))
         return output
 
     def _follow(self, tensor: Tensor) -> None:

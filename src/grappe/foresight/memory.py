@@ -63,6 +63,17 @@ class States:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The most bytes that torch allocates on a process's device; None: not known."""
+
+    step: int | None
+    evaluation: int | None
+
+
+UNKNOWN = Peaks(step=None, evaluation=None)
+
+
 def states(parts: Sequence[Part], buffers: int) -> States:
     """Sums the states of a process's parts."""
     return States(

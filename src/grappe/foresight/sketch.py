@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,17 @@ from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.ledger import Ledger
+from grappe.foresight.pretended import pretended
+from grappe.foresight.staged import Boundaries, stages_of, traced_evaluation, traced_step
 from grappe.foresight.trace import CPU, END, ROOT, Trace, tensors_of, traced, with_kernels
+from grappe.launch.world import World
 from grappe.optimizers.modes import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.materialise import give_memory, on_meta
+from grappe.parallel.pipeline.cut import Cut
+from grappe.parallel.pipeline.stage import Stage
+from grappe.parallel.pipeline.units import pipeline_units
+from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_tensors
 from grappe.step.given import optimizer_of
@@ -60,15 +67,22 @@ class Sketch:
         data: the folder of datasets.
         foreach: whether the optimizer steps all parameters at once, as it does on a GPU.
         kernels: what kernels take besides their output; None: nothing, as on a device that is not here.
+        records: whether traces of training steps record their operators, from which times are foreseen.
 
     Raises:
         TaskError: the model, the loss or the optimizer cannot run without values, or the task's own code fails.
     """
 
     def __init__(
-        self, task: Task, data: Path, *, foreach: bool = False, kernels: Kernels | None = None
+        self,
+        task: Task,
+        data: Path,
+        *,
+        foreach: bool = False,
+        kernels: Kernels | None = None,
+        records: bool = False,
     ) -> None:
-        self.task, self._kernels, self._data = task, kernels, data
+        self.task, self._kernels, self._data, self._records = task, kernels, data, records
         self.mode: Any = fake_tensors()
         with naming_user_line(task):
             self._batch = Batches(task, data, self.mode)
@@ -88,25 +102,94 @@ class Sketch:
         self.samples = self._batch.samples
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
-    def trace(self, rows: int, precision: str = "fp32", recompute: bool = False, threads: int = 1) -> Trace:
-        """Traces a microbatch of `rows` samples, in a process of so many threads."""
-        plan, model = Plan(recompute=recompute), self._made()
-        inside = list(self.task.units(model))
-        switch_off_caches(model, plan)
-        checkpoint_activations(inside or [model], plan)
-        batch = self._batch.of(rows)
-        with _explained(self.task, "run"), self.mode:
-            found = traced(self.task, model, inside, batch, precision, describes=self._kernels is not None)
-        return self._completed(found, threads)
+    def trace(
+        self, rows: int, precision: str = "fp32", recompute: bool = False, threads: int = 1, tensor: int = 1
+    ) -> Trace:
+        """Traces a microbatch of `rows` samples, in a process of so many threads.
+
+        Args:
+            tensor: processes that share the model's matrices.
+        """
+        plan, batch = Plan(recompute=recompute, tensor=tensor), self._batch.of(rows)
+
+        def run(model: nn.Module) -> Trace:
+            inside, describes = list(self.task.units(model)), self._kernels is not None
+            switch_off_caches(model, plan)
+            checkpoint_activations(inside or [model], plan)
+            with self.mode:
+                return traced(
+                    self.task, model, inside, batch, precision, describes=describes, records=self._records
+                )
+
+        return self._completed(self._run(plan, "run", run), threads)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
-    def evaluation(self, rows: int, precision: str = "fp32", threads: int = 1) -> Trace:
+    def evaluation(self, rows: int, precision: str = "fp32", threads: int = 1, tensor: int = 1) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        model, batch = self._made().eval(), self._validation.of(rows)
-        inside, describes = list(self.task.units(model)), self._kernels is not None
-        with _explained(self.task, "be evaluated"), self.mode, torch.no_grad():
-            found = traced(self.task, model, inside, batch, precision, describes=describes, trains=False)
-        return self._completed(found, threads)
+        batch = self._validation.of(rows)
+
+        def run(model: nn.Module) -> Trace:
+            inside, describes = list(self.task.units(model.eval())), self._kernels is not None
+            with self.mode, torch.no_grad():
+                return traced(self.task, model, inside, batch, precision, describes=describes, trains=False)
+
+        return self._completed(self._run(Plan(tensor=tensor), "be evaluated", run), threads)
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
+    def passes(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
+        """Traces the passes of each process of a pipeline, with microbatches of `rows` samples."""
+        batch = self._batch.of(rows)
+        stages = self._stages(plan, cut)
+        with _explained(self.task, "run"), self.mode:
+            bounds = Boundaries(stages, batch)
+            found = [
+                traced_step(
+                    self.task, stages, bounds, batch, plan, place, describes=self._kernels is not None
+                )
+                for place in range(plan.pipeline)
+            ]
+        return tuple(self._completed(one, threads) for one in found)
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
+    def evaluated_stages(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
+        """Traces an evaluation of `rows` validation samples in each stage of a pipeline."""
+        batch = self._validation.of(rows)
+        stages = self._stages(plan, cut)
+        with _explained(self.task, "be evaluated"), self.mode:
+            for stage in stages:
+                stage.eval()
+            bounds = Boundaries(stages, batch)
+            found = [
+                traced_evaluation(self.task, stage, bounds, batch, describes=self._kernels is not None)
+                for stage in stages
+            ]
+        return tuple(self._completed(one, threads) for one in found)
+
+    def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
+        model = self._made()
+        switch_off_caches(model, plan)
+        units = pipeline_units(self.task, model)
+        checkpoint_activations(units, plan)
+        return stages_of(self.task, units, cut, plan.precision)
+
+    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module], Trace]) -> Trace:
+        """Runs a model as a process of the tensor axis has it; the second time where it is split.
+
+        The first run finds out how each operator is split, on tensors which no training has.
+        """
+        with _explained(self.task, what):
+            if plan.tensor == 1:
+                return run(self._made())
+            with pretended(plan) as world:
+                run(self._split(plan, world))
+                return run(self._split(plan, world))
+
+    def _split(self, plan: Plan, world: World) -> nn.Module:
+        model = on_meta(self.task)
+        split_tensors(model, self.task, plan, world)
+        with self.mode:
+            give_memory(model, CPU)
+        return model.train()
 
     def _completed(self, found: Trace, threads: int) -> Trace:
         return found if self._kernels is None else with_kernels(found, self._kernels, threads)
@@ -119,6 +202,11 @@ class Sketch:
     def validation_samples(self) -> int:
         """Returns the number of validation samples."""
         return self._validation.samples
+
+    @property
+    def batches(self) -> Batches:
+        """Returns the training batches."""
+        return self._batch
 
     def example(self) -> Any:
         """Returns the inputs of one or two samples, by which a pipeline's stages are cut."""

@@ -14,6 +14,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.foresight.ledger import Ledger, Mark
+from grappe.foresight.operators import Recorder, Recording
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
 from grappe.step.losses import Loss, Losses
@@ -25,7 +26,7 @@ START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED = (
     "start", "forward", "left", "loss", "backward", "done", "gradient", "end", "scored",
 )  # fmt: skip
 """Kinds of marks: of a unit its forward's beginning and end, its backward's beginning and end; of a parameter its
-gradient; of the whole model the beginning, the loss and the end; SCORED: an evaluation's end."""
+gradient; of the whole model the beginning, its forward's end, the loss and the end; SCORED: an evaluation's end."""
 ROOT = -1
 
 
@@ -43,6 +44,8 @@ class Trace:
     """Operators whose kernels may take memory besides their output: the number of the next mark, the bytes in use."""
     complete: bool = True
     """Whether what all kernels take is counted."""
+    recording: Recording | None = None
+    """All operators; None: not asked for."""
 
 
 def traced(
@@ -53,6 +56,7 @@ def traced(
     precision: str,
     *,
     describes: bool,
+    records: bool = False,
     trains: bool = True,
 ) -> Trace:
     """Runs `model` on `batch` and follows the bytes in use; inside the mode of fake tensors.
@@ -60,11 +64,14 @@ def traced(
     Args:
         units: the model's, whose beginnings and ends are marked.
         describes: whether to keep the calls of operators whose kernels take memory besides.
+        records: whether to record all operators.
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
     given = tensors_of(micro)
-    ledger = Ledger([*model.parameters(), *model.buffers(), *given], describe if describes else None)
+    known = [*model.parameters(), *model.buffers(), *given]
+    recorder = Recorder(known) if records else None
+    ledger = Ledger(known, describe if describes else None, recorder)
     boundaries = [0] * len(units)
     for number, unit in enumerate(units):
         _watch(unit, number, ledger, boundaries)
@@ -76,7 +83,7 @@ def traced(
         ledger.mark(START)
         with autocast(precision, CPU):
             compute: Callable[..., Loss | None] = losses if trains else _score(losses)
-            loss = compute(task.forward(model, entering(micro)), micro, batch)
+            loss = compute(_left(ledger, task.forward(model, entering(micro))), micro, batch)
         if loss is not None:
             ledger.mark(LOSS)
             backward((loss.values,), (loss.output_gradient,))
@@ -86,10 +93,11 @@ def traced(
             ledger.mark(SCORED)
     return Trace(
         rows=micro.size,
-        marks=tuple(ledger.marks),
+        marks=_ordered(ledger.marks),
         batch=sum(one.nbytes for one in given),
         boundaries=tuple(boundaries),
         calls=tuple(ledger.calls),
+        recording=None if recorder is None else recorder.recording(),
     )
 
 
@@ -132,6 +140,26 @@ def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) 
 
     unit.register_forward_pre_hook(enters, with_kwargs=True)
     unit.register_forward_hook(leaves)
+
+
+def _ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+    """Orders marks of one moment: a unit's backward has ended before that of the unit before it begins.
+
+    Both are hooks of the tensor between the two, which run in the order of the forward.
+    """
+    found: list[Mark] = []
+    for mark in marks:
+        before = found[-1] if found else mark
+        if mark.kind == DONE and before.kind == BACKWARD and mark.peak == mark.level == before.level:
+            found[-1:] = [mark._replace(peak=before.peak), before._replace(peak=before.level)]
+        else:
+            found.append(mark)
+    return tuple(found)
+
+
+def _left(ledger: Ledger, output: Any) -> Any:
+    ledger.mark(LEFT)
+    return output
 
 
 def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:

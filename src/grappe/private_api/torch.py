@@ -37,6 +37,7 @@ __all__ = [
     "TreeSpec",
     "default_store",
     "end_data_workers",
+    "fake_store",
     "fake_tensors",
     "flatten_mesh",
     "foreach_add_",
@@ -53,6 +54,7 @@ __all__ = [
     "module_children",
     "module_parameters",
     "operator_arguments",
+    "operator_mutates",
     "run_backward",
     "step_is_observed",
     "tree_flatten",
@@ -93,6 +95,7 @@ USED = tuple(
         ("torch.optim.lr_scheduler", "_wrapped_by_lr_sched"),
         ("torch.optim.optimizer", "_global_optimizer_post_hooks"),
         ("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+        ("torch.testing", "_internal"),
         ("torch.utils", "_python_dispatch"),
         ("torch.utils", "_pytree"),
     )
@@ -201,6 +204,13 @@ def forget_meshes() -> None:
         getattr(device_mesh._mesh_resources, name, {}).clear()
 
 
+def fake_store() -> dist.Store:
+    """Returns the store of a process group of backend "fake", which this makes known: it sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def default_store() -> dist.Store:
     """Returns the store that the default process group was made with."""
     from torch.distributed import distributed_c10d
@@ -218,6 +228,11 @@ def functional_collectives() -> ModuleType:
 def operator_arguments(operator: Any) -> Sequence[Any]:
     """Returns the declared arguments of an operator in a TorchDispatchMode: `name`, `kwarg_only`, ..."""
     return operator._schema.arguments
+
+
+def operator_mutates(operator: Any) -> bool:
+    """Returns whether an operator changes one of its arguments."""
+    return operator._schema.is_mutable
 
 
 def end_data_workers(loaded: Any) -> None:

@@ -82,6 +82,11 @@ class Chronometer:
         """Returns the phase that the time now counts as."""
         return self._phase if self._around is None else self._around
 
+    @property
+    def since(self) -> float:
+        """Returns when the phase began, by time.perf_counter."""
+        return self._at
+
     def switch(self, phase: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """Ends the current phase and begins `phase`."""
         now = clock()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 STATUS = Path("/proc/self/status")
+MEMINFO = Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 CEILING = 32 << 20  # bytes: as high as glibc lets its threshold for mmap rise by itself
 
@@ -74,6 +75,14 @@ def data_size() -> int:
 def resident() -> int:
     """Returns the bytes of this process's resident memory, shared pages too; 0 if the system does not report them."""
     return _status("VmRSS:")
+
+
+def free(meminfo: Path = MEMINFO) -> int | None:
+    """Returns the bytes of the host's memory that programs can still have; None if the system does not report them."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return None
 
 
 def _status(name: str) -> int:

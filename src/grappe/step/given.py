@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.checkpoint.initial import check_model
+from grappe.data.counts import flat
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.task import Task
@@ -21,9 +22,14 @@ class Values(NamedTuple):
     """A task's loss for some rows."""
 
     values: Tensor
-    """Of several losses, their sum."""
+    """Of several losses their sum; of losses of several shapes their values one after the other."""
     named: Mapping[str, Tensor]
-    """Several losses by name, each of the shape of `values`; empty if there is one."""
+    """Several losses by name; empty if there is one."""
+
+    @property
+    def each(self) -> tuple[Tensor, ...]:
+        """Returns the values of each loss."""
+        return tuple(self.named.values()) or (self.values,)
 
 
 def model_of(task: Task) -> nn.Module:
@@ -110,7 +116,7 @@ def loss_of(task: Task, output: Any, target: Any) -> Values:
     """Computes the task's loss.
 
     Raises:
-        TaskError: it is no tensor of decimal numbers, and no dictionary of such tensors of one shape.
+        TaskError: it is no tensor of decimal numbers, and no dictionary of such tensors.
     """
     found: Any = task.loss(output, target)
     if not isinstance(found, Mapping):
@@ -122,12 +128,9 @@ def loss_of(task: Task, output: Any, target: Any) -> Values:
         if not (isinstance(name, str) and name.isidentifier()):
             raise _wrong(task, "loss", f"has the name {name!r}: use letters, digits and _, as in 'boxes'")
         _check_loss(task, values, f" for {name!r}")
-    shapes = {name: list(values.shape) for name, values in found.items()}
-    if len(set(map(tuple, shapes.values()))) > 1:
-        raise _wrong(
-            task, "loss", f"has losses of different shapes, {shapes}: give each one value for each example"
-        )
     several = list(found.values())
+    if len({values.shape for values in several}) > 1:
+        return Values(flat(found), dict(found))
     return Values(functools.reduce(torch.add, several), dict(found))
 
 

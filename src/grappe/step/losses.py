@@ -6,18 +6,22 @@ Shapes: values [B, ...], one per example or token; weights and output_gradient t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.counts import flat
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.profiling.phases import BACKWARD
 from grappe.step.each_alone import check_each_alone
 from grappe.step.given import Values, loss_of
 from grappe.task import Task
+
+if TYPE_CHECKING:
+    from grappe.data.batch import LossWeights
 
 
 class Loss(NamedTuple):
@@ -47,6 +51,8 @@ class Scored(NamedTuple):
     """The sum of their weights; without weights the number of samples."""
     named: Mapping[str, Tensor]
     """The sums of its named losses."""
+    counts: Mapping[str, Tensor] = {}
+    """The sums of their weights, where each has its own."""
 
 
 class Losses:
@@ -84,6 +90,9 @@ class Losses:
         )
 
     def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
+        weights = micro.weights
+        if isinstance(weights, Mapping):
+            return {name: _total(values, weights[name]) for name, values in named.items()}
         return {name: self.total(values, micro, micro.size) for name, values in named.items()}
 
     def values(self, output: object, micro: Microbatch) -> Values:
@@ -99,7 +108,7 @@ class Losses:
     ) -> Tensor:
         """Computes the gradient of (sum of losses / global count) x `scale` with respect to `values`."""
         if micro.weights is not None:
-            return (micro.weights * (scale / batch.count)).to(values.dtype)
+            return (_flat(micro.weights) * (scale / batch.count)).to(values.dtype)
         per_row = values.numel() // rows
         assert isinstance(batch.count, float), "a count on the device comes with weights"
         key = (values.shape, values.dtype, batch.count, scale, micro.rows)
@@ -120,20 +129,23 @@ class Losses:
         """
         if not micro.rows:
             return []
-        values, named = self.values(output, micro)
+        values, named = found = self.values(output, micro)
         if not self._checked:
-            check_each_alone(self._task, output, micro, values)
+            check_each_alone(self._task, output, micro, found)
             self._checked = True
-        total = self.total(values, micro, micro.size)
-        count = float(micro.size) if micro.weights is None else micro.weights.sum()
+        total, weights = self.total(values, micro, micro.size), micro.weights
+        if isinstance(weights, Mapping):
+            counts = {name: one.sum() for name, one in weights.items()}
+            return [Scored(total, float(micro.size), self._totals(named, micro), counts)]
+        count = float(micro.size) if weights is None else weights.sum()
         return [Scored(total, count, self._totals(named, micro))]
 
     @staticmethod
     def total(values: Tensor, micro: Microbatch, rows: int) -> Tensor:
         """Sums the microbatch's losses to a float32 scalar; without weights, a row counts as the mean of its values."""
-        values = values.detach()
         if micro.weights is not None:
-            return (values.float() * micro.weights).sum()
+            return _total(values, _flat(micro.weights))
+        values = values.detach()
         if micro.rows < rows:
             values = values.reshape(rows, -1)[: micro.rows]
         total = values.sum(dtype=torch.float32)
@@ -141,7 +153,15 @@ class Losses:
         return total / per_row if per_row > 1 else total
 
 
-def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor | None) -> Values:
+def _total(values: Tensor, weights: Tensor) -> Tensor:
+    return (values.detach().float() * weights).sum()
+
+
+def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
+    return flat(weights) if isinstance(weights, Mapping) else weights
+
+
+def values_of(task: Task, output: Any, targets: Any, rows: int, weights: LossWeights) -> Values:
     """Calls `task.loss` for `rows` rows, and checks its contract.
 
     Raises:
@@ -149,11 +169,21 @@ def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor 
     """
     found = loss_of(task, output, targets)
     values = found.values
-    if values.dim() == 0:
+    if any(one.dim() == 0 for one in found.each):
         raise TaskError(
             f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
             'Return one value per example: reduction="none", as in '
             'F.cross_entropy(output, target, reduction="none")' + at(task, "loss")
+        )
+    if isinstance(weights, Mapping):
+        _check_by_name(task, found.named, weights)
+        return Values(flat(found.named, weights), found.named)
+    shapes = {name: list(one.shape) for name, one in found.named.items()}
+    if any(one.shape != values.shape for one in found.named.values()):
+        raise TaskError(
+            f"{type(task).__name__}.loss() has losses of different shapes, {shapes}: give each one value for each "
+            "example, or say with counts() what the values of each count: a dictionary by the same names"
+            + at(task, "loss")
         )
     if weights is None and (values.numel() % rows or values.numel() == 0):
         raise TaskError(
@@ -167,3 +197,15 @@ def values_of(task: Task, output: Any, targets: Any, rows: int, weights: Tensor 
             f"{list(values.shape)}: they must be the same{at(task, 'counts')}"
         )
     return found
+
+
+def _check_by_name(task: Task, named: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Checks that several losses, and their counts, have the same names and shapes."""
+    shapes, counted = (
+        {name: list(one.shape) for name, one in several.items()} for several in (named, weights)
+    )
+    if shapes != counted:
+        raise TaskError(
+            f"{type(task).__name__}: counts() has the shapes {counted}, loss() "
+            f"{shapes or 'one loss without a name'}: they must be the same{at(task, 'counts')}"
+        )

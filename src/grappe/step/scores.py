@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class Scores:
     loss: float
     metrics: Mapping[str, Number]
     """By name; `loss_NAME`: each of several losses; `training_NAME`: over the training since the evaluation before."""
-    losses: tuple[str, ...] = ()
-    """The names of several losses in `metrics`."""
+    losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The names of several losses in `metrics`, with what each was divided by."""
     checkpoint: str = ""
     """Of a run that was evaluated: the checkpoint that was taken, and why."""
 
@@ -47,15 +47,17 @@ class Scorer:
         self._samples = 0
         self._totals: list[Tensor] = []
         self._named: dict[str, list[Tensor]] = {}
+        self._counts: dict[str, list[Tensor]] = {}
 
     def add(self, output: Any, micro: Microbatch, batch: Batch) -> None:
         """Adds a microbatch of `batch`; padding rows do not count. Collective if the loss is of the whole batch."""
-        for total, count, named in self._losses.scored(output, micro, batch):
+        for total, count, named, counts in self._losses.scored(output, micro, batch):
             self._totals.append(
                 torch.stack([total.double(), torch.as_tensor(count, device=total.device).double()])
             )
-            for name, one in named.items():
-                self._named.setdefault(name, []).append(one.double())
+            for into, several in ((self._named, named), (self._counts, counts)):
+                for name, one in several.items():
+                    into.setdefault(name, []).append(one.double())
         if micro.rows:
             self._samples += micro.rows
             self._metrics.update(output, micro)
@@ -69,7 +71,8 @@ class Scorer:
         mine = {
             "samples": self._samples,
             "totals": torch.stack(self._totals).tolist() if self._totals else [],
-            "named": {name: torch.stack(several).tolist() for name, several in self._named.items()},
+            "named": _on_host(self._named),
+            "counts": _on_host(self._counts),
             "states": self._metrics.states(),
         }
         everyone = self._world.gather_data(mine)
@@ -78,19 +81,7 @@ class Scorer:
             raise TaskError(
                 f"evaluation saw {samples} samples of a dataset of {expected}: its length changed"
             )
-        # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
-        totals = [pair for one in everyone for pair in one["totals"]]
-        total, count = (math.fsum(pair[part] for pair in totals) for part in (0, 1))
-        if not count:
-            raise TaskError(
-                "counts() is 0 for every value of the evaluation's loss: nothing is left to divide by"
-                + at(self._task, "counts")
-            )
-        named = {name: several for one in everyone for name, several in one["named"].items()}
-        losses = {
-            f"loss_{name}": math.fsum(part for one in everyone for part in one["named"].get(name, ())) / count
-            for name in named
-        }
+        loss, count, losses, divisors = self._divided(everyone)
         metrics = self._metrics.computed([one["states"] for one in everyone if one["samples"]])
         for name in losses.keys() & metrics.keys():
             raise TaskError(
@@ -99,7 +90,45 @@ class Scorer:
         return Scores(
             samples=samples,
             count=count,
-            loss=total / count,
+            loss=loss,
             metrics={**losses, **metrics},
-            losses=tuple(losses),
+            losses=divisors,
         )
+
+    def _divided(
+        self, everyone: Sequence[Mapping[str, Any]]
+    ) -> tuple[float, float, dict[str, float], dict[str, float]]:
+        """Returns the mean loss and what it was divided by, and both of each named loss."""
+        # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
+        pairs = [pair for one in everyone for pair in one["totals"]]
+        total, count = (math.fsum(pair[part] for pair in pairs) for part in (0, 1))
+        named, counts = (_summed([one[what] for one in everyone]) for what in ("named", "counts"))
+        divisors = {f"loss_{name}": counts.get(name, count) for name in named}
+        losses = {
+            f"loss_{name}": self._mean(one, divisors[f"loss_{name}"], name if counts else "")
+            for name, one in named.items()
+        }
+        loss = math.fsum(losses.values()) if counts else self._mean(total, count)
+        return loss, count, losses, divisors
+
+    def _mean(self, total: float, count: float, name: str = "") -> float:
+        if count:
+            return total / count
+        where = at(self._task, "counts")
+        if name:
+            raise TaskError(
+                f"counts() is 0 for every value of the evaluation's loss {name!r}: leave it out{where}"
+            )
+        raise TaskError(
+            f"counts() is 0 for every value of the evaluation's loss: nothing is left to divide by{where}"
+        )
+
+
+def _on_host(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, list[float]]:
+    return {name: torch.stack([*several]).tolist() for name, several in sums.items()}
+
+
+def _summed(slices: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Sums what all data slices have, by name."""
+    names = dict.fromkeys(name for one in slices for name in one)
+    return {name: math.fsum(part for one in slices for part in one.get(name, ())) for name in names}

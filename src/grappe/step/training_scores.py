@@ -56,7 +56,8 @@ class TrainingScores:
             return
         self._last = micro
         self._samples += micro.rows
-        self._count = self._count + (micro.rows if micro.weights is None else micro.weights.sum())
+        # Losses with counts of their own are weighted so that each step's count is that of its samples.
+        self._count = self._count + (micro.weights.sum() if isinstance(micro.weights, Tensor) else micro.rows)
         for name, total in named.items():
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
         if self._metrics is not None:

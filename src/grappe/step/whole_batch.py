@@ -11,7 +11,7 @@ Shapes: a global batch of B rows, b of them in this process's slice, its microba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
+from grappe.errors.user_code import at
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
@@ -67,6 +68,9 @@ class WholeBatchLosses:
     ) -> None:
         self._task, self._plan, self._on_phase, self._on_output = task, plan, on_phase, on_output
         self._slices = GatheredSlices(plan, world)
+        # Exact plans add up in the order of their pieces, on one process too.
+        self._whole_here = world.size == 1 and not plan.exact
+        self._checked = False
         self._ahead: dict[int, tuple[Microbatch, Part]] = {}
         """By the microbatch's identity; it is kept, so that no later one can have the identity of one left out."""
         self._waiting: list[Any] = []
@@ -97,6 +101,8 @@ class WholeBatchLosses:
         Raises:
             TaskError: the loss is a mean, or the output has neither rows nor scalars.
         """
+        if self._whole_here and len(batch.microbatches) == 1:
+            return self._direct(output, micro, batch, scale)
         _, part = self._ahead.pop(id(micro), (micro, None))
         tried = part is None and len(batch.microbatches) > 1
         if part is None:
@@ -115,6 +121,25 @@ class WholeBatchLosses:
             raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
         values, gradients = zip(*reached, strict=True)
         return Loss(torch.cat(values), torch.cat(gradients), part.scored.total)
+
+    def _direct(self, output: object, micro: Microbatch, batch: Batch, scale: float) -> Loss:
+        """Computes the loss of a global batch that is here whole; backward goes through it, as through any loss."""
+        if not self._checked:  # what any other plan would refuse
+            self._whole([micro], [output], "the model's output")
+            self._check_targets([micro])
+            self._whole([micro], [micro.targets], "the target")
+            self._checked = True
+        weights = self._weights(micro)
+        values, named = values_of(self._task, output, micro.targets, micro.size, weights)
+        if not values.requires_grad:
+            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
+        if self._on_output is not None:
+            totals = {name: Losses.total(one, micro, micro.rows) for name, one in named.items()}
+            self._on_output(output, micro, totals)
+        if self._on_phase is not None:
+            self._on_phase(BACKWARD)
+        start = _start(values, batch, weights, scale)
+        return Loss(values, start, Losses.total(values, micro, micro.rows))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[Scored]:
         """Returns the sums of a batch's microbatches, with its last one. Collective."""
@@ -150,7 +175,7 @@ class WholeBatchLosses:
             given, own = self._whole(micros, outputs, "the model's output", training=scale is not None)
             self._check_targets(micros)
             targets, _ = self._whole(micros, [micro.targets for micro in micros], "the target")
-            weights = [micro.weights for micro in micros]
+            weights = [self._weights(micro) for micro in micros]
             whole_weights = None if weights[0] is None else self._whole(micros, weights, "counts()")[0]
             values, named = values_of(self._task, given, targets, batch.samples, whole_weights)
             gradients: Sequence[Tensor | None] = [None] * len(own)
@@ -161,7 +186,8 @@ class WholeBatchLosses:
         by_name = {name: self._sums(one, batch) for name, one in named.items()}
         found = []
         for number, (micro, cut) in enumerate(zip(micros, by_micro, strict=True)):
-            count = float(micro.rows) if micro.weights is None else micro.weights[: micro.rows].sum()
+            weights = micro.weights
+            count = weights[: micro.rows].sum() if isinstance(weights, Tensor) else float(micro.rows)
             of_names = {name: several[number] for name, several in by_name.items()}
             found.append(Part(cut, Scored(sums[number], count, of_names)))
         return found
@@ -173,7 +199,7 @@ class WholeBatchLosses:
         mine = self._slices.mine(values.reshape(batch.samples, -1) if micros[0].weights is None else values)
         found = []
         for part, micro in zip(mine.split([micro.rows for micro in micros]), micros, strict=True):
-            weights = None if micro.weights is None else micro.weights[: micro.rows]
+            weights = micro.weights[: micro.rows] if isinstance(micro.weights, Tensor) else None
             found.append(Losses.total(part, micro._replace(weights=weights, padding=0), micro.rows))
         return found
 
@@ -198,6 +224,14 @@ class WholeBatchLosses:
             own.append(mine if isinstance(mine, Tensor) and mine.requires_grad else None)
         return tree_unflatten(given, flat[0][1]), own
 
+    def _weights(self, micro: Microbatch) -> Tensor | None:
+        if isinstance(micro.weights, Mapping):
+            raise TaskError(
+                f"{type(self._task).__name__}: a loss of the whole batch has one counts() for all its values, and "
+                f"no dictionary{at(self._task, 'counts')}"
+            )
+        return micro.weights
+
     def _check_targets(self, micros: Sequence[Microbatch]) -> None:
         """Checks that targets are tensors, which can be gathered."""
         for leaf in tree_leaves([micro.targets for micro in micros]):
@@ -211,10 +245,7 @@ class WholeBatchLosses:
         self, values: Tensor, own: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
     ) -> list[Tensor | None]:
         """Computes the gradient of the global batch's mean loss x `scale` with respect to this process's leaves."""
-        if weights is not None:
-            start = (weights * (scale / batch.count)).to(values.dtype)
-        else:
-            start = torch.full_like(values, scale / (float(batch.count) * (values.numel() // batch.samples)))
+        start = _start(values, batch, weights, scale)
         leaves = [leaf for leaf in own if leaf is not None]
         if not values.requires_grad:
             raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's output")
@@ -223,6 +254,13 @@ class WholeBatchLosses:
 
 
 AnyLosses = Losses | WholeBatchLosses
+
+
+def _start(values: Tensor, batch: Batch, weights: Tensor | None, scale: float) -> Tensor:
+    """Returns the gradient of the global batch's mean loss x `scale` with respect to the global batch's `values`."""
+    if weights is not None:
+        return (weights * (scale / batch.count)).to(values.dtype)
+    return torch.full_like(values, scale / (float(batch.count) * (values.numel() // batch.samples)))
 
 
 def _joined(leaves: Sequence[Tensor], micros: Sequence[Microbatch], what: str) -> Tensor:

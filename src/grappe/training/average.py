@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from grappe.checkpoint.names import AVERAGE
 from grappe.checkpoint.weights import Weights, read_into
-from grappe.private_api.torch import local_tensor
+from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor
 
 
 class WeightAverage:
@@ -45,10 +45,13 @@ class WeightAverage:
     def update(self) -> None:
         """Updates the average after a step."""
         assert self._decay is not None, "no average is kept"
-        for name, average in self._averages.items():
-            weight = self._weights[name].detach()
-            # Not lerp: parts of a tensor would be rounded otherwise than the whole.
-            _local(average).mul_(self._decay).add_(_local(weight), alpha=1 - self._decay)
+        if not self._averages:  # a pipeline's stage that is frozen
+            return
+        averages = [_local(average) for average in self._averages.values()]
+        weights = [_local(weight) for weight in self._weights.values()]
+        # Not lerp: parts of a tensor would be rounded otherwise than the whole.
+        foreach_mul_(averages, self._decay)
+        foreach_add_(averages, weights, alpha=1 - self._decay)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the averaged tensors to save: sharded as the weights are."""

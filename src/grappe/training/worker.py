@@ -28,7 +28,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.communication import waits_counted
-from grappe.profiling.memory import resident
+from grappe.profiling.memory import resident, reused
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.training_scores import TrainingScores
@@ -51,7 +51,7 @@ from grappe.training.saving import Saving, resume
 from grappe.training.training import Training
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
-from grappe.training.watchers.base import Outcome, RunInfo
+from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.noise import NoiseWatcher
 from grappe.training.watchers.watcher_list import WatcherList
@@ -110,6 +110,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             batches.phase = chronometer.switch
             tensors = opened.checkpoint.read_tensors()
             average = WeightAverage(task.ema)
+            _settle_heap(request)
 
             example = batches.example()
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
@@ -153,7 +154,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     meter,
                     sample_log,
                     *own_watchers,
-                    *request.also,
+                    *_also(request, chronometer),
                 ]
             )
             watchdog = Watchdog(
@@ -217,6 +218,21 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         world.barrier()
     world.leave()
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
+
+
+def _also(request: Request, chronometer: Chronometer) -> tuple[Watcher, ...]:
+    """Returns the request's watchers for every process, with the clock for those that read it."""
+    for watcher in request.also:
+        if isinstance(watcher, ClockWatcher):
+            watcher.chronometer = chronometer
+    return request.also
+
+
+def _settle_heap(request: Request) -> None:
+    """Leaves the heap of a bare training as others have it, by the evaluation that they try before their first step."""
+    if request.options.bare and not request.plan.saves_memory:
+        with reused():
+            pass
 
 
 def _task(request: Request) -> Task:

@@ -151,7 +151,7 @@ def test_a_server_without_ranges_begins_again(server: Server, tmp_path: Path) ->
 
 def test_another_file_is_refused_and_removed(server: Server, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    mine = task(tmp_path, address(server), CONTENT[:-1] + b"!")
+    mine = task(tmp_path, address(server), CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
     with pytest.raises(DataError, match=r"gave another file .* sha256 is .*It was removed"):
         fetch(mine, data)
     assert list(data.iterdir()) == []

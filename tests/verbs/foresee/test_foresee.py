@@ -9,6 +9,7 @@ from grappe.errors import TaskError, UsageError
 from grappe.foresight.search import Foreseen, Room
 from grappe.verbs.foresee.foresee import foresee, room_of
 from grappe.verbs.foresee.table import sentences
+from grappe.verbs.foresee.times import Timed, Times
 from tests.foresight import test_sketch
 from tests.foresight.test_search import needing
 
@@ -31,7 +32,7 @@ def test_the_first_that_fits_is_named_or_what_to_change() -> None:
 
 
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
-    found = foresee("digits", ["compile", "tensor=2", "pipeline=2,microbatches=4"], site="narval")
+    found = foresee("digits", ["compile", "tensor=2", "replicate=2,batchnorm=sync"], site="narval")
     assert "compile" in found[0].why and "tensor_plan" in found[1].why
     assert found[2].needs is not None and found[2].needs.peak is None
 
@@ -51,5 +52,6 @@ def test_the_exit_code_is_1_only_if_none_fits_for_sure(
     fits: tuple[bool | None, ...], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
-    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: found)
+    times = Times(plans=tuple(Timed(foreseen=one) for one in found))
+    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee_times", lambda *_, **__: times)
     assert foreseeing.foresee("digits", site="narval") == code

@@ -13,6 +13,7 @@ from grappe.verbs.verify.report import COLUMNS, cells, page
 from grappe.verbs.verify.verify import verify
 from tests.parity import planted
 from tests.parity.contrastive import Pairs, Views
+from tests.parity.counted import Chosen, Counted
 from tests.parity.structured import TASKS, Boxes, Graphs, StagedBoxes, StagedTexts, Texts
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
@@ -43,6 +44,7 @@ BOTH = Images(samples=64, batchnorm=True, dropout=0.4, clip=0.5)
         (BOTH, "replicate=2", "fresh_dropout", "dropout's random streams.*started again"),
         (planted.Averaging(samples=60), "replicate=2", "", "^a loss that averages"),
         (IMAGES, "replicate=2", "means_of_means", "^means of slices are averaged"),
+        (Counted(samples=64), "replicate=2", "counts_of_slices", "^means of slices are averaged"),
         (planted.Noisy(samples=64), "replicate=2,workers=0", "", "^a dataset that draws"),
         (planted.Jittery(samples=64), "replicate=2", "", "^augmentation that draws"),
         (planted.Centred(samples=64), "replicate=2", "", "^a buffer that is not synchronised .*seen"),
@@ -79,6 +81,8 @@ def test_a_planted_fault_is_found_and_named(
         (Pairs(samples=61), "exact=4,shard=2"),
         (Images(samples=32, epochs=1), "engine=lightning,replicate=2"),  # of fewer steps than verify takes
         (planted.Twice(samples=64), "replicate=3,batchnorm=sync"),
+        (Counted(samples=64), "replicate=2,microbatches=2"),
+        (Chosen(samples=64), "shard=2"),
         (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
     ],
 )

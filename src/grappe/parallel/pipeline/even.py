@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from grappe.data.batch import Microbatch
 from grappe.data.order import cut
@@ -53,13 +54,25 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
     # The last row again: what a model takes is not known, but that it takes this.
     places = [*range(micro.size), *[micro.size - 1] * missing]
     weights = micro.weights
-    if weights is not None:
-        weights = torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
+    if isinstance(weights, Mapping):
+        weights = {name: _with_zeros(one, micro, missing, name) for name, one in weights.items()}
+    elif weights is not None:
+        weights = _with_zeros(weights, micro, missing)
     inputs, targets = at_rows((micro.inputs, micro.targets), places, micro.size)
     drawn_for = micro.sample_ids
     if drawn_for is not None:
         drawn_for = drawn_for._replace(ids=drawn_for.ids[places])
     return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows, drawn_for)
+
+
+def _with_zeros(weights: Tensor, micro: Microbatch, missing: int, name: str = "") -> Tensor:
+    if name and len(weights) != micro.size:
+        raise PlanError(
+            f"a pipeline's microbatches must have one size, and one of {micro.size} samples would be filled with rows "
+            f"that count nothing: counts() has no row for each sample for {name!r}. Choose a batch_size that "
+            "microbatches= divides, also what is left for an epoch's last step"
+        )
+    return torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
 
 
 def check_even(plan: Plan, batch_size: int, samples: int) -> None:

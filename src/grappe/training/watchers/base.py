@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grappe.profiling.chronometer import Chronometer
     from grappe.profiling.summary import StepTimes
     from grappe.step.scores import Scores
     from grappe.training.headspace import Headspace
@@ -128,6 +129,13 @@ class Watcher:
 
     def ended(self, outcome: Outcome | None) -> None:
         """Called at the end of the training; `outcome` is None after an error."""
+
+
+class ClockWatcher(Watcher):
+    """A watcher of grappe's own that reads the process's clock of phases."""
+
+    chronometer: Chronometer
+    """Set before the training starts."""
 
 
 def as_json(value: float | None) -> Any:

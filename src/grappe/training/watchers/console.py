@@ -236,7 +236,8 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
     hits = value * scores.samples
     if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # else it counts something else: pixels, say
         return f"{value:.2%} ({round(hits)} of {scores.samples})"
-    return f"{value:.4f}" if name.startswith("training_") else f"{value:.4f} (over {scores.samples})"
+    over = scores.losses.get(name, scores.samples)
+    return f"{value:.4f}" if name.startswith("training_") else f"{value:.4f} (over {over:.12g})"
 
 
 def sample_word(dataset: Any) -> str:

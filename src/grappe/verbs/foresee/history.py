@@ -15,6 +15,7 @@ from grappe.checkpoint.commit import json_hash, read_json, write_json
 from grappe.errors import GrappeError, RunError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files as safe
+from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.training.task_record import reference_of
@@ -161,7 +162,11 @@ def _foreseen(run: Run, known: Mapping[str, Any], data: Path | None) -> dict[str
             written = read_json(file)
             if written.get("of") == of:
                 return _sizes(written.get("foreseen"))
-    found = _sizes(json.loads(in_limited_process(lambda: _traced(run, known, data))))
+    progress(f"tracing the model of {run.folder.name}, to foresee its memory; once")
+    try:
+        found = _sizes(json.loads(in_limited_process(lambda: _traced(run, known, data))))
+    finally:
+        progress("")
     with contextlib.suppress(OSError, RunError):
         write_json(file, {"of": of, "foreseen": found})
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
+from grappe.profiling import memory
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
@@ -23,7 +23,6 @@ from grappe.verbs.measure.measure import with_batch
 
 STEPS = 3  # the optimizer's state comes with the first, the second has it and the gradients
 EIGHTHS = 8  # how close the answer is: no more than an eighth below what just fits
-MEMINFO = Path("/proc/meminfo")
 OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|MemoryError|bad_alloc|killed by SIGKILL|Cannot allocate",
     re.IGNORECASE,
@@ -157,13 +156,11 @@ def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Pat
     train_worker(request.training, process, rendezvous_folder)
 
 
-def _share(plan: Plan, meminfo: Path = MEMINFO) -> int | None:
+def _share(plan: Plan, meminfo: Path = memory.MEMINFO) -> int | None:
     """Returns each process's share of the host's free memory; None if the plan trains on a GPU."""
     import torch
 
     if plan.device == "cuda" or (plan.device == "auto" and torch.cuda.is_available()):
         return None
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024 // plan.processes
-    return None
+    free = memory.free(meminfo)
+    return None if free is None else free // plan.processes

@@ -152,11 +152,16 @@ def with_batch(task: TaskReference, batch: int, times: int) -> TaskReference:
     """Returns the task with `times` its batch size, or times `batch` where that is not 0."""
     if not batch and times == 1:
         return task
-    made = task.resolve()
-    value = dataclasses.replace(made, batch_size=(batch or made.batch_size) * times)
+    return with_fields(task, batch_size=(batch or task.resolve().batch_size) * times)
+
+
+def with_fields(task: TaskReference, **values: int) -> TaskReference:
+    """Returns the task with other values of some of its fields."""
     if task.value is not None:
-        return dataclasses.replace(task, value=value)
-    return dataclasses.replace(task, texts={**task.texts, "batch_size": str(value.batch_size)})
+        return dataclasses.replace(task, value=dataclasses.replace(task.value, **values))
+    return dataclasses.replace(
+        task, texts={**task.texts, **{name: str(value) for name, value in values.items()}}
+    )
 
 
 def _options(steps: int) -> Options:

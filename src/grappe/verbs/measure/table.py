@@ -11,6 +11,8 @@ from rich.table import Table
 from grappe.errors import UsageError
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Point, as_json, efficiency, lost
+from grappe.verbs.measure.why import Why
+from grappe.verbs.measure.why import as_json as why_as_json
 
 
 def table(points: Sequence[Point]) -> Table:
@@ -72,7 +74,9 @@ def notes(points: Sequence[Point]) -> Iterator[str]:
         yield f"{label.get(what, what)}: not measurable here: {reason}"
 
 
-def write(points: Sequence[Point], task: str, file: Path, *, weak: bool = False) -> None:
+def write(
+    points: Sequence[Point], task: str, file: Path, *, weak: bool = False, whys: Sequence[Why] = ()
+) -> None:
     """Writes a file for `grappe report`.
 
     Raises:
@@ -84,6 +88,7 @@ def write(points: Sequence[Point], task: str, file: Path, *, weak: bool = False)
         "task": task,
         "weak": weak,
         "points": [as_json(point, good[0]) for point in points],
+        "why": [why_as_json(one) for one in whys],
         "verdict": verdict.sentences(points),
     }
     try:

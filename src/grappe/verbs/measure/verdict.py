@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from grappe.data.loading import workers_needed
 from grappe.plan import Plan
-from grappe.verbs.measure.points import COMPUTING, Point, efficiency, lost
+from grappe.verbs.measure.points import COMPUTING, Point, Process, efficiency, lost
 
 # Shares of a step, from which on something is worth saying.
 WAITING = 0.15
@@ -95,20 +95,25 @@ def _imbalance(point: Point) -> Iterator[str]:
     whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
     if point.processes < 2 or point.imbalance / whole < IMBALANCE / point.processes:
         return
-    slow, more = point.slowest()
+    slow, more, where = slow_process(point)
     if more < IMBALANCE * slow.step:
         return
+    yield (
+        f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has {slow.busy * 1e3:.3g} ms a "
+        f"step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
+    )
+
+
+def slow_process(point: Point) -> tuple[Process, float, str]:
+    """Finds the process with the most work, its extra seconds per step, and the phase that has most of them."""
+    slow, more = point.slowest()
     others = [one for one in point.middle().processes if one.rank != slow.rank]
     excess = {
         phase: seconds - sum(one.phases[phase] for one in others) / len(others)
         for phase, seconds in slow.phases.items()
         if phase != "communication"
     }
-    where = max(excess, key=lambda phase: excess[phase])
-    yield (
-        f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has {slow.busy * 1e3:.3g} ms a "
-        f"step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
-    )
+    return slow, more, max(excess, key=lambda phase: excess[phase])
 
 
 def _crowded(point: Point) -> Iterator[str]:

@@ -103,7 +103,8 @@ function memory() {
 function waited(headspace) {
   if (!known(headspace?.share)) return "";
   const advice = headspace.advice ? `: ${headspace.advice}` : "";
-  return `${short(100 * headspace.share)} % of the time${advice}`;
+  const least = headspace.slowed === null ? "at least " : "";
+  return `${least}${short(100 * headspace.share)} % of the time${advice}`;
 }
 
 function scaling() {
@@ -121,11 +122,23 @@ function scaling() {
     bars(grid, "where a step's time goes", "shares", good.map((point) => ({ name: title(point), parts: nonzero(point.shares, PHASES) })), phaseColor, (value) => `${short(value * 100)} %`);
     const LOST = { data: 35, communication: 350, imbalance: 310, computing: 205, rest: 90 };
     if (good.length > 1) bars(grid, "efficiency lost", `beside ${title(first)}`, good.slice(1).map((point) => ({ name: title(point), parts: point.lost })), (part) => `hsl(${LOST[part] ?? 0} var(--s) var(--l))`, (value) => `${short(value * 100)} %`);
+    waterfall(grid, one);
     const energy = good.filter((point) => known(point.joules_per_sample));
     if (energy.length) bars(grid, "energy", "J a sample", energy.map((point) => ({ name: title(point), parts: { "J a sample": point.joules_per_sample } })), () => color(3), short);
     const rows = one.points.map((point) => point.failure ? [title(point), `failed: ${point.failure}`] : [title(point), short(point.samples_per_second), short(point.speed_up), `${Math.round(point.efficiency * 100)} %`, megabytes(point.memory), known(point.share_of_reachable) ? `${short(point.share_of_reachable * 100)} %` : "", known(point.joules_per_sample) ? short(point.joules_per_sample) : "not measurable here"]);
     table(grid.parentNode, ["plan", "samples/s", "speed-up", "efficiency", "memory", "of reachable", "J a sample"], rows);
   }
+}
+
+// Shares of a step, from what is lost to what is useful; useful compute has the colour of text, so that what is left of it is seen.
+function waterfall(grid, one) {
+  const whys = (one.why || []).filter((why) => why.parts);
+  if (!whys.length) return;
+  const names = Object.keys(whys[0].parts), title = (why) => `${why.plan || "one process"} (batch ${why.batch})`;
+  const hue = (part) => (part === "useful compute" ? "var(--text)" : part === "not explained" ? "var(--line)" : `hsl(${(names.indexOf(part) * 137.5 + 35) % 360} var(--s) var(--l))`);
+  bars(grid, "why: where a step's time goes", "shares; evaluations and saves spread over steps", whys.map((why) => ({ name: `${title(why)}, ${seconds(why.seconds)} a step`, parts: nonzero(why.parts, names) })), hue, (value) => `${short(value * 100)} %`);
+  const rows = whys.flatMap((why) => why.remedies.map((remedy) => [title(why), remedy.part, known(why.parts[remedy.part]) ? `${short(100 * why.parts[remedy.part])} %` : "", remedy.word, remedy.saves ? `${remedy.at_most ? "up to " : ""}+${Math.round(100 * remedy.gain)} %` : ""]));
+  if (rows.length) table(grid.parentNode, ["plan", "part", "share", "what moves it", "gain"], rows);
 }
 
 function learningRates() {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from grappe.data.arrays import Arrays, in_memory
 from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
+from grappe.data.counts import counts_of
 from grappe.data.prepare import dataset_of
 from grappe.data.sampling import Sampling
 from grappe.data.seeded import missing
@@ -188,14 +189,22 @@ def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder
         if not instrumentation.loss or not cuttable:  # boxes and nodes are not rows
             return task.loss(output, target)
         several = (tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target)) for i in rows)
-        return torch.cat([loss_of(task, *one).values for one in several])
+        each = [loss_of(task, *one) for one in several]
+        if not each[0].named:
+            return torch.cat([one.values for one in each])
+        return {name: torch.cat([one.named[name] for one in each]) for name in each[0].named}
 
     return loss
 
 
 def _counts(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def counts(self: Task, target: Any) -> Tensor | None:
-        return None if instrumentation.even else task.counts(target[0])
+    def counts(self: Task, target: Any) -> Any:
+        found = counts_of(task, target[0])
+        if not instrumentation.even:
+            return found
+        if isinstance(found, Mapping):  # losses of several shapes need counts
+            return {name: torch.ones_like(one) for name, one in found.items()}
+        return None
 
     return counts
 

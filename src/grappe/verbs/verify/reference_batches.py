@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,13 @@ class Batch:
     slices: tuple[tuple[Rows, ...], ...]
     """Rows by slice and piece, without empty pieces."""
     count: float | Tensor
+    counts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The global count of each of several losses that have counts of their own."""
 
     def reordered(self, reorder: Reorder) -> Batch:
         """Returns the same batch with each piece's rows in another order."""
         slices = tuple(tuple(rows.reordered(reorder) for rows in pieces) for pieces in self.slices)
-        return Batch(slices=slices, count=self.count)
+        return dataclasses.replace(self, slices=slices)
 
 
 class ReferenceBatches:
@@ -145,7 +147,12 @@ class ReferenceBatches:
             mine = ids[slice(*cut(len(ids), self._slices, index))]
             pieces = [mine[slice(*cut(len(mine), self._pieces, piece))] for piece in range(self._pieces)]
             slices.append(tuple(self._load(epoch, i, piece) for i, piece in enumerate(pieces) if len(piece)))
-        return Batch(slices=tuple(slices), count=self._count(slices, number, len(ids)))
+        counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
+        return Batch(
+            slices=tuple(slices),
+            count=self._count(counts, number, len(ids)),
+            counts=_by_name([one for one in counts if isinstance(one, Mapping)]),
+        )
 
     def _ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         task = self._task
@@ -193,12 +200,16 @@ class ReferenceBatches:
     def _to_device(self, leaf: Any) -> Any:
         return on_device(leaf, self._device)
 
-    def _count(self, slices: Sequence[Sequence[Rows]], number: int, samples: int) -> float | Tensor:
+    def _count(self, counts: Sequence[Any], number: int, samples: int) -> float | Tensor:
         if self._recorded:
             return self._recorded[number].count
-        counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
-        known = [one.float().sum() for one in counts if one is not None]
+        known = [one.float().sum() for one in counts if isinstance(one, Tensor)]
         return torch.stack(known).sum() if known else float(samples)
+
+
+def _by_name(counts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    names = counts[0] if counts else ()
+    return {name: torch.stack([one[name].float().sum() for one in counts]).sum() for name in names}
 
 
 def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:

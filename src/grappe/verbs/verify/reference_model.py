@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
-from grappe.step.given import loss_of, optimizer_of, schedule_of
+from grappe.step.given import Values, loss_of, optimizer_of, schedule_of
 from grappe.step.precision import autocast
 from grappe.task import Task
 from grappe.verbs.verify.reference_batches import Batch, Rows
@@ -78,11 +79,9 @@ class ReferenceModel:
                     output = (
                         self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
                     )
-                    values = loss_of(self._task, output, rows.targets).values
+                    found = loss_of(self._task, output, rows.targets)
                     counts = self._task.counts(rows.targets)
-                weighted = (
-                    values * counts if counts is not None else values * (len(rows.ids) / values.numel())
-                )
+                weighted = _weighted(found, counts, len(rows.ids), batch)
                 for part in weighted.tensor_split(sums):
                     one = part.sum() / batch.count
                     one.backward(retain_graph=sums > 1)
@@ -136,6 +135,19 @@ class ReferenceModel:
             alike = [dict(model.named_buffers())[name].cpu() for model in self._models]
             weights[name] = torch.stack(alike).mean(0) if buffer.is_floating_point() else alike[0].clone()
         return weights
+
+
+def _weighted(found: Values, counts: Any, rows: int, batch: Batch) -> Tensor:
+    """Returns a piece's values, so weighted that those of the whole batch sum to its mean loss times its count."""
+    if isinstance(counts, Mapping):
+        # A loss in which nothing counts adds nothing.
+        factors = {name: batch.count / one if one else 0.0 for name, one in batch.counts.items()}
+        return torch.cat(
+            [(found.named[name] * one * factors[name]).flatten() for name, one in counts.items()]
+        )
+    if counts is not None:
+        return found.values * counts
+    return found.values * (rows / found.values.numel())
 
 
 def _ids(batch: Batch) -> str:

@@ -1,0 +1,187 @@
+"""Calibration: what this machine's operators, links and engine take, measured once and kept in the user's caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grappe.checkpoint.commit import read_json, write_json
+from grappe.errors import RunError, UsageError
+from grappe.launch.world import cores
+
+FORM = 1
+"""Number of the file's form; one of another form is measured anew."""
+LARGEST = 32 << 20  # bytes of the file
+MOST = 50_000  # operators in it
+DO = "measure it anew: grappe doctor --calibrate"
+KINDS = ("one", "replicate", "zero3", "zero1", "pipeline")
+"""Kinds of plans whose engine's own time is measured: one process, DDP, FSDP that frees parameters or not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Machine that a calibration is of."""
+
+    processor: str
+    cores: int
+    torch: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Describes this machine."""
+        return cls(processor=_processor(), cores=cores(), torch=torch.__version__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Seconds that the engine takes beside its operators' kernels: Python, autograd, hooks, waits for others.
+
+    Those of an operator may be below 0: to run a small operator by itself can take longer than in its place.
+    """
+
+    step: float = 0.0
+    """For each step."""
+    forward: float = 0.0
+    """For each operator of a forward."""
+    backward: float = 0.0
+    """For each operator of a backward."""
+    update: float = 0.0
+    """For each operator of the optimizer's step."""
+    unit: float = 0.0
+    """For each unit of a sharded model, over a step of one microbatch: gathers and reductions of next to nothing."""
+    busy: float = 0.0
+    """So much more for each unit where cores are busy, so that threads that carry messages wait for one."""
+    busy_from: float = 0.0
+    """Seconds of a unit's forward and backward from which on it is all of that; below it is less in proportion."""
+    parameter: float = 0.0
+    """For each parameter whose gradient is reduced."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """All that was measured; times in seconds."""
+
+    machine: Machine
+    overheads: Mapping[str, Overhead]
+    """By kind of plan: KINDS."""
+    links: Mapping[str, Mapping[str, tuple[tuple[float, float], ...]]]
+    """By number of processes and by collective: pairs of bytes and seconds, in rising order."""
+    flops: Mapping[str, float]
+    """FLOP/s of a large matrix product, by precision and threads: "fp32/2"."""
+    bandwidth: Mapping[str, float]
+    """Bytes/s of a copy that no cache holds, read and written, by threads."""
+    operators: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """By setting ("2x1": two threads, one process) and by call."""
+
+    def with_operators(self, setting: str, found: Mapping[str, float]) -> Calibration:
+        """Returns a calibration that knows these calls, too."""
+        known = {**self.operators.get(setting, {}), **found}
+        if len(known) > MOST:  # the newest are of use
+            known = dict(list(known.items())[-MOST:])
+        return dataclasses.replace(self, operators={**self.operators, setting: known})
+
+
+def file_here() -> Path:
+    """Returns the file of this machine's calibration: nodes of a cluster share a home folder."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    machine = Machine.here()
+    name = hashlib.sha256(f"{machine.processor} {machine.cores}".encode()).hexdigest()[:12]
+    return caches / "grappe" / f"calibration-{name}.json"
+
+
+def read(file: Path | None = None) -> Calibration | None:
+    """Reads this machine's calibration; None: there is none yet.
+
+    Raises:
+        UsageError: it is of another machine, processor or torch, or damaged: it is not used.
+    """
+    file = file or file_here()
+    if not file.exists():
+        return None
+    try:
+        content = read_json(file, largest=LARGEST)
+    except RunError as error:
+        raise UsageError(f"{error}: {DO}") from error
+    here = Machine.here()
+    try:
+        if content["form"] != FORM:
+            raise UsageError(f"{file} was written by another version of grappe: {DO}")
+        made = Machine(
+            **{name: _text(content["machine"][name]) for name in ("processor", "torch")},
+            cores=int(_number(content["machine"]["cores"])),
+        )
+        for name in ("processor", "cores", "torch"):
+            was, now = getattr(made, name), getattr(here, name)
+            if was != now:
+                raise UsageError(f"{file} is of another machine ({name}: {was!r} there, {now!r} here): {DO}")
+        return _checked(content, made)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{file} is no calibration ({type(error).__name__}): {DO}") from error
+
+
+def write(calibration: Calibration, file: Path | None = None) -> None:
+    """Writes a calibration, for the next command.
+
+    Raises:
+        OSError: there is no room, or no right.
+    """
+    file = file or file_here()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"form": FORM, **dataclasses.asdict(calibration)})
+
+
+def _checked(content: Mapping[str, Any], machine: Machine) -> Calibration:
+    names = {one.name for one in dataclasses.fields(Overhead)}
+    return Calibration(
+        machine=machine,
+        overheads={
+            kind: Overhead(**{name: _number(value, -1.0) for name, value in one.items() if name in names})
+            for kind, one in content["overheads"].items()
+            if kind in KINDS
+        },
+        links={
+            _text(count): {
+                _text(name): tuple((_number(size), _number(took)) for size, took in points)
+                for name, points in several.items()
+            }
+            for count, several in content["links"].items()
+        },
+        flops=_numbers(content["flops"]),
+        bandwidth=_numbers(content["bandwidth"]),
+        operators={_text(setting): _numbers(several) for setting, several in content["operators"].items()},
+    )
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {_text(name): _number(value) for name, value in values.items()}
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ValueError("no number of seconds")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 20_000:
+        raise ValueError("no text")
+    return value
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return os.uname().machine
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )

@@ -1,0 +1,84 @@
+"""Devices: what data sheets say of GPUs, one TOML file each, and what a step takes on one at most that fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from grappe.errors import PlanError
+from grappe.foresight.operators import Operator, Recording
+from grappe.plan import Plan
+
+OF_PEAK = 0.55
+"""Share of the peak FLOP/s that large matrix products and convolutions reach: an assumption, not measured."""
+OF_BANDWIDTH = 0.75
+"""Share of the bandwidth that a kernel reaches that moves much: an assumption, not measured."""
+LEAST = 3e-6
+"""Seconds of a kernel that has next to nothing to do: an assumption."""
+LAUNCH = {"forward": 20e-6, "backward": 10e-6, "update": 6e-6, "view": 3e-6}
+"""Seconds of the host for an operator, with Python and autograd: an assumption."""
+STEP = 300e-6
+"""Seconds of the host for all else of a step: an assumption."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU as its data sheet has it; nothing of it is calibrated."""
+
+    title: str
+    names: tuple[str, ...]
+    """Names that sites give it."""
+    source: str
+    tflops: dict[str, float]
+    """Peak TFLOP/s by precision, without sparsity."""
+    bandwidth_gb: float
+    """GB/s of its memory."""
+    link_gb: float
+    """GB/s to the other GPUs of its node, in one direction."""
+    watts: float
+
+    def flops(self, precision: str) -> float:
+        """Returns the peak FLOP/s.
+
+        Raises:
+            PlanError: the GPU has no units for it.
+        """
+        if precision not in self.tflops:
+            raise PlanError(f"precision={precision}: {self.title} has no units for it (see grappe doctor)")
+        return self.tflops[precision] * 1e12
+
+    def kernel(self, one: Operator, precision: str) -> float:
+        """Computes the seconds of an operator's kernel: by the roofline of Williams et al. (2009)."""
+        computing = one.flops / (self.flops(precision) * OF_PEAK)
+        moving = one.moved / (self.bandwidth_gb * 1e9 * OF_BANDWIDTH)
+        return max(LEAST, computing, moving)
+
+    def all_reduce(self, size: float, processes: int) -> float:
+        """Computes the seconds of a ring's all-reduce of `size` bytes within a node (Patarasuk and Yuan 2009)."""
+        return 2 * (processes - 1) / processes * size / (self.link_gb * 1e9 * OF_BANDWIDTH)
+
+
+def device_named(name: str) -> Device | None:
+    """Finds a device by a site's name for it; None: there is no data sheet of it here."""
+    return next((one for one in devices() if name in one.names), None)
+
+
+@functools.cache
+def devices() -> tuple[Device, ...]:
+    """Reads all data sheets."""
+    return tuple(_read(file) for file in sorted(Path(__file__).parent.glob("*.toml")))
+
+
+def kernels(device: Device, recording: Recording, plan: Plan) -> float:
+    """Sums the seconds of a recording's kernels."""
+    return math.fsum(device.kernel(one, plan.precision) for one in recording.operators if not one.view)
+
+
+def _read(file: Path) -> Device:
+    content: Any = tomllib.loads(file.read_text())
+    names = tuple(content.pop("names"))
+    return Device(names=names, **content)

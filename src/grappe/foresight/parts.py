@@ -1,0 +1,168 @@
+"""Parts: splits a model's parameters over the processes of a plan: by stage, by the shard and the tensor axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from grappe.data.order import cut as rows_cut
+from grappe.errors import PlanError
+from grappe.foresight.memory import Part, states
+from grappe.foresight.sharding import padded, rows_of
+from grappe.foresight.sketch import Parameter, Sketch, homes_of
+from grappe.foresight.trace import tensors_of
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import own_cores
+from grappe.parallel.pipeline.cut import Cut, cut
+from grappe.parallel.pipeline.rules import stages_each
+from grappe.parallel.pipeline.units import pipeline_units
+from grappe.parallel.shard import uses_shard
+from grappe.parallel.tensor import tensor_styles
+from grappe.plan import Plan
+from grappe.step.precision import LOWER
+
+SCALARS = 1024
+"""Bytes of a step's sums, counts and flags."""
+RANDOM_STATE = 5056
+"""Bytes of torch's random state on a CPU, which activation checkpointing keeps for each unit until it runs again."""
+
+
+def processes(sketch: Sketch, plan: Plan) -> Iterator[list[Part]]:
+    """Yields the parts of each process that differs from others: by stage, by place in the shard and tensor axes."""
+    for own in stage_parameters(sketch, plan):
+        for tensor in _tensor_parts(sketch, plan):
+            for rank in sorted({0, plan.shard - 1}):
+                yield [
+                    _part(dataclasses.replace(one, shape=tensor.get(one.name, one.shape)), one, plan, rank)
+                    for one in own
+                ]
+
+
+def first_parameters(sketch: Sketch, plan: Plan) -> list[Parameter]:
+    """Returns the parameters as the first process of the tensor axis has them, before they are sharded."""
+    shapes = _tensor_parts(sketch, plan)[0]
+    return [dataclasses.replace(one, shape=shapes.get(one.name, one.shape)) for one in sketch.parameters]
+
+
+def kept(
+    sketch: Sketch, plan: Plan, parts: Sequence[Part], own: Sequence[Parameter], buffers: int | None = None
+) -> int:
+    """Computes the bytes that stay from one step to the next.
+
+    Args:
+        own: the process's parameters, before they are sharded.
+        buffers: bytes of its buffers; None: of all.
+    """
+    held = states(parts, sketch.buffers if buffers is None else buffers)
+    parameters = held.parameters
+    if uses_shard(plan):
+        parameters = sum(padded(one, plan.shard) // plan.shard if one.shape else one.size for one in own)
+    average = held.gradients if sketch.task.ema is not None else 0  # of as many numbers
+    example = sum(one.nbytes for one in tensors_of(sketch.example()))  # of two samples, kept from the start
+    return held.buffers + held.optimizer + parameters + average + example + SCALARS
+
+
+def random_states(sketch: Sketch, plan: Plan) -> int:
+    """Computes the bytes of the random states that activation checkpointing keeps, in a pipeline at most."""
+    units = len(sketch.task.units(sketch.plain)) or 1
+    return (
+        RANDOM_STATE
+        * units
+        * (min(plan.microbatches, plan.pipeline) if plan.pipeline > 1 else 1)
+        * plan.recompute
+    )
+
+
+def largest_rows(sketch: Sketch, plan: Plan, batch: int) -> int:
+    """Returns the samples of the largest microbatch."""
+    # The first slices and pieces are the longest.
+    first, last = rows_cut(min(batch, sketch.samples), plan.data_parallel, 0)
+    begin, end = rows_cut(last - first, plan.microbatches, 0)
+    return max(1, end - begin)
+
+
+def evaluated_rows(sketch: Sketch, plan: Plan, batch: int) -> int:
+    """Returns the samples of an evaluation's largest batch on one process."""
+    ways = plan.data_parallel
+    asked = plan.validation_batch or max(2, 2 * -(-batch // (ways * plan.microbatches))) * ways
+    return max(1, -(-min(asked, sketch.validation_samples) // ways))
+
+
+def precision_of(plan: Plan) -> str:
+    """Returns the precision of a forward."""
+    return plan.precision if plan.precision in LOWER else "fp32"
+
+
+def threads_of(plan: Plan) -> int:
+    """Returns the threads of a process on this machine."""
+    return plan.threads or own_cores(ProcessRank(size=plan.processes, local_size=plan.processes))
+
+
+def _part(split: Parameter, whole: Parameter, plan: Plan, rank: int) -> Part:
+    numbers = split.size // split.item
+    if plan.shard > 1 and split.shape:
+        numbers = numbers // max(1, split.shape[0]) * rows_of(split, plan.shard, rank)
+    return Part(parameter=whole, numbers=numbers)
+
+
+def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
+    """Returns the parameters of each process of a pipeline."""
+    if plan.pipeline == 1:
+        return [list(sketch.parameters)]
+    parts = cut_of(sketch, plan)
+    place_of = {unit: number % plan.pipeline for number, units in enumerate(parts) for unit in units}
+    # Not Parameter.unit: of a model of transformers a pipeline's units are others than those that are sharded.
+    homes = homes_of(pipeline_units(sketch.task, sketch.plain))
+    places = {name: place_of[homes[id(one)]] for name, one in sketch.plain.named_parameters()}
+    return [[one for one in sketch.parameters if places[one.name] == place] for place in range(plan.pipeline)]
+
+
+def stage_buffers(sketch: Sketch, plan: Plan) -> list[int]:
+    """Returns the bytes of the buffers of each process of a pipeline."""
+    units, found = pipeline_units(sketch.task, sketch.plain), [0] * plan.pipeline
+    for number, part in enumerate(cut_of(sketch, plan)):
+        own = {id(one): one.nbytes for unit in part for one in units[unit].buffers()}
+        found[number % plan.pipeline] += sum(own.values())
+    return found
+
+
+def cut_of(sketch: Sketch, plan: Plan) -> Cut:
+    """Returns the units of each stage of a pipeline, as in a training."""
+    return cut(sketch.task, sketch.plain, plan.pipeline * stages_each(plan), sketch.example())
+
+
+def _tensor_parts(sketch: Sketch, plan: Plan) -> list[dict[str, tuple[int, ...]]]:
+    """Returns, for the first and the last process of the tensor axis, the shapes of its parts of split parameters.
+
+    Raises:
+        PlanError: neither the task nor its model has a tensor plan, or it has a style that is not known.
+    """
+    if plan.tensor == 1:
+        return [{}]
+    styles = tensor_styles(sketch.plain, sketch.task, plan)
+    found: list[dict[str, tuple[int, ...]]] = []
+    for rank in (0, plan.tensor - 1):
+        shapes = {}
+        for one in sketch.parameters:
+            module, _, name = one.name.rpartition(".")
+            style = next((style for pattern, style in styles.items() if fnmatchcase(module, pattern)), None)
+            axis = None if style is None else _axis(type(style).__name__, sketch, module, name)
+            if axis is not None:
+                each = -(-one.shape[axis] // plan.tensor)
+                mine = max(0, min(each, one.shape[axis] - rank * each))
+                shapes[one.name] = (*one.shape[:axis], mine, *one.shape[axis + 1 :])
+        found.append(shapes)
+    return found
+
+
+def _axis(style: str, sketch: Sketch, module: str, name: str) -> int | None:
+    """Returns the axis along which a style of torch's splits a parameter; None: every process has it whole."""
+    embeds = type(sketch.plain.get_submodule(module)).__name__ == "Embedding"
+    if style == "ColwiseParallel":
+        return 1 if embeds else 0
+    if style == "RowwiseParallel":
+        return 0 if embeds else None if name == "bias" else 1
+    if style in ("SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"):
+        return None
+    raise PlanError(f"tensor_plan() has the style {style} for {module}: how it splits is not foreseen")

@@ -1,0 +1,186 @@
+"""Staged: runs the passes of one process of a pipeline on fake tensors, as torch's schedules keep what they need."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grappe.data.batch import Batch
+from grappe.data.rand_like import entering
+from grappe.foresight.kernels import describe
+from grappe.foresight.ledger import Ledger
+from grappe.foresight.passes import order_of
+from grappe.foresight.trace import BACKWARD, CPU, END, FORWARD, SCORED, START, Trace, tensors_of
+from grappe.parallel.pipeline.cut import Cut
+from grappe.parallel.pipeline.stage import Stage
+from grappe.plan import Plan
+from grappe.private_api.torch import tree_flatten, tree_unflatten
+from grappe.step.losses import Losses
+from grappe.step.precision import autocast
+from grappe.task import Task
+
+Leaves = tuple[Tensor, ...]
+
+
+def stages_of(task: Task, units: Sequence[nn.Module], parts: Cut, precision: str) -> list[Stage]:
+    """Makes all stages of a pipeline of a model's units."""
+    return [
+        Stage([units[unit] for unit in part], number, len(parts), autocast(precision, CPU), task.forward)
+        for number, part in enumerate(parts)
+    ]
+
+
+class Boundaries:
+    """Tensors that enter each stage, without values: each stage is run once, without gradients."""
+
+    def __init__(self, stages: Sequence[Stage], batch: Batch) -> None:
+        micro = batch.microbatches[0]
+        leaves, stages[0].entering = tree_flatten(micro.inputs)
+        self.entering: list[Leaves] = [tuple(leaves)]
+        with torch.no_grad():
+            for stage, after in zip(stages, [*stages[1:], None], strict=True):
+                entering(micro)
+                leaves = stage(*leaves)
+                self.entering.append(tuple(leaves))
+                if after is not None:
+                    after.entering = stage.leaving
+
+    def received(self, stage: int) -> Leaves:
+        """Makes the tensors into which a stage receives its inputs."""
+        return tuple(_like(leaf, leaf.is_floating_point()) for leaf in self.entering[stage])
+
+    def gradients(self, stage: int) -> tuple[Tensor | None, ...]:
+        """Makes the tensors into which a stage receives the gradients of its outputs."""
+        return tuple(_like(leaf) if leaf.is_floating_point() else None for leaf in self.entering[stage + 1])
+
+
+class _Process:
+    """One process of a pipeline, and what it keeps during a step."""
+
+    def __init__(
+        self, task: Task, mine: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan
+    ) -> None:
+        self._batch, self._losses, self._precision = batch, Losses(task), plan.precision
+        micros = plan.microbatches
+        self._inputs = {
+            (number, micro): bounds.received(number) for number in mine if number for micro in range(micros)
+        }
+        self._gradients = {
+            (number, micro): bounds.gradients(number)
+            for number, stage in mine.items()
+            if not stage.is_last
+            for micro in range(micros)
+        }
+        self._cached: dict[tuple[int, int], tuple[Leaves, Leaves]] = {}
+        self._roots: dict[int, Tensor] = {}
+
+    def forward(self, stage: Stage, micro: int) -> Leaves:
+        """Runs a forward, and on the last stage the loss; returns the outputs."""
+        key, one = (stage.number, micro), self._batch.microbatches[0]
+        inputs = self._inputs.get(key) or tuple(tree_flatten(one.inputs)[0])
+        entering(one)
+        outputs = stage(*inputs)
+        self._cached[key] = outputs, inputs
+        if stage.is_last:
+            assert stage.leaving is not None
+            with autocast(self._precision, CPU):
+                loss = self._losses(tree_unflatten(list(outputs), stage.leaving), one, self._batch)
+            self._roots[micro] = loss.scalar()
+        return outputs
+
+    def backward(self, stage: Stage, micro: int) -> Leaves:
+        """Runs a backward; returns the gradients of the inputs."""
+        key = stage.number, micro
+        outputs, inputs = self._cached.pop(key)
+        if stage.is_last:
+            torch.autograd.backward(self._roots.pop(micro))
+        else:
+            pairs = zip(outputs, self._gradients[key], strict=True)
+            wanted = [(one, gradient) for one, gradient in pairs if one.requires_grad]
+            torch.autograd.backward([one for one, _ in wanted], [gradient for _, gradient in wanted])
+        found = tuple(one.grad for one in inputs if isinstance(one, Tensor) and one.grad is not None)
+        for one in tensors_of(inputs):
+            one.grad = None
+        return found
+
+
+def traced_step(
+    task: Task,
+    stages: Sequence[Stage],
+    bounds: Boundaries,
+    batch: Batch,
+    plan: Plan,
+    place: int,
+    *,
+    describes: bool,
+) -> Trace:
+    """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors."""
+    mine = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
+    parameters = [one for stage in mine.values() for one in stage.parameters()]
+    ledger = _ledger(mine.values(), batch, describes)
+    # 1F1B awaits each send before the next one, the others await all at the step's end.
+    most = 1 if plan.schedule == "1f1b" else None
+    sent: deque[Any] = deque(maxlen=most)  # gradients of inputs
+    handed: deque[Any] = deque(maxlen=most)  # outputs
+    with ledger:
+        process = _Process(task, mine, bounds, batch, plan)
+        ledger.mark(START)
+        order, late = order_of(plan, place), None
+        begins = next(index for index, (ahead, _, _) in enumerate(order) if not ahead)
+        for index, (ahead, number, which) in enumerate(order):
+            if ahead:
+                handed.append(process.forward(mine[number], which))
+                # What 1F1B sends before its last warm-up is let go with the cool-down's first send.
+                late = handed[-1] if index == begins - 2 else late
+            else:
+                sent.append(process.backward(mine[number], which))
+            ledger.mark(FORWARD if ahead else BACKWARD, number)
+        sent.clear()
+        handed.clear()
+        del late
+        ledger.mark(END)  # gradients, and what was received into, which stays
+    for one in parameters:
+        one.grad = None
+    return _made(ledger, batch, ())
+
+
+def traced_evaluation(
+    task: Task, stage: Stage, bounds: Boundaries, batch: Batch, *, describes: bool
+) -> Trace:
+    """Runs a stage on validation samples, without gradients; inside the mode of fake tensors."""
+    micro, losses = batch.microbatches[0], Losses(task)
+    ledger = _ledger([stage], batch, describes)
+    with ledger, torch.no_grad():
+        leaves = bounds.entering[0] if stage.is_first else bounds.received(stage.number)
+        entering(micro)
+        outputs = stage(*leaves)
+        if stage.is_last:
+            assert stage.leaving is not None
+            values, _ = losses.values(tree_unflatten(list(outputs), stage.leaving), micro)
+            losses.total(values, micro, micro.size)
+        ledger.mark(SCORED)
+    return _made(ledger, batch, outputs)
+
+
+def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool) -> Ledger:
+    known = [one for stage in stages for one in (*stage.parameters(), *stage.buffers())]
+    return Ledger([*known, *tensors_of(batch.microbatches[0])], describe if describes else None)
+
+
+def _made(ledger: Ledger, batch: Batch, outputs: Leaves) -> Trace:
+    micro = batch.microbatches[0]
+    return Trace(
+        rows=micro.size,
+        marks=tuple(ledger.marks),
+        batch=sum(one.nbytes for one in tensors_of(micro)),
+        boundaries=(sum(one.nbytes for one in outputs),),
+        calls=tuple(ledger.calls),
+    )
+
+
+def _like(leaf: Tensor, requires_grad: bool = False) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=CPU, requires_grad=requires_grad)

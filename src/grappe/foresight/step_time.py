@@ -1,0 +1,262 @@
+"""Step time: composes a plan's step from the times of operators, messages and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from grappe.errors import PlanError
+from grappe.foresight.calibration import Calibration, Overhead
+from grappe.foresight.exchange import Exchange, kind_of
+from grappe.foresight.microbatch import MicrobatchTime, Part, microbatch_time, recording_seconds
+from grappe.foresight.operators import Operator, Recording
+from grappe.foresight.parts import largest_rows, precision_of, stage_parameters, threads_of
+from grappe.foresight.pipeline_time import orders_of, simulate
+from grappe.foresight.replay import replayed
+from grappe.foresight.sharding import rows_of
+from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.update import update_recording
+from grappe.launch.world import cores
+from grappe.parallel.pipeline.rules import stages_each
+from grappe.plan import Plan
+from grappe.profiling import memory
+
+UNTIMED = ("tensor", "offload", "exact", "compile", "batchnorm")
+"""Keys of plans whose time is not foreseen."""
+MEMORY = 0.7  # of what is free: kernels take some besides
+SPREAD, SPREAD_OF_SEVERAL = 0.25, 0.30
+"""Relative uncertainty of a calibrated time of one process, and of several: docs/foresee.md has the measured errors."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step of the slowest process."""
+
+    compute: float
+    """Forward, backward, the optimizer's step, and the engine's own work."""
+    communication: float = 0.0
+    """Messages that nothing overlaps with."""
+    bubble: float = 0.0
+    """Waiting for other stages."""
+    data: float = 0.0
+    """Waiting for samples."""
+    spread: float = SPREAD
+    """Relative uncertainty."""
+    calibrated: bool = True
+    """Whether it is from times that were measured on such a device."""
+    busy: float | None = None
+    """Seconds of a GPU's kernels; None: it is not of a GPU."""
+
+    @property
+    def total(self) -> float:
+        """Sums all of them."""
+        return self.compute + self.communication + self.bubble + self.data
+
+
+class Clock:
+    """Times of a sketch's plans on this machine's cores.
+
+    Args:
+        sketch: made with `records`.
+        calibration: this machine's; operators that it does not know are run, and added to it.
+        seconds: for running operators, over all plans.
+    """
+
+    def __init__(self, sketch: Sketch, calibration: Calibration, seconds: float = 30.0) -> None:
+        self._sketch, self.calibration, self._left = sketch, calibration, seconds
+        self._updates: dict[tuple, Recording] = {}
+        self.learned = False
+        """Whether the calibration has more operators than before."""
+
+    def of(self, plan: Plan, batch: int | None = None) -> StepTime:
+        """Foresees a step of `plan`.
+
+        Raises:
+            PlanError: the plan's time is not foreseen, or not on this machine.
+            TaskError: the task cannot be traced.
+        """
+        self._refuse(plan)
+        sketch, threads = self._sketch, threads_of(plan)
+        rows = largest_rows(sketch, plan, batch or sketch.task.batch_size)
+        trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads)
+        assert trace.recording is not None
+        micro = microbatch_time(trace, self._known(trace.recording, plan))
+        data = sketch.batches.seconds(rows * plan.microbatches)
+        if plan.pipeline > 1:
+            return self._pipelined(plan, micro, trace.boundaries, data)
+        passed = self._pass(micro, plan)
+        compute = plan.microbatches * passed + self._accumulated(plan)
+        compute += self.updated(plan) + self._overhead("one").step
+        extra, communication = self._exchange.of(plan, passed, compute)
+        return StepTime(
+            compute=compute + extra,
+            communication=communication,
+            data=data,
+            spread=SPREAD if plan.processes == 1 else SPREAD_OF_SEVERAL,
+        )
+
+    def operators(self, plan: Plan) -> tuple[tuple[int, float], ...]:
+        """Returns the number of operators, and their kernels' seconds, of a forward, a backward and the update."""
+        sketch = self._sketch
+        rows = largest_rows(sketch, plan, sketch.task.batch_size)
+        trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads_of(plan))
+        assert trace.recording is not None
+        ahead, back = microbatch_time(trace, self._known(trace.recording, plan)).whole
+        update = self._updated(plan, list(sketch.parameters))
+        return tuple((one.operators, one.kernels) for one in (ahead, back, update))
+
+    def updated(self, plan: Plan) -> float:
+        """Returns the seconds of the optimizer's step, of the process that has most."""
+        if plan.pipeline == 1:
+            return self._update(plan, list(self._sketch.parameters))
+        return max(self._update(plan, list(own)) for own in stage_parameters(self._sketch, plan))
+
+    # ---- Computing -------------------------------------------------------------------------------------------
+
+    def _pass(self, micro: MicrobatchTime, plan: Plan) -> float:
+        """Computes the seconds of a forward and backward."""
+        ahead, back = micro.whole
+        return self._part(ahead, "forward") + self._part(back, "backward")
+
+    def _part(self, part: Part, direction: str) -> float:
+        return part.kernels + part.operators * getattr(self._overhead("one"), direction)
+
+    def _accumulated(self, plan: Plan) -> float:
+        """Computes the seconds in which later microbatches add to the gradients of the first."""
+        if plan.microbatches == 1:
+            return 0.0
+        trained = [one for one in self._sketch.parameters if one.trained]
+        moved = 3 * sum(one.size for one in trained) / self._exchange.bandwidth(plan)
+        return (plan.microbatches - 1) * (moved + len(trained) * self._overhead("one").backward)
+
+    def _update(self, plan: Plan, own: list[Parameter]) -> float:
+        part = self._updated(plan, own)
+        return part.kernels + part.operators * self._overhead(kind_of(plan)).update
+
+    def _updated(self, plan: Plan, own: list[Parameter]) -> Part:
+        named = [(one.name, self._shape(one, plan), _kind(one)) for one in own if one.trained]
+        key = tuple(named)
+        if key not in self._updates:
+            self._updates[key] = update_recording(self._sketch.task, self._sketch.mode, named)
+        recording = self._updates[key]
+        return recording_seconds(recording, self._known(recording, plan))
+
+    def _shape(self, one: Parameter, plan: Plan) -> tuple[int, ...]:
+        if plan.shard == 1 or not one.shape:
+            return one.shape
+        return (rows_of(one, plan.shard, 0), *one.shape[1:])
+
+    # ---- Pipelines -------------------------------------------------------------------------------------------
+
+    def _pipelined(
+        self, plan: Plan, micro: MicrobatchTime, boundaries: tuple[int, ...], data: float
+    ) -> StepTime:
+        each, sketch = stages_each(plan), self._sketch
+        if plan.shard > 1:
+            raise PlanError("pipeline with shard: its time is not foreseen; grappe measure runs any plan")
+        stages = _units_of_stages(sketch, plan, each)
+        own, exchange = self._overhead("pipeline"), self._exchange
+        root = [
+            self._part(one.get(-1, Part()), way)
+            for one, way in ((micro.forward, "forward"), (micro.backward, "backward"))
+        ]
+
+        def seconds(ahead: bool, stage: int) -> float:
+            parts, way = (micro.forward, "forward") if ahead else (micro.backward, "backward")
+            took = sum(self._part(parts.get(unit, Part()), way) for unit in stages[stage]) + own.unit
+            return took + (root[not ahead] if stage == len(stages) - 1 else 0.0)  # the loss
+
+        def transfer(stage: int) -> float:
+            size = boundaries[max(stages[stage])] if stages[stage] else 0
+            return exchange.seconds("send", 2, size)
+
+        simulated = simulate(orders_of(plan), seconds, transfer)
+        busy = max(simulated.busy)
+        accumulated = self._accumulated(plan) / plan.pipeline
+        sums = 0.0
+        if plan.replicate > 1:
+            largest = max(sum(one.size for one in several) for several in stage_parameters(sketch, plan))
+            sums = exchange.seconds("all_reduce", plan.replicate, largest)
+        return StepTime(
+            compute=busy + self.updated(plan) + accumulated + self._overhead("one").step + own.step,
+            bubble=simulated.bubble,
+            communication=sums + exchange.waited(plan, busy),
+            data=data,
+            spread=SPREAD_OF_SEVERAL,
+        )
+
+    # ---- What was measured -----------------------------------------------------------------------------------
+
+    def _refuse(self, plan: Plan) -> None:
+        for key in UNTIMED:
+            if key in plan.changed_keys():
+                raise PlanError(f"{key}: its time is not foreseen; grappe measure runs any plan")
+        if plan.engine != "native":
+            raise PlanError(f"engine={plan.engine}: only plans of engine=native are foreseen")
+        if plan.processes * threads_of(plan) > cores():
+            raise PlanError(
+                f"{plan.processes * threads_of(plan)} threads of {plan.processes} processes on {cores()} cores: their "
+                "time is not foreseen"
+            )
+
+    @property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.calibration, self._sketch.parameters)
+
+    def _overhead(self, kind: str) -> Overhead:
+        return self.calibration.overheads.get(kind, Overhead())
+
+    def _known(self, recording: Recording, plan: Plan) -> Any:
+        """Returns the seconds of a recording's operators; those not known yet are run."""
+        threads, processes = threads_of(plan), plan.processes
+        setting = f"{threads}x{processes}"
+        known = self.calibration.operators.get(setting, {})
+        new = set(recording.counts) - set(known)
+        if new:
+            self._run(recording, threads, processes, setting, known)
+            known = self.calibration.operators[setting]
+        floor = self._exchange.bandwidth(plan)
+
+        def seconds(one: Operator) -> float:
+            found = known.get(one.key)
+            return one.moved / floor if found is None else found
+
+        return seconds
+
+    def _run(
+        self, recording: Recording, threads: int, processes: int, setting: str, known: Mapping[str, float]
+    ) -> None:
+        if self._left <= 0:
+            raise PlanError("its operators were not run for lack of time: ask again, or for fewer plans")
+        needed, free = processes * recording.peak, memory.free()
+        if free is not None and needed > free * MEMORY:
+            raise PlanError(
+                f"its operators were not run: they take {memory.size(needed)}, and {memory.size(free)} are free here"
+            )
+        begun = time.monotonic()
+        found = replayed(
+            recording,
+            threads=threads,
+            processes=processes,
+            seconds=min(3.0, self._left),
+            known=frozenset(known),
+        )
+        self._left -= time.monotonic() - begun
+        self.calibration = self.calibration.with_operators(setting, found)
+        self.learned = True
+
+
+def _kind(one: Parameter) -> torch.dtype:
+    return {2: torch.bfloat16, 8: torch.float64}.get(one.item, torch.float32)
+
+
+def _units_of_stages(sketch: Sketch, plan: Plan, each: int) -> list[list[int]]:
+    """Returns the units of each stage, by number."""
+    from grappe.parallel.pipeline.cut import cut
+
+    parts = cut(sketch.task, sketch.plain, plan.pipeline * each, sketch.example())
+    return [list(units) for units in parts]

@@ -1,0 +1,232 @@
+"""Calibrates this machine: its cores, the links between its processes, and what grappe's engine itself takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from grappe.data.arrays import Arrays
+from grappe.foresight import calibration as kept
+from grappe.foresight.calibration import Calibration, Machine, Overhead
+from grappe.foresight.general import SpeedRequest
+from grappe.foresight.links import LinkRequest
+from grappe.foresight.sketch import Sketch
+from grappe.foresight.step_time import Clock
+from grappe.launch.folders import scratch
+from grappe.launch.local import local, start_server
+from grappe.launch.world import cores
+from grappe.plan import Plan
+from grappe.task import Task
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+
+CLASSES, SAMPLES = 10, 2048
+DEPTHS = (3, 10)  # units of the reference tasks: what grows between them is a unit's or an operator's
+SMALL, LARGE = 32, 384
+"""Widths: of layers so small that an operator takes next to nothing, and of some that keep the cores busy."""
+STEPS = 60
+REPEATS = 3  # of what all else is compared with
+MOST = 8  # processes
+
+
+class Reference(Task):
+    """Layers of which a step is mostly the engine's own time: random rows, random classes."""
+
+    batch_size: int = SMALL
+    depth: int = DEPTHS[0]
+    width: int = SMALL
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.LayerNorm(self.width),
+                    nn.Linear(self.width, self.width),
+                    nn.GELU(),
+                    nn.Linear(self.width, self.width),
+                )
+                for _ in range(self.depth)
+            )
+        )
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        draw = torch.Generator().manual_seed(0)
+        return Arrays(
+            torch.randn(SAMPLES, self.width, generator=draw),
+            torch.randint(0, CLASSES, (SAMPLES,), generator=draw),
+        )
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(named_parameters, lr=1e-3)
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.children())
+
+
+def calibrate(note: Callable[[str], None] = lambda line: None) -> Calibration:
+    """Measures all but operators, which are run when a task needs them; keeps it, and returns it."""
+    start_server(metrics=True)
+    counts = sorted({2, min(cores(), MOST)} - {1}) if cores() > 1 else []
+    note("cores and memory")
+    threads = sorted({1, max(1, cores() // 2), cores()})
+    flops, bandwidth = local("grappe.foresight.general:worker", SpeedRequest(threads=threads), 1)
+    made = Calibration(machine=Machine.here(), overheads={}, links={}, flops=flops, bandwidth=bandwidth)
+    for count in counts:
+        note(f"messages between {count} processes")
+        found = local("grappe.foresight.links:worker", LinkRequest(processes=count), count)
+        made = dataclasses.replace(made, links={**made.links, str(count): found})
+    made = _with_engine(made, note)
+    kept.write(made)
+    return made
+
+
+def _with_engine(made: Calibration, note: Callable[[str], None]) -> Calibration:
+    """Adds what the engine itself takes: of one process first, then what each kind of plan adds to it."""
+    note("the engine's own time")
+    with scratch("calibrate") as folder:
+        made = dataclasses.replace(made, overheads={"one": _fitted(made, "threads=1", folder)})
+        if cores() > 1:
+            for kind, plan in (
+                ("replicate", "replicate=2"),
+                ("zero3", "shard=2"),
+                ("zero1", "shard=2,zero=1"),
+                ("pipeline", "pipeline=2,microbatches=4"),
+            ):
+                note(f"the engine's own time with {plan}")
+                found = _added(made, kind, plan + ",threads=1", folder)
+                made = dataclasses.replace(made, overheads={**made.overheads, kind: found})
+    return made
+
+
+def _fitted(made: Calibration, plan: str, folder: Path) -> Overhead:
+    """Fits a single process's overheads: by what its phases take beyond their operators."""
+    found = []
+    for number in range(REPEATS):
+        turn = folder / f"turn-{number}"
+        (small, first), (large, second) = (_reference(made, depth, SMALL, plan, turn) for depth in DEPTHS)
+        each = {}
+        for name in ("forward", "backward", "update"):
+            (few, little), (many, much) = first.operators[name], second.operators[name]
+            each[name] = ((large[name] - much) - (small[name] - little)) / (many - few)
+        each["step"] = statistics.fmean(
+            phases["step"]
+            - base.data
+            - sum(took + each[name] * count for name, (count, took) in base.operators.items())
+            for phases, base in ((small, first), (large, second))
+        )
+        found.append(each)
+    middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return Overhead(**{**middle, "step": max(0.0, middle["step"])})
+
+
+def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
+    """Fits what a kind of plan adds to a single process's engine, for each unit, parameter and step."""
+    none = dataclasses.replace(made, overheads={"one": made.overheads["one"]})
+    few, many = (_beyond(none, depth, SMALL, plan, folder) for depth in DEPTHS)
+    update = (many.update - few.update) / (many.operators - few.operators)
+    if kind == "pipeline":  # a pass of a stage; what a unit takes is in its operators
+        passes = 2 * (Plan.parse(plan).microbatches + 1)
+        return Overhead(unit=max(0.0, (few.step + many.step) / 2 / passes))
+    sizes = [one.parameters if kind == "replicate" else one.depth for one in (few, many)]
+    each = max(0.0, (many.step - few.step) / (sizes[1] - sizes[0]))
+    step = max(0.0, few.step - each * sizes[0])
+    if kind == "replicate":
+        return Overhead(step=step, update=update, parameter=each)
+    busy = _beyond(none, DEPTHS[1], LARGE, plan, folder)
+    return Overhead(
+        step=step,
+        unit=each,
+        update=update,
+        busy=max(0.0, (busy.step - step) / busy.depth - each),
+        busy_from=busy.computing / busy.depth,
+    )
+
+
+def sentences(made: Calibration) -> list[str]:
+    """Says what was measured, and where it is kept."""
+    flops = ", ".join(f"{name}: {value / 1e9:.0f} GFLOP/s" for name, value in made.flops.items())
+    bandwidth = ", ".join(f"{name}: {value / 1e9:.0f} GB/s" for name, value in made.bandwidth.items())
+    lines = [
+        f"a large matrix product, by precision and threads: {flops}",
+        f"memory, read and written, by threads: {bandwidth}",
+    ]
+    for count, collectives in made.links.items():
+        small, large = collectives["all_reduce"][0], collectives["all_reduce"][-1]
+        lines.append(
+            f"a sum over {count} processes: {1e3 * small[1]:.2f} ms for {small[0]:.0f} bytes, "
+            f"{1e3 * large[1]:.0f} ms for {large[0] / 1e6:.0f} MB"
+        )
+    return [*lines, f"kept in {kept.file_here()}; grappe foresee now says times, too"]
+
+
+class _Beyond(NamedTuple):
+    """Seconds that a reference training takes beyond what is foreseen of it without the engine's own time."""
+
+    depth: int
+    parameters: int
+    step: float
+    """Without the update."""
+    update: float
+    operators: int
+    """Number of the update's."""
+    computing: float
+    """Of forward and backward."""
+
+
+def _beyond(made: Calibration, depth: int, width: int, plan: str, folder: Path) -> _Beyond:
+    phases, base = _reference(made, depth, width, plan, folder)
+    operators, kernels = base.operators["update"]
+    return _Beyond(
+        depth=depth,
+        parameters=base.parameters,
+        step=phases["step"] - phases["update"] - (base.total - base.updated),
+        update=phases["update"] - kernels,
+        operators=operators,
+        computing=base.operators["forward"][1] + base.operators["backward"][1],
+    )
+
+
+class _Base:
+    """Seconds that are foreseen of a reference training without the engine's own time."""
+
+    def __init__(self, made: Calibration, task: Reference, plan: Plan, folder: Path) -> None:
+        sketch = Sketch(task, folder, records=True)
+        clock = Clock(sketch, made)
+        names = ("forward", "backward", "update")
+        self.operators = dict(zip(names, clock.operators(plan), strict=True))
+        self.data = sketch.batches.seconds(task.batch_size)
+        foreseen = clock.of(plan)
+        self.total, self.updated = foreseen.total, clock.updated(plan)
+        self.parameters = len(sketch.parameters)
+
+
+def _reference(
+    made: Calibration, depth: int, width: int, plan: str, folder: Path
+) -> tuple[dict[str, float], _Base]:
+    """Trains a reference task for some steps; returns its median seconds by phase, and what is foreseen of it."""
+    task, parsed = Reference(depth=depth, width=width, batch_size=width), Plan.parse(plan)
+    run = folder / "-".join(map(str, (depth, width, *sorted(parsed.changed_keys()), parsed.zero)))
+    request = Request(
+        task=TaskReference.of(task),
+        plan=parsed,
+        base=folder,
+        run=run,
+        quiet=True,
+        options=Options(steps=STEPS, bare=True),
+    )
+    local("grappe.training.worker:worker", request, parsed.processes)
+    timing = Run(run).read_description()["costs"][0]["timing"]
+    phases = {name: values["median"] for name, values in timing["phases"].items()}
+    return {**phases, "step": timing["step"]["median"]}, _Base(made, task, parsed, folder)

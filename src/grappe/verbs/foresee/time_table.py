@@ -1,0 +1,114 @@
+"""The table of foreseen times, the sentence on the best plan, and the file with all that was foreseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from grappe.errors import UsageError
+from grappe.launch import files as safe
+from grappe.verbs.foresee.times import Aim, Timed, Times, best
+
+COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
+AIMS = {"fastest": "takes the least time", "cheapest": "costs least", "smallest": "needs the least memory"}
+
+
+def table(times: Times) -> Table | None:
+    """Makes the table; None: no time is known."""
+    known = [one for one in times.plans if one.time is not None]
+    if not known:
+        return None
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    unit = "GPU-hours" if times.gpu else "core-hours"
+    for column in (*COLUMNS, unit, *(["kWh at most"] if times.gpu else [])):
+        made.add_column(column, overflow="fold")
+    for one in known:
+        assert one.time is not None and one.cost is not None
+        time, cost = one.time, one.cost
+        parts = (time.compute, time.communication, time.bubble, time.data)
+        cells = [f"{_seconds(time.total)} ±{time.spread:.0%}", *(_seconds(part) for part in parts)]
+        cells += [f"{cost.samples_per_second:,.0f}", _hours(cost.hours), _hours(cost.unit_hours)]
+        cells += [f"{cost.kwh:.2g}"] if cost.kwh is not None else []
+        made.add_row(one.foreseen.plan or "one process", str(one.foreseen.batch), *cells)
+    return made
+
+
+def sentences(times: Times, aim: Aim) -> list[str]:
+    """Says which plan is best under the aim, and what is not known."""
+    lines = list(times.notes)
+    chosen = best(times, aim)
+    if chosen is not None and len([one for one in times.plans if one.time is not None]) > 1:
+        assert chosen.time is not None
+        lines.append(
+            f"{aim}: {_name(chosen)}, with {_seconds(chosen.time.total)} a step{_close(times, chosen, aim)}"
+        )
+    return lines
+
+
+def write(times: Times, file: Path) -> None:
+    """Writes all of it as JSON.
+
+    Raises:
+        UsageError: the name ends otherwise, or the file cannot be written.
+    """
+    if file.suffix != ".json":
+        raise UsageError(f"--out={file}: the name has to end in .json (with --history also in .csv)")
+    content = {
+        "kind": "times",
+        "gpu": times.gpu,
+        "plans": [_as_json(one) for one in times.plans],
+        "notes": times.notes,
+    }
+    try:
+        safe.replace(file, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
+
+
+def _as_json(one: Timed) -> dict[str, Any]:
+    time = None if one.time is None else {**dataclasses.asdict(one.time), "total": one.time.total}
+    return {**dataclasses.asdict(one), "time": time}
+
+
+def _close(times: Times, chosen: Timed, aim: Aim) -> str:
+    """Names how many other plans may be as good, within what is not known."""
+    if aim == "smallest" or chosen.time is None or chosen.cost is None:
+        return ""
+    mine = chosen.cost.unit_hours if aim == "cheapest" else chosen.cost.hours
+    others = 0
+    for one in times.plans:
+        if (
+            one is not chosen
+            and one.time is not None
+            and one.cost is not None
+            and one.foreseen.fits is not False
+        ):
+            theirs = one.cost.unit_hours if aim == "cheapest" else one.cost.hours
+            others += theirs * (1 - one.time.spread) <= mine * (1 + chosen.time.spread)
+    return (
+        f"; {others} other plan{'s' if others > 1 else ''} may be as good: grappe measure" if others else ""
+    )
+
+
+def _name(one: Timed) -> str:
+    return one.foreseen.plan or "one process"
+
+
+def _seconds(value: float) -> str:
+    if value == 0:
+        return "-"
+    return (
+        f"{value:.2f} s"
+        if value >= 1
+        else f"{1e3 * value:.1f} ms"
+        if value >= 1e-4
+        else f"{1e3 * value:.2f} ms"
+    )
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

@@ -1,0 +1,232 @@
+"""Remedies: for each part of a waterfall, the plan's word or the line of code that moves it, and the gain to expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from grappe.data.loading import workers_needed
+from grappe.plan import Plan
+from grappe.profiling.operators import LineCost
+from grappe.verbs.measure.points import Point
+from grappe.verbs.measure.verdict import MOST_WORKERS, slow_process
+from grappe.verbs.measure.waterfall import Waterfall
+
+WORTH = 0.02  # share of the time, from which on a part has a remedy
+ENOUGH = 0.05  # share of the time that evaluations, or saves, may well take
+MOST_OF = 0.5  # of a whole, to be named as its cause
+SMALL_BATCH = "small batch"
+"""What a larger batch brings, as measured: of host, small matrices and update together, so no part of the sum."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change, and the share of the time that it saves."""
+
+    part: str
+    """One of PARTS, or SMALL_BATCH."""
+    word: str
+    """The change: a plan's key, an option, or a line of the user's."""
+    saves: float = 0.0
+    """Share of the time, 0 to 1; 0: how much is not known."""
+    at_most: bool = False
+    """Whether that is an upper bound."""
+
+    @property
+    def gain(self) -> float:
+        """Computes by how much more samples are trained in the same time: 0.25, a quarter more."""
+        return self.saves / (1 - self.saves) if self.saves < 1 else math.inf
+
+
+def remedies(fall: Waterfall, point: Point, points: Sequence[Point]) -> list[Remedy]:
+    """Returns the remedies, that with the largest saving first.
+
+    Args:
+        point: the measured point that was split.
+        points: all measured points, of which one may have a larger batch.
+    """
+    found = [
+        remedy
+        for part, make in REMEDIES.items()
+        if fall.share(part) >= WORTH
+        for remedy in make(fall, point, fall.share(part))
+    ]
+    return sorted([*found, *_small_batch(fall, point, points)], key=lambda one: -one.saves)
+
+
+def _evaluation(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield from _rarer(fall, "evaluation", fall.every.evaluation, "--evaluate-every")
+
+
+def _checkpoints(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield from _rarer(fall, "checkpoints", fall.every.save, "--save-every")
+
+
+def _rarer(fall: Waterfall, part: str, every: int, option: str) -> Iterator[Remedy]:
+    taken = fall.parts[part]
+    rest = fall.seconds - taken
+    enough = math.ceil(taken * every / (ENOUGH * rest))
+    if enough > every:
+        saved = taken * (1 - every / enough)
+        yield Remedy(part=part, word=f"{option} {enough}", saves=saved / fall.seconds)
+
+
+def _watching(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(
+        part="watching", word="fewer loggers and watchers, or cheaper ones", saves=share, at_most=True
+    )
+
+
+def _data(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    part = "waiting for data"
+    if point.workers is None:
+        word = "the samples are in memory: a cheaper transform or augment"
+    else:
+        needed = workers_needed(share, point.workers)
+        more = point.workers < needed <= MOST_WORKERS
+        word = f"workers={needed}" if more else "store the samples decoded and smaller"
+    yield Remedy(part=part, word=word, saves=share)
+
+
+def _transfers(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(
+        part="transfers",
+        word="send smaller types (bytes, not floats), and convert on the device",
+        saves=share,
+    )
+
+
+def _imbalance(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    if Plan.parse(fall.plan).pipeline > 1:
+        work = [one.phases["forward"] + one.phases["backward"] for one in point.middle().processes]
+        most = max(range(len(work)), key=lambda rank: work[rank])
+        mean = sum(work) / len(work)
+        word = (
+            f"the stages of process {most} have {work[most] / mean:.1f} times the mean work: cut elsewhere (cuts), "
+            "or into smaller units"
+        )
+    else:
+        slow, more, where = slow_process(point)
+        word = (
+            f"process {slow.rank} on {slow.host} has {more * 1e3:.3g} ms more a step, most of it in {where}"
+        )
+    yield Remedy(part="imbalance", word=word, saves=share)
+
+
+def _bubble(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    micro = Plan.parse(fall.plan).microbatches
+    yield Remedy(part="pipeline bubble", word=f"microbatches={2 * micro}", saves=share / 2)
+
+
+def _communication(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    seen = fall.traces.processes[0]
+    name, size = seen.largest
+    if size > MOST_OF * seen.gradients:
+        word = (
+            f"the gradient of {name} is {size / seen.gradients:.0%} of all bytes, and is sent in one piece: "
+            "split that parameter, so that sending overlaps with backward"
+        )
+    else:
+        word = "a larger batch_size, or fewer processes"
+    yield Remedy(part="exposed communication", word=word, saves=share, at_most=True)
+
+
+def _update(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(part="update", word="a larger batch_size makes updates rarer; zero=1 splits them")
+
+
+def _reads(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    lines = fall.traces.processes[0].traced
+    most = lines.read_lines[0] if lines and lines.read_lines else None
+    if most is None:
+        return
+    times = f"{most.calls:,.0f} time{'s' if most.calls > 1 else ''} a step"
+    word = f"{place(most)} reads values (.item(), float(), .tolist()) {times}: keep them tensors"
+    yield Remedy(part="values read by the host", word=word, saves=share)
+
+
+def _host(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    trace = fall.traces.processes[0].traced
+    if trace is None:
+        return
+    word = f"{trace.operators:,.0f} operators a step"
+    most = next((line for line in trace.host_lines if line.line), None)  # backward has none
+    if most is not None and most.seconds > MOST_OF / 2 * _seconds(trace.host_lines):
+        word += f", {most.calls:,.0f} of them at {place(most)}"
+    word += ": fewer, larger ones" + ("" if Plan.parse(fall.plan).compile else ", or compile")
+    yield Remedy(part="host between kernels", word=word, saves=share, at_most=True)
+
+
+def _copies(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    trace = fall.traces.processes[0].traced
+    most = trace.copy_lines[0] if trace and trace.copy_lines else None
+    where = f" at {place(most)}" if most is not None and most.line else ""
+    word = f"a layout is copied each step{where}: make it once, in data()"
+    yield Remedy(part="copies of layouts", word=word, saves=share)
+
+
+def _elementwise(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    if not Plan.parse(fall.plan).compile:
+        yield Remedy(
+            part="memory-bound operators", word="compile fuses some of them", saves=share, at_most=True
+        )
+
+
+def _small(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(part="small matrices", word="a larger batch_size, or wider layers")
+
+
+def _precision(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(part="precision not used", word=f"precision={fall.precision}", saves=share)
+
+
+def _unexplained(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(part="not explained", word="measure again, while nothing else runs here")
+
+
+REMEDIES: dict[str, Callable[[Waterfall, Point, float], Iterator[Remedy]]] = {
+    "evaluation": _evaluation,
+    "checkpoints": _checkpoints,
+    "watching": _watching,
+    "waiting for data": _data,
+    "transfers": _transfers,
+    "imbalance": _imbalance,
+    "pipeline bubble": _bubble,
+    "exposed communication": _communication,
+    "update": _update,
+    "values read by the host": _reads,
+    "host between kernels": _host,
+    "copies of layouts": _copies,
+    "memory-bound operators": _elementwise,
+    "small matrices": _small,
+    "precision not used": _precision,
+    "not explained": _unexplained,
+}
+
+
+def _small_batch(fall: Waterfall, point: Point, points: Sequence[Point]) -> Iterator[Remedy]:
+    """Compares with a larger batch under the same plan, if one was measured."""
+    larger = [one for one in points if not one.failure and one.plan == point.plan and one.batch > point.batch]
+    if not larger:
+        return
+    other = max(larger, key=lambda one: one.rate)
+    step = sum(seconds for part, seconds in fall.parts.items() if part not in ("evaluation", "checkpoints"))
+    saved = (1 - point.rate / other.rate) * step / fall.seconds
+    if saved >= WORTH:
+        yield Remedy(
+            part=SMALL_BATCH,
+            word=f"batch_size={other.batch} (tried; it changes what is learned)",
+            saves=saved,
+        )
+
+
+def place(cost: LineCost) -> str:
+    """Formats a line of the user's: `my_task.py:41`."""
+    file, _, number = cost.line.rpartition(":")
+    return f"{Path(file).name}:{number}"
+
+
+def _seconds(lines: Sequence[LineCost]) -> float:
+    return sum(one.seconds for one in lines)

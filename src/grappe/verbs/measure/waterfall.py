@@ -1,0 +1,187 @@
+"""Waterfall: splits a step's time into parts that add up to all of it; the last is useful computing."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+from grappe.parallel.pipeline.rules import idle_part
+from grappe.plan import Plan
+from grappe.profiling.operators import Traced
+from grappe.verbs.measure.points import Point, Process, Trial
+from grappe.verbs.measure.traced import Seen, Traces
+
+PARTS = (
+    "evaluation",
+    "checkpoints",
+    "watching",
+    "waiting for data",
+    "transfers",
+    "imbalance",
+    "pipeline bubble",
+    "exposed communication",
+    "update",
+    "values read by the host",
+    "host between kernels",
+    "copies of layouts",
+    "memory-bound operators",
+    "small matrices",
+    "precision not used",
+    "not explained",
+    "useful compute",
+)
+"""In the order in which they are taken off; what is left at the end is useful."""
+USEFUL = PARTS[-1]
+LEAST_PRECISION = 0.05  # of matrix products' time, below which another precision is no gain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Every:
+    """Steps between evaluations, and between saves."""
+
+    evaluation: int
+    save: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waterfall:
+    """The parts of a step's time under one plan; evaluations and saves are spread over the steps between them."""
+
+    plan: str
+    batch: int
+    seconds: float
+    """Of a step, with its share of evaluations and saves."""
+    parts: Mapping[str, float]
+    """Seconds by part, all of PARTS; their sum is `seconds`."""
+    precision: str
+    """The precision in which matrix products are quickest on this device."""
+    every: Every
+    traces: Traces
+
+    def share(self, part: str) -> float:
+        """Returns the part's share of the time, 0 to 1."""
+        return self.parts[part] / self.seconds
+
+
+def waterfall(point: Point, traces: Traces, every: Every) -> Waterfall:
+    """Splits the time of a measured point.
+
+    Shares come from the point's steps, which nothing traced; the trace says only how forward and backward divide,
+    beside untraced steps of the same process.
+    """
+    trial, plan = point.middle(), Plan.parse(point.plan)
+    counted = _counted(trial, plan)
+    phases = {
+        name: statistics.fmean(one.phases[name] for one in counted) for name in trial.processes[0].phases
+    }
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["evaluation"] = max(one.evaluation for one in traces.processes) / every.evaluation
+    parts["checkpoints"] = max(one.checkpoint for one in traces.processes) / every.save
+    parts["watching"], parts["update"] = phases["watching"], phases["update"]
+    parts["waiting for data"], parts["transfers"] = phases["data"], phases["transfer"]
+    parts |= _waits(trial, counted, phases["communication"], plan)
+    computing = phases["forward"] + phases["backward"]
+    seen = [traces.processes[one.rank] for one in counted]
+    own, precision = computed(computing, seen, traces.reachable, plan.precision)
+    parts |= own
+    return Waterfall(
+        plan=point.plan,
+        batch=point.batch,
+        seconds=sum(parts.values()),
+        parts=parts,
+        precision=precision,
+        every=every,
+        traces=traces,
+    )
+
+
+def _counted(trial: Trial, plan: Plan) -> Sequence[Process]:
+    """Returns the processes whose time is split: a pipeline's all; else all but the slowest, for which they wait."""
+    if len(trial.processes) == 1 or plan.pipeline > 1:
+        return trial.processes
+    slow = max(trial.processes, key=lambda one: one.busy)
+    return [one for one in trial.processes if one is not slow]
+
+
+def _waits(trial: Trial, counted: Sequence[Process], waited: float, plan: Plan) -> dict[str, float]:
+    """Splits the time in which processes wait for others.
+
+    A pipeline of p processes with work c each in m microbatches takes c + (p-1) c / m. With unequal work, of mean
+    c, the largest sets the pace, and the others fill it once: max + (p c - max) / m. What equal work would save, which
+    is (max - c) (1 - 1 / m), is imbalance; what would then remain, (p-1) c / m, is the bubble.
+    """
+    if plan.pipeline > 1:
+        work = [one.phases["forward"] + one.phases["backward"] for one in trial.processes]
+        mean, bubble = statistics.fmean(work), idle_part(plan)
+        imbalance = min(waited, (max(work) - mean) * (1 - bubble / (plan.pipeline - 1)))
+        idle = min(waited - imbalance, mean * bubble)
+    else:
+        longest = max(one.busy for one in trial.processes)
+        mean = statistics.fmean(one.busy for one in counted)
+        imbalance, idle = min(waited, longest - mean), 0.0
+    return {
+        "imbalance": imbalance,
+        "pipeline bubble": idle,
+        "exposed communication": waited - imbalance - idle,
+    }
+
+
+def computed(
+    seconds: float, seen: Sequence[Seen], reachable: Mapping[str, float], precision: str
+) -> tuple[dict[str, float], str]:
+    """Splits forward and backward of `seconds`; returns the parts, and the quickest precision.
+
+    Args:
+        seen: of the processes that are counted.
+        reachable: FLOP/s of a large matrix product, by precision.
+    """
+    traces = [one.traced for one in seen if one.traced is not None]
+    if not traces:
+        return {"not explained": seconds}, precision
+    on_device = traces[0].clock == "device"
+    untraced = statistics.fmean(one.computing for one in seen)
+    # Another process has another pace: by where its memory lies, say, or by what else its machine does.
+    pace = 1.0 if on_device or not untraced else seconds / untraced
+    mean = {name: pace * statistics.fmean(getattr(one, name) for one in traces) for name in _SECONDS}
+    reads_part = statistics.fmean(one.reads_part for one in traces)
+    flops = statistics.fmean(one.flops for one in traces)
+    kernels = sum(mean[name] for name in _SECONDS if name != "host")
+    scale = min(1.0, seconds / kernels) if kernels else 1.0  # what was timed without a trace counts
+    between = max(0.0, seconds - kernels)
+    host = between if on_device else min(between, mean["host"])
+    reading = host * reads_part
+    matrix = mean["matrix"] * scale
+    best, saved = _other_precision(matrix, flops, traces, reachable, precision)
+    useful = min(matrix - saved, flops / reachable[best])
+    return {
+        "values read by the host": reading,
+        "host between kernels": host - reading,
+        "copies of layouts": mean["copies"] * scale,
+        "memory-bound operators": (mean["casts"] + mean["elementwise"]) * scale,
+        "small matrices": matrix - saved - useful,
+        "precision not used": saved,
+        "not explained": between - host,
+        USEFUL: useful,
+    }, best
+
+
+_SECONDS = ("host", "matrix", "copies", "casts", "elementwise")
+
+
+def _other_precision(
+    matrix: float, flops: float, traces: Sequence[Traced], reachable: Mapping[str, float], precision: str
+) -> tuple[str, float]:
+    """Returns the quickest precision for matrix products of `matrix` seconds, and what it saves of them.
+
+    Where they were tried in another precision, that counts. On a GPU the gain is that of their operations alone, at
+    the rates of a large product.
+    """
+    if traces[0].clock == "device":
+        best = max(reachable, key=lambda one: reachable[one])
+        saved = flops / reachable[precision] - flops / reachable[best]
+    else:
+        tried = [one.other_part for one in traces if one.other_part is not None]
+        best = "bf16" if precision == "fp32" else "fp32"
+        saved = matrix * (1 - statistics.fmean(tried)) if tried else 0.0
+    return (best, min(saved, matrix)) if saved > LEAST_PRECISION * matrix else (precision, 0.0)

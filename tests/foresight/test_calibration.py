@@ -1,0 +1,88 @@
+"""A calibration is read as it was written; another machine's, and what is none, is refused in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import UsageError
+from grappe.foresight.calibration import Calibration, Machine, Overhead, file_here, read, write
+from grappe.foresight.links import SIZES, seconds
+
+MADE = Calibration(
+    machine=Machine.here(),
+    overheads={"one": Overhead(step=1e-4, forward=5e-6, update=-1e-6)},
+    links={"2": {"all_reduce": ((256.0, 1e-4), (1e6, 1e-3))}},
+    flops={"fp32/1": 1e10},
+    bandwidth={"1": 1e10},
+    operators={"1x1": {"aten.mm.default": 1e-3}},
+)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "calibration.json"
+    assert read(file) is None
+    write(MADE, file)
+    assert read(file) == MADE
+
+
+def test_it_lies_in_the_users_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert file_here().parent == tmp_path / "grappe"
+
+
+@pytest.mark.parametrize("what", ["torch", "processor", "cores"])
+def test_that_of_another_machine_is_refused(tmp_path: Path, what: str) -> None:
+    other = {"torch": "1.0", "processor": "abacus", "cores": 1000}[what]
+    write(
+        dataclasses.replace(MADE, machine=dataclasses.replace(MADE.machine, **{what: other})),
+        tmp_path / "a.json",
+    )
+    with pytest.raises(UsageError, match=rf"another machine \({what}: .*grappe doctor --calibrate"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"form": 0},
+        {"machine": []},
+        {"machine": None},
+        {"overheads": {"one": {"step": "__import__('os')"}}},
+        {"overheads": {"one": {"step": 1e400}}},
+        {"links": {"2": {"all_reduce": [[1]]}}},
+        {"links": {"2": {"all_reduce": 3}}},
+        {"flops": {"fp32/1": -1}},
+        {"flops": {"fp32/1": True}},
+        {"operators": {"1x1": {"x": float("nan")}}},
+        {"operators": {"1x1": {"x" * 30_000: 1}}},
+        {"operators": 3},
+    ],
+)
+def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict) -> None:
+    write(MADE, tmp_path / "a.json")
+    content = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps({**content, **change}))
+    with pytest.raises(UsageError, match="grappe doctor --calibrate"):
+        read(tmp_path / "a.json")
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(UsageError, match="grappe doctor --calibrate"):
+        read(tmp_path / "a.json")
+
+
+def test_new_operators_are_added_to_those_of_their_setting() -> None:
+    more = MADE.with_operators("1x1", {"aten.add.Tensor": 2e-3}).with_operators("2x1", {"a": 1.0})
+    assert more.operators == {"1x1": {"aten.mm.default": 1e-3, "aten.add.Tensor": 2e-3}, "2x1": {"a": 1.0}}
+
+
+def test_messages_between_measured_sizes_are_on_lines() -> None:
+    points = ((0.0, 1.0), (10.0, 2.0), (20.0, 5.0))
+    assert [seconds(points, size) for size in (0, 5, 10, 15, 30)] == [1.0, 1.5, 2.0, 3.5, 8.0]
+    assert seconds(((256.0, 0.5),), 1e9) == 0.5
+    assert list(SIZES) == sorted(SIZES)

@@ -1,0 +1,63 @@
+"""Data sheets of GPUs are read, and sites' GPUs have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe import sites
+from grappe.errors import PlanError
+from grappe.foresight.devices import LEAST, OF_BANDWIDTH, OF_PEAK, device_named, devices
+from grappe.foresight.gpu_time import gpu_time
+from grappe.foresight.operators import Operator, Ref
+from grappe.foresight.sketch import Sketch
+from grappe.plan import Plan
+from tests.foresight.test_sketch import Small
+
+WITHOUT = {"A100, 64 GB"}
+"""Leonardo's own kind of A100, of which no data sheet is known."""
+
+
+def test_each_sites_gpu_has_a_data_sheet_or_is_known_to_have_none() -> None:
+    named = {found.node.gpu for found in map(sites.find, sites.files()) if found.node and found.node.gpu}
+    assert {name for name in named if device_named(name) is None} == WITHOUT
+
+
+def test_each_data_sheet_says_its_source_and_belongs_to_a_name() -> None:
+    names = [name for one in devices() for name in one.names]
+    assert len(names) == len(set(names)) > 5
+    assert all(
+        "data sheet" in one.source and one.watts > 100 and one.tflops["fp32"] > 10 for one in devices()
+    )
+
+
+def test_a_kernel_takes_what_bounds_it() -> None:
+    v100 = device_named("V100, 16 GB")
+    assert v100 is not None
+    large = Ref(0, (1 << 28,), (1,), 0, "float32")
+    moving = Operator("aten.relu.default", (large,), (), (large._replace(storage=1),), 0, 0, False, ())
+    assert v100.kernel(moving, "fp32") == pytest.approx(2**31 / (900e9 * OF_BANDWIDTH))
+    computing = moving._replace(flops=10**15)
+    assert v100.kernel(computing, "fp32") == pytest.approx(1e15 / (15.7e12 * OF_PEAK))
+    assert v100.kernel(computing, "fp16") < v100.kernel(computing, "fp32") / 5
+    tiny = moving._replace(arguments=(), outputs=())
+    assert v100.kernel(tiny, "fp32") == LEAST
+
+
+def test_a_step_on_a_gpu_is_not_calibrated_and_small_models_leave_it_idle() -> None:
+    v100 = device_named("V100, 16 GB")
+    assert v100 is not None
+    sketch = Sketch(Small(), Path("data"), foreach=True, records=True)
+    found = gpu_time(sketch, Plan(), v100)
+    assert not found.calibrated and found.busy is not None
+    assert found.busy < 0.5 * found.compute
+    several = gpu_time(sketch, Plan.parse("replicate=2"), v100, node=4)
+    assert several.compute <= found.compute
+    for text, why in (
+        ("replicate=8", "a node has 4"),
+        ("precision=bf16", "no units"),
+        ("tensor=2", "tensor"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            gpu_time(sketch, Plan.parse(text), v100, node=4)

@@ -1,0 +1,39 @@
+"""Recorded operators are run, and each distinct call gets a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from grappe.foresight.replay import ReplayRequest, replayed, worker
+from grappe.foresight.sketch import Sketch
+from grappe.foresight.update import update_recording
+from grappe.launch.rank import ProcessRank
+from tests.foresight.test_sketch import Normal, Small
+
+
+def test_each_distinct_call_of_a_step_gets_a_time(tmp_path: Path) -> None:
+    recording = Sketch(Normal(), Path("data"), records=True).trace(4).recording
+    assert recording is not None
+    before = torch.get_num_threads()
+    try:
+        found = worker(ReplayRequest(recording=recording, threads=1, seconds=0.0), ProcessRank(), tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == set(recording.counts)
+    assert all(0 < took < 1 for took in found.values())
+
+
+def test_calls_that_are_known_leave_their_output_and_are_not_run(tmp_path: Path) -> None:
+    recording = Sketch(Small(), Path("data"), records=True).trace(4).recording
+    assert recording is not None
+    products = frozenset(key for key in recording.counts if key.startswith("aten.mm"))
+    request = ReplayRequest(recording=recording, threads=torch.get_num_threads(), seconds=0.0, known=products)
+    assert set(worker(request, ProcessRank(), tmp_path)) == set(recording.counts) - products
+
+
+def test_several_processes_run_an_update_side_by_side() -> None:
+    sketch = Sketch(Small(), Path("data"), records=True)
+    recording = update_recording(sketch.task, sketch.mode, [("a", (8, 8), torch.float32)])
+    assert set(replayed(recording, threads=1, processes=2, seconds=0.0)) == set(recording.counts)

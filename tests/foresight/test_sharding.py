@@ -1,0 +1,59 @@
+"""Sharding: what fully_shard keeps at each mark, counted by hand for two units of one matrix each."""
+
+from __future__ import annotations
+
+import pytest
+
+from grappe.foresight.ledger import Mark
+from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies, Sharding
+from grappe.foresight.sketch import Parameter
+
+UNITS = [Parameter(name=f"{unit}.weight", shape=(4, 1), item=25, trained=True, unit=unit) for unit in (0, 1)]
+"""Of 100 bytes."""
+
+
+def most(kinds: list[tuple[str, int]], copies: Copies, **options: object) -> list[int]:
+    """Bytes that are taken at most at each mark."""
+    given = {"there": False, "reduces": True, **options}
+    zero = given.pop("zero", 3)
+    overlay = Sharding(UNITS, 2, zero, copies=copies, **given)  # type: ignore[arg-type]
+    return [overlay.at(Mark(kind, which, 0, 0)) for kind, which in kinds]
+
+
+@pytest.mark.parametrize("copies", [NCCL, GLOO, GLOO_LATE])
+def test_a_unit_is_gathered_into_a_buffer_which_stays_until_the_next(copies: Copies) -> None:
+    marks = [("start", -1), ("forward", 0), ("left", 0), ("forward", 1)]
+    # The buffer before, the new one, and gloo's copy of it; then the new one, and the parameters.
+    assert most(marks, copies) == [0, 200, 200, 300 if copies.takes else 200]
+
+
+def test_zero_3_frees_a_unit_behind_its_forward_and_zero_2_keeps_it() -> None:
+    marks = [("forward", 0), ("left", 0), ("forward", 1), ("left", 1), ("left", -1), ("loss", -1)]
+    assert most(marks, NCCL)[-1] == 0
+    assert most(marks, NCCL, zero=2)[-1] == 200
+
+
+def test_a_reduction_takes_its_input_its_output_and_with_gloo_a_copy() -> None:
+    marks = [
+        ("forward", 1),
+        ("left", 1),
+        ("left", -1),
+        ("backward", 1),
+        ("gradient", 1),
+        ("done", 1),
+        ("loss", -1),
+    ]
+    # Ahead, unit 0 is gathered: 100 more. The gradient (100) is copied into the input (100), then freed.
+    assert most(marks, NCCL)[-2:] == [300, 250]
+    assert most(marks, GLOO)[-2:] == [350, 250]
+    assert most(marks, GLOO_LATE)[-2:] == [350, 350]  # the copy is there yet
+
+
+def test_microbatches_under_zero_1_keep_whole_gradients() -> None:
+    marks = [("forward", 1), ("backward", 1), ("gradient", 1), ("done", 1), ("end", -1)]
+    kept = Sharding(UNITS, 2, 1, there=False, reduces=False, copies=GLOO)
+    for kind, which in marks:
+        kept.at(Mark(kind, which, 0, 0))
+    assert kept.now == 100
+    assert Sharding(UNITS, 2, 1, there=True, reduces=True, copies=GLOO).now == 200
+    assert Sharding(UNITS, 2, 2, there=True, reduces=True, copies=GLOO).now == 100  # their halves

@@ -1,0 +1,150 @@
+"""Steps are composed of the times of operators, messages and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import PlanError
+from grappe.foresight import step_time
+from grappe.foresight.calibration import Calibration, Machine, Overhead
+from grappe.foresight.links import COLLECTIVES, MEETING
+from grappe.foresight.operators import Recording
+from grappe.foresight.sketch import Sketch
+from grappe.foresight.step_time import Clock
+from grappe.plan import Plan
+from grappe.tasks.digits import Digits
+
+EACH = 1e-3  # seconds of an operator
+LATENCY, SPEED = 1e-2, 1e8
+ONE = Overhead(step=0.5)
+
+
+@pytest.fixture(scope="module")
+def sketch() -> Sketch:
+    return Sketch(Digits(), Path("data"), records=True)
+
+
+@pytest.fixture
+def clock(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A machine of two cores, on which each operator takes EACH and messages LATENCY and SPEED."""
+
+    def replayed(recording: Recording, **_: object) -> dict[str, float]:
+        return dict.fromkeys(recording.counts, EACH)
+
+    monkeypatch.setattr(step_time, "replayed", replayed)
+    monkeypatch.setattr(step_time, "cores", lambda: 2)
+    monkeypatch.setattr(type(sketch.batches), "seconds", lambda self, rows: 0.25)
+    points = ((256.0, LATENCY), (1e9, LATENCY + 1e9 / SPEED))
+    links = {"2": {**dict.fromkeys(COLLECTIVES, points), MEETING: ((1.0, LATENCY),)}}
+    made = Calibration(
+        machine=Machine.here(),
+        overheads={"one": ONE},
+        links=links,
+        flops={},
+        bandwidth={"1": 1e12, "2": 1e12},
+    )
+    return Clock(sketch, made)
+
+
+def kernels(sketch: Sketch, rows: int, recompute: bool = False) -> int:
+    recording = sketch.trace(rows, "fp32", recompute, 1).recording
+    assert recording is not None
+    return sum(not one.view for one in recording.operators)
+
+
+def test_one_process_takes_its_operators_the_engine_and_the_data(clock: Clock, sketch: Sketch) -> None:
+    found = clock.of(Plan.parse("threads=1"))
+    update = sum(not one.view for one in next(iter(clock._updates.values())).operators)
+    assert found.compute == pytest.approx(EACH * (kernels(sketch, 64) + update) + ONE.step)
+    assert (found.data, found.communication, found.bubble) == (0.25, 0.0, 0.0)
+    assert found.total == pytest.approx(found.compute + 0.25)
+    assert clock.learned and set(clock.calibration.operators) == {"1x1"}
+
+
+def test_microbatches_and_recomputation_take_their_operators(clock: Clock, sketch: Sketch) -> None:
+    plain = clock.of(Plan.parse("threads=1")).compute
+    twice = clock.of(Plan.parse("threads=1,microbatches=2")).compute
+    assert twice == pytest.approx(plain + EACH * kernels(sketch, 64), rel=1e-3)
+    again = clock.of(Plan.parse("threads=1,recompute")).compute
+    assert again == pytest.approx(plain + EACH * (kernels(sketch, 64, True) - kernels(sketch, 64)))
+
+
+def test_replicas_sum_their_gradients_beyond_a_small_message(clock: Clock, sketch: Sketch) -> None:
+    size = sum(one.size for one in sketch.parameters)
+    found = clock.of(Plan.parse("replicate=2,threads=1"))
+    assert found.communication == pytest.approx(size / SPEED, rel=0.02)
+
+
+def test_zero_3_sends_a_third_message_for_each_parameter(clock: Clock) -> None:
+    two, three = (clock.of(Plan.parse(f"shard=2,threads=1,zero={zero}")).communication for zero in (2, 3))
+    assert three == pytest.approx(1.5 * two, rel=0.05)
+
+
+def test_a_unit_of_fsdp_takes_more_where_cores_are_busy(clock: Clock, sketch: Sketch) -> None:
+    plan, units = Plan.parse("shard=2,threads=1"), 4
+    before = clock.of(plan).compute
+    busy = clock.of(plan).total  # from nothing on: a unit computes for milliseconds
+    for busy_from, share in ((1e-9, 1.0), (1e9, 0.0)):
+        overheads = {"one": ONE, "zero3": Overhead(unit=1.0, busy=2.0, busy_from=busy_from)}
+        clock.calibration = dataclasses.replace(clock.calibration, overheads=overheads)
+        assert clock.of(plan).compute == pytest.approx(before + units * (1.0 + 2.0 * share), rel=1e-3)
+    assert busy > before
+
+
+def test_a_pipelines_idle_time_is_the_bubble(clock: Clock) -> None:
+    found = clock.of(Plan.parse("pipeline=2,microbatches=4,threads=1"))
+    assert found.bubble > LATENCY  # of what stages send each other, at least
+    assert clock.of(Plan.parse("pipeline=2,microbatches=8,threads=1")).bubble < 2 * found.bubble
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("replicate=3,threads=1", "3 threads of 3 processes on 2 cores"),
+        ("tensor=2", "tensor: its time is not foreseen"),
+        ("offload=cpu", "offload"),
+        ("engine=textbook", "engine=textbook"),
+    ],
+)
+def test_what_is_not_foreseen_says_why(clock: Clock, plan: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        clock.of(Plan.parse(plan))
+
+
+def test_links_that_were_not_measured_are_named(clock: Clock) -> None:
+    clock.calibration = dataclasses.replace(clock.calibration, links={})
+    with pytest.raises(PlanError, match="between 2 processes were not measured here"):
+        clock.of(Plan.parse("replicate=2,threads=1"))
+
+
+def test_operators_are_run_for_a_limited_time(sketch: Sketch, clock: Clock) -> None:
+    late = Clock(sketch, clock.calibration, seconds=0.0)
+    with pytest.raises(PlanError, match="for lack of time"):
+        late.of(Plan.parse("threads=1"))
+
+
+def test_units_of_a_trace_share_its_operators(sketch: Sketch) -> None:
+    from grappe.foresight.microbatch import microbatch_time
+
+    trace = sketch.trace(64)
+    found = microbatch_time(trace, lambda one: EACH)
+    assert {0, 1, 2, 3} <= set(found.forward) and {0, 1, 2, 3} <= set(found.backward)
+    counts: dict[bool, float] = defaultdict(float)
+    for ahead, parts in ((True, found.forward), (False, found.backward)):
+        counts[ahead] = sum(one.kernels for one in parts.values())
+    assert sum(counts.values()) == pytest.approx(EACH * kernels(sketch, 64))
+    assert [round(part.kernels) for part in found.whole] == [round(counts[True]), round(counts[False])]
+
+
+def test_operators_that_memory_has_no_room_for_are_not_run(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_time.memory, "free", lambda: 1_000_000)
+    with pytest.raises(
+        PlanError, match=r"its operators were not run: they take [0-9.]+ MB, and 1 MB are free"
+    ):
+        clock.of(Plan.parse("threads=1"))

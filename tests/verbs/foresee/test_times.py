@@ -1,0 +1,119 @@
+"""Times of plans: which is best under an aim, what they cost, and whether a GPU is worth while."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grappe.cli import foreseeing
+from grappe.errors import UsageError
+from grappe.foresight.search import Foreseen
+from grappe.foresight.step_time import StepTime
+from grappe.verbs.foresee import calibrate, time_table, times
+from grappe.verbs.foresee.foresee import foresee_times
+from grappe.verbs.foresee.times import Cost, Timed, Times, best, gpu_or_not
+from tests.foresight.test_search import needing
+
+
+def plan(text: str, seconds: float, processes: int, peak: int, fits: bool | None = None) -> Timed:
+    foreseen = Foreseen(plan=text, processes=processes, batch=64, needs=needing(peak), fits=fits)
+    cost = Cost(samples_per_second=64 / seconds, hours=seconds, unit_hours=seconds * processes)
+    return Timed(foreseen=foreseen, time=StepTime(compute=seconds, spread=0.15), cost=cost)
+
+
+PLANS = Times(
+    plans=(
+        plan("", 1.0, 1, 3 * 10**9),
+        plan("replicate=2", 0.6, 2, 2 * 10**9),
+        plan("shard=2", 0.9, 2, 10**9),
+        plan("shard=4", 0.1, 4, 10**9, fits=False),
+        Timed(foreseen=Foreseen(plan="tensor=2", processes=2, batch=64, needs=None), why="not foreseen"),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("aim", "found"), [("fastest", "replicate=2"), ("cheapest", ""), ("smallest", "shard=2")]
+)
+def test_the_best_plan_depends_on_the_aim_and_fits(aim: Any, found: str) -> None:
+    chosen = best(PLANS, aim)
+    assert chosen is not None and chosen.foreseen.plan == found
+
+
+def test_the_sentence_names_the_best_and_how_many_may_be_as_good() -> None:
+    assert time_table.sentences(PLANS, "fastest")[-1] == "fastest: replicate=2, with 600.0 ms a step"
+    close = dataclasses.replace(PLANS, plans=(plan("", 1.0, 1, 1), plan("replicate=2", 0.95, 2, 1)))
+    assert "1 other plan may be as good" in time_table.sentences(close, "fastest")[-1]
+    assert time_table.table(Times(plans=PLANS.plans[-1:])) is None
+
+
+def test_all_of_it_is_written_as_json(tmp_path: Path) -> None:
+    time_table.write(PLANS, tmp_path / "a.json")
+    read = json.loads((tmp_path / "a.json").read_text())
+    assert [one["time"]["total"] for one in read["plans"][:2]] == [1.0, 0.6]
+    with pytest.raises(UsageError, match="json"):
+        time_table.write(PLANS, tmp_path / "a.txt")
+
+
+def test_without_a_calibration_times_are_left_out_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = foresee_times("digits", [""])
+    assert found.plans[0].time is None and found.notes == (times.UNCALIBRATED,)
+
+
+def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path) -> None:
+    found = foresee_times("digits", ["", "replicate=4", "replicate=8"], site="narval")
+    one, four, eight = found.plans
+    assert one.time is not None and one.cost is not None and four.time is not None
+    assert not one.time.calibrated and one.time.spread == 0.5 and one.cost.kwh is not None
+    assert "a node has 4" in eight.why and found.gpu.startswith("NVIDIA A100")
+    assert "not calibrated" in found.notes[-1] and "data sheet" in found.notes[-1]
+    assert foreseeing.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
+    assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
+
+
+@pytest.mark.parametrize(
+    ("here", "gpu", "busy", "verdict"),
+    [
+        (0.001, 0.01, 0.0003, "3% busy; the cores are 10.0 times as fast, and start sooner: take no GPU"),
+        (1.0, 0.01, 0.008, "80% busy; it is 50 to 150 times as fast as the cores: take a GPU"),
+        (0.1, 0.01, 0.001, "mostly waits for its host"),
+        (0.01, 0.01, 0.005, "try both"),
+    ],
+)
+def test_the_verdict_on_a_gpu(
+    here: float, gpu: float, busy: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Here:
+        def of(self, plan: object) -> StepTime:
+            return StepTime(compute=here)
+
+    step = StepTime(compute=gpu, spread=0.5, calibrated=False, busy=busy)
+    monkeypatch.setattr(times, "gpu_time", lambda *_: step)
+    found = gpu_or_not(Here(), None)  # type: ignore[arg-type]
+    assert found is not None
+    for count in range(1, 257):
+        found = found.replace(f"the {count} cores here", "the cores")
+    assert verdict in found.replace("the one core here", "the cores") and "not measured" in found
+
+
+def test_the_engines_own_time_is_what_grows_beyond_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine that takes 10 microseconds an operator and 200 a step, that is found."""
+
+    def reference(made: object, depth: int, *_: object) -> tuple[dict[str, float], Any]:
+        operators = dict.fromkeys(("forward", "backward", "update"), (10 * depth, 3e-3 * depth))
+        phases = {name: took + 10e-6 * count for name, (count, took) in operators.items()}
+        base = SimpleNamespace(data=1e-4, operators=operators)
+        return {**phases, "step": sum(phases.values()) + base.data + 200e-6}, base
+
+    monkeypatch.setattr(calibrate, "_reference", reference)
+    found = calibrate._fitted(None, "", Path())  # type: ignore[arg-type]
+    assert (found.forward, found.backward, found.update) == pytest.approx((10e-6,) * 3)
+    assert found.step == pytest.approx(200e-6)

@@ -1,0 +1,235 @@
+"""The waterfall and its remedies, on recorded times: ten slownesses, each named first, and sums of 100 %."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from grappe.errors import UsageError
+from grappe.plan import Plan
+from grappe.profiling.operators import LineCost, Traced
+from grappe.profiling.phases import IN_A_STEP
+from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import Point, Process, Trial
+from grappe.verbs.measure.remedies import SMALL_BATCH, remedies
+from grappe.verbs.measure.traced import Seen, Traces
+from grappe.verbs.measure.waterfall import PARTS, USEFUL, Every, Waterfall, waterfall
+from grappe.verbs.measure.why import Why, as_json
+from grappe.verbs.measure.why_table import table, tables
+
+NONE = dict.fromkeys(IN_A_STEP, 0.0)
+STEP = {"forward": 0.040, "backward": 0.060}
+EVERY = Every(evaluation=1000, save=1000)
+RATES = {"fp32": 1e12, "bf16": 2e12}
+LINE = "/home/me/my_task.py:41"
+FIELDS = {"batch": 64, "cores": 8, "workers": 0}
+
+
+def point(*each: Mapping[str, float], plan: str = "", **fields) -> Point:
+    """A point whose processes spend `each` seconds on the phases of a step."""
+    processes = [
+        Process(rank=rank, host="a", step=sum(one.values()), phases={**NONE, **one}, memory=1, held={})
+        for rank, one in enumerate(each)
+    ]
+    trial = Trial(processes=processes, steps=5, joules=None, cores_used=1.0)
+    degree = Plan.parse(plan)
+    known = {**FIELDS, "processes": degree.processes, "slices": degree.data_parallel, **fields}
+    return Point(plan=plan, trials=[trial], **known)
+
+
+def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fields) -> Traces:
+    """A trace of a step of 100 ms: 98 ms of products, which take 97 ms at the reachable rate."""
+    known: dict = {
+        "clock": "host", "operators": 100.0, "flops": 0.097e12, "matrix": 0.098, "other_part": None, "copies": 0.0,
+        "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads_part": 0.0, "host_lines": (), "read_lines": (),
+        "copy_lines": (), **fields,
+    }  # fmt: skip
+    one = Seen(
+        traced=Traced(**known),
+        **{
+            "computing": 0.0,
+            "evaluation": 0.0,
+            "checkpoint": 0.0,
+            "gradients": 100,
+            "largest": ("w", 10),
+            **(seen or {}),
+        },
+    )
+    return Traces(processes=(one,) * processes, reachable=RATES, steps_per_epoch=50)
+
+
+def cost(seconds: float = 0.05, calls: float = 1) -> tuple[LineCost, ...]:
+    return (LineCost(line=LINE, calls=calls, seconds=seconds),)
+
+
+def first(one: Point, found: Traces, *others: Point, every: Every = EVERY) -> tuple[str, float, str]:
+    """The part that is named first, its share, and the word that moves it; the sum is checked."""
+    fall = waterfall(one, found, every)
+    assert tuple(fall.parts) == PARTS
+    assert min(fall.parts.values()) >= -1e-12
+    assert sum(fall.share(part) for part in PARTS) == pytest.approx(1)
+    best = remedies(fall, one, [one, *others])[0]
+    return best.part, fall.parts.get(best.part, 0.0) / fall.seconds, best.word
+
+
+def test_nothing_is_lost_and_the_rest_is_useful() -> None:
+    fall = waterfall(point(STEP), traces(), EVERY)
+    assert fall.seconds == pytest.approx(0.1)
+    assert fall.share(USEFUL) == pytest.approx(0.97)
+    assert fall.share("host between kernels") == pytest.approx(0.02)
+
+
+def test_a_slow_loader() -> None:
+    assert first(point({**STEP, "data": 0.3}), traces()) == (
+        "waiting for data",
+        pytest.approx(0.75),
+        "workers=4",
+    )
+    assert "in memory" in first(point({**STEP, "data": 0.3}, workers=None), traces())[2]
+
+
+def test_thousands_of_tiny_operators() -> None:
+    slow = traces(
+        matrix=0.01,
+        flops=0.01e12,
+        operators=4000.0,
+        host=0.2,
+        host_lines=(LineCost(line="", calls=50, seconds=0.06), *cost(calls=3900)),
+    )
+    part, share, word = first(point(STEP), slow)
+    assert (part, share) == ("host between kernels", pytest.approx(0.9))
+    assert word == "4,000 operators a step, 3,900 of them at my_task.py:41: fewer, larger ones, or compile"
+
+
+def test_values_that_are_read() -> None:
+    slow = traces(matrix=0.01, flops=0.01e12, host=0.2, reads_part=0.8, read_lines=cost(calls=512))
+    part, share, word = first(point(STEP), slow)
+    assert (part, share) == ("values read by the host", pytest.approx(0.72))
+    assert word.startswith("my_task.py:41 reads values (.item(), float(), .tolist()) 512 times a step")
+
+
+def test_a_slow_process() -> None:
+    """The others wait 30 ms for process 1: that is what its slowness costs, not the mean of all."""
+    quick, slow = {**STEP, "communication": 0.030}, {"forward": 0.070, "backward": 0.060}
+    part, share, word = first(point(quick, slow, quick, plan="replicate=3"), traces(3))
+    assert (part, share) == ("imbalance", pytest.approx(0.030 / 0.130))
+    assert word == "process 1 on a has 30 ms more a step, most of it in forward"
+
+
+def test_a_tiny_batch() -> None:
+    """Four times the batch takes as long: what it would bring is told, of several parts together."""
+    small = traces(matrix=0.09, flops=0.001e12)
+    part, _, word = first(point({**STEP, "update": 0.1}), small, point({**STEP, "update": 0.1}, batch=256))
+    assert part == SMALL_BATCH
+    assert word == "batch_size=256 (tried; it changes what is learned)"
+
+
+def test_fp32_where_bf16_is_meant_and_bf16_where_it_is_slow() -> None:
+    assert first(point(STEP), traces(other_part=0.5)) == (
+        "precision not used", pytest.approx(0.49), "precision=bf16",
+    )  # fmt: skip
+    emulated = traces(other_part=0.2)
+    assert first(point(STEP, plan="precision=bf16"), emulated)[2] == "precision=fp32"
+
+
+def test_on_a_gpu_the_rates_of_its_generation_count() -> None:
+    found = dataclasses.replace(
+        traces(clock="device", flops=0.05e12), reachable={"fp32": 1e12, "tf32": 4e12, "bf16": 10e12}
+    )
+    assert first(point(STEP), found) == ("precision not used", pytest.approx(0.45), "precision=bf16")
+    volta = dataclasses.replace(found, reachable={"fp32": 1e12, "fp16": 5e12, "bf16": 0.5e12})
+    assert first(point(STEP, plan="precision=bf16"), volta)[2] == "precision=fp16"
+
+
+def test_a_layout_that_is_copied_each_step() -> None:
+    slow = traces(matrix=0.03, flops=0.03e12, copies=0.068, copy_lines=cost())
+    part, share, word = first(point(STEP), slow)
+    assert (part, share) == ("copies of layouts", pytest.approx(0.68))
+    assert word == "a layout is copied each step at my_task.py:41: make it once, in data()"
+
+
+def test_unbalanced_stages_and_a_bubble() -> None:
+    """Stages of 20 and 60 ms in 4 microbatches take 60 + 20 / 4; of 40 and 40 they would take 40 + 40 / 4."""
+    short, long = (
+        {"forward": own / 3, "backward": own * 2 / 3, "communication": 0.065 - own} for own in (0.020, 0.060)
+    )
+    one = point(short, long, plan="pipeline=2,microbatches=4")
+    part, share, word = first(one, traces(2, matrix=0.04, flops=0.04e12))
+    assert (part, share) == ("imbalance", pytest.approx(0.015 / 0.065))
+    assert word.startswith("the stages of process 1 have 1.5 times the mean work: cut elsewhere")
+    even = {**STEP, "communication": 0.025}
+    balanced = point(even, even, plan="pipeline=2,microbatches=4")
+    fall = waterfall(balanced, traces(2), EVERY)
+    assert fall.share("pipeline bubble") == pytest.approx(0.2)
+    bubble = next(one for one in remedies(fall, balanced, [balanced]) if one.part == "pipeline bubble")
+    assert (bubble.word, bubble.gain) == ("microbatches=8", pytest.approx(1 / 9))
+
+
+def test_one_long_all_reduce() -> None:
+    waits = {**STEP, "communication": 0.1}
+    huge = traces(2, seen={"largest": ("embed.weight", 95)})
+    part, share, word = first(point(waits, waits, plan="replicate=2"), huge)
+    assert (part, share) == ("exposed communication", pytest.approx(0.5))
+    assert word.startswith("the gradient of embed.weight is 95% of all bytes, and is sent in one piece")
+    assert "larger batch_size" in first(point(waits, waits, plan="replicate=2"), traces(2))[2]
+
+
+def test_evaluations_that_are_too_frequent() -> None:
+    every = Every(evaluation=5, save=1000)
+    part, share, word = first(point(STEP), traces(seen={"evaluation": 0.5}), every=every)
+    assert (part, share, word) == ("evaluation", pytest.approx(0.5), "--evaluate-every 100")
+    rare = waterfall(point(STEP), traces(seen={"evaluation": 0.5}), EVERY)
+    assert "evaluation" not in [one.part for one in remedies(rare, point(STEP), [])]
+
+
+def test_what_the_trace_did_not_see_is_not_explained() -> None:
+    fall = waterfall(point({"forward": 0.2, "backward": 0.2}), traces(), EVERY)
+    assert fall.share("not explained") == pytest.approx(0.75)
+    none = Traces(
+        processes=(dataclasses.replace(traces().processes[0], traced=None),),
+        reachable=RATES,
+        steps_per_epoch=1,
+    )
+    assert waterfall(point(STEP), none, EVERY).share("not explained") == 1
+
+
+def test_kernels_that_were_slower_under_the_trace_are_scaled() -> None:
+    fall = waterfall(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), EVERY)
+    assert fall.share("memory-bound operators") == pytest.approx(0.25)
+    assert fall.share(USEFUL) + fall.share("small matrices") == pytest.approx(0.75)
+
+
+def test_a_process_at_another_pace_divides_in_the_same_way() -> None:
+    slow = traces(seen={"computing": 0.2}, matrix=0.196, flops=0.05e12, host=0.004)
+    fall = waterfall(point(STEP), slow, EVERY)
+    assert fall.share("not explained") == pytest.approx(0)
+    assert fall.share("host between kernels") == pytest.approx(0.02)
+
+
+def test_table_and_json() -> None:
+    one = point({**STEP, "data": 0.3})
+    fall = waterfall(one, traces(), EVERY)
+    why = Why(plan="", batch=64, waterfall=fall, remedies=tuple(remedies(fall, one, [one])))
+    shown = table(fall, why.remedies, "one process (batch 64)")
+    assert shown.row_count == 4  # data, host, useful, and what is too little
+    said = [line for line in tables([why]) if isinstance(line, str)]
+    assert "first: waiting for data 75%: workers=4 (about +300%)" in said
+    known = as_json(why)
+    assert sum(known["parts"].values()) == pytest.approx(1)
+    assert known["remedies"][0]["gain"] == pytest.approx(3)
+    failed = Why(plan="", batch=64, failure="no")
+    assert list(tables([failed])) == ["one process (batch 64): its steps could not be traced: no"]
+    assert as_json(failed)["failure"] == "no"
+
+
+@pytest.mark.parametrize("name", ["evaluate_every", "save_every"])
+def test_every_is_at_least_one(name: str) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        MeasureOptions(**{name: 0})
+
+
+def test_a_part_that_is_useful_has_no_remedy() -> None:
+    fall: Waterfall = waterfall(point(STEP), traces(), EVERY)
+    assert USEFUL not in [one.part for one in remedies(fall, point(STEP), [])]

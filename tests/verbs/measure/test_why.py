@@ -1,0 +1,58 @@
+"""grappe measure --why in real processes: planted slownesses, large against noise, are named first; sums are 100 %."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.slownesses import Planted
+
+from grappe.verbs.measure import measure as verb
+from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.table import write
+from grappe.verbs.measure.why import Why, why
+from tests.sleeping import Sleeping
+
+PLAN = "device=cpu,threads=1,workers=0"
+
+
+def explained(task, plan: str = PLAN, **options) -> tuple[Why, list]:
+    """Explains a few steps of `task`; the sum of its parts is checked."""
+    options = MeasureOptions(steps=3, repeats=1, **{"evaluate_every": 10**6, "save_every": 10**6, **options})
+    points = verb.measure(task, (plan,), options=options, advise=False)
+    (found,) = why(task, points, options=options)
+    assert found.waterfall is not None, found.failure
+    assert sum(found.waterfall.parts.values()) == pytest.approx(found.waterfall.seconds)
+    return found, points
+
+
+def test_tiny_operators_and_the_file_for_a_report(tmp_path: Path) -> None:
+    found, points = explained(Planted(operators=1500, width=32))
+    assert found.remedies[0].part == "host between kernels"
+    assert "1,500 of them at slownesses.py" in found.remedies[0].word
+    write(points, "planted", tmp_path / "m.json", whys=[found])
+    known = json.loads((tmp_path / "m.json").read_text())["why"][0]
+    assert sum(known["parts"].values()) == pytest.approx(1)
+
+
+def test_values_that_are_read() -> None:
+    found, _ = explained(Planted(reads="item", batch_size=1024, width=32))
+    assert found.remedies[0].part == "values read by the host"
+    assert "slownesses.py" in found.remedies[0].word
+    assert "1,024 times a step" in found.remedies[0].word
+
+
+def test_evaluations_that_are_too_frequent_and_a_slow_loader() -> None:
+    slow = Sleeping(load=0.02)
+    assert explained(slow)[0].remedies[0].part == "waiting for data"
+    often = Sleeping(ahead=0.02)  # an evaluation of 16 samples is two batches
+    found, _ = explained(often, evaluate_every=1)
+    assert found.waterfall.share("evaluation") > 0.2
+    assert "evaluation" in [one.part for one in found.remedies[:2]]
+
+
+def test_a_slow_process() -> None:
+    found, _ = explained(Sleeping(ahead=0.01, late=0.3), f"{PLAN},replicate=2")
+    assert found.remedies[0].part == "imbalance"
+    assert "process 1 on" in found.remedies[0].word
