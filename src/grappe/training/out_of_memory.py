@@ -138,7 +138,8 @@ def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, floa
     from grappe.engines.shared.memory_needs import Needs
     from grappe.foresight.search import foreseen
 
-    native = dataclasses.replace(plan, engine="native", offload="none")
+    # At stage 3, as such plans are: other stages keep whole parameters or gradients, which no disk plan has.
+    native = dataclasses.replace(plan, engine="native", offload="none", zero=3)
     one = foreseen(sketch, native, sketch.task.batch_size, None).needs
     if one is None or one.peak is None:
         return
