@@ -122,7 +122,8 @@ def pack(
     done = verb(source, to, form, labels=labels, numbering=numbering)
     table = plain_table("", "")
     there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
-    table.add_row("written", f"{done.folder}: {len(done.shards):,} shards{there}")
+    shards = "shard" if len(done.shards) == 1 else "shards"
+    table.add_row("written", f"{done.folder}: {len(done.shards):,} {shards}{there}")
     table.add_row("images", f"{done.images:,}, short side at most {short}")
     table.add_row("size", f"{_size(done.bytes)} of {_size(done.source_bytes)}")
     show(table)
