@@ -30,7 +30,7 @@ def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypa
     assert "train.quarantine.txt: datasets leave these out" in said
     assert run("data", "pack", "train", "--to", "packed", "--short", "64", "--quality", "80") == 0
     said = capsys.readouterr()
-    assert "packed: 1 shards" in said.out
+    assert "packed: 1 shard" in said.out and "1 shards" not in said.out
     assert "24 of 26 images, 2 in quarantine" in said.err
     assert run("data", "index", "packed") == 0
     assert "24 of 3 classes" in capsys.readouterr().out
