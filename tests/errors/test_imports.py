@@ -35,8 +35,6 @@ def broken(tmp_path: Path) -> dict[str, str]:
     [
         ["train", "digits", "epochs=1"],
         ["train", "digits", "epochs=1", "--plan", "replicate=2"],
-        ["verify", "digits", "--plan", "threads=1"],
-        ["tasks"],
         ["doctor"],
     ],
     ids=" ".join,
@@ -53,6 +51,10 @@ def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command
     assert "operator torchvision::nms does not exist" in lines[0]
     assert BUG not in done.stderr and "Traceback" not in done.stderr
     assert done.returncode == (1 if command == ["doctor"] else 2)
+
+
+def test_what_does_not_evaluate_works_without_it(broken: dict[str, str], tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "grappe", "tasks"], env=broken, cwd=tmp_path, check=True)
 
 
 def test_a_users_own_error_is_no_broken_package() -> None:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.checkpoint.initial import check_model
 from grappe.data.counts import flat
 from grappe.errors import TaskError
+from grappe.errors.imports import broken_package
 from grappe.errors.user_code import at
 from grappe.task import Task
 
@@ -101,9 +102,14 @@ def metrics_of(task: Task) -> dict[str, Any]:
     """Makes the task's metrics, by name.
 
     Raises:
-        TaskError: they are no mapping of torchmetrics' metrics.
+        TaskError: they are no mapping of torchmetrics' metrics, or a package of theirs cannot be imported.
     """
-    found: Any = task.metrics()
+    try:
+        found: Any = task.metrics()
+    except Exception as error:
+        if (why := broken_package(error)) is not None:
+            raise _wrong(task, "metrics", f"fails: {why}") from error
+        raise
     if not isinstance(found, Mapping):
         raise _wrong(task, "metrics", f"returned {_kind(found)}: return a dictionary of metrics by name")
     for name, metric in found.items():

@@ -6,11 +6,10 @@ Shapes: B images of a slice.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from torch import Tensor, nn
 
 from grappe import Arrays, Download, Task, normalise
@@ -18,8 +17,10 @@ from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
-from grappe.tasks.images.accuracy import Accuracy
 from grappe.tasks.images.resnet import convolution, resnet
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
@@ -118,6 +119,8 @@ class Cifar10(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
+        from grappe.tasks.images.accuracy import Accuracy  # torchmetrics takes seconds, in evaluations alone
+
         return {"accuracy": Accuracy(10)}
 
     def units(self, model: Any) -> list[nn.Module]:

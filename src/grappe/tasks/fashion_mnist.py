@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from torch import nn
 
 from grappe import Arrays, Download, Task, normalise
 from grappe.data.formats import locate, mnist
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"
 LARGEST = 60_000  # images
@@ -85,7 +87,9 @@ class FashionMnist(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
-        return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro")}
+        from torchmetrics.classification import MulticlassAccuracy  # takes seconds, in evaluations alone
+
+        return {"accuracy": MulticlassAccuracy(10, average="micro")}
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from torch import Tensor, nn
 
 from grappe import Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataError, TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor
-from grappe.tasks.images.accuracy import Accuracy
 from grappe.tasks.images.resnet import convolution, initialise, resnet
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 TRAIN = ("train", "ILSVRC2012_img_train.tar", "train.tar")
 VALIDATION = ("validation", "val", "validation.tar", "val.tar")
@@ -170,6 +171,8 @@ class ImageNet(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
+        from grappe.tasks.images.accuracy import Accuracy  # torchmetrics takes seconds, in evaluations alone
+
         ranks = {"accuracy": 1} | ({"top5": 5} if self.classes > 5 else {})
         return {name: Accuracy(self.classes, top_k) for name, top_k in ranks.items()}
 

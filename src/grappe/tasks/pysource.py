@@ -10,17 +10,19 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torchmetrics.text import Perplexity
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 PARTS = {"train": range(8), "validation": (8,), "test": (9,)}  # of each ten files in order
@@ -110,13 +112,6 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-class BitsPerByte(Perplexity):
-    """The base-2 logarithm of the perplexity: 8 for uniform guesses."""
-
-    def compute(self) -> Tensor:
-        return super().compute().log2()
-
-
 class PySource(Task):
     """A byte-level GPT on the standard library's source; needs no download."""
 
@@ -193,7 +188,10 @@ class PySource(Task):
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
-    def metrics(self) -> dict[str, BitsPerByte]:
+    def metrics(self) -> dict[str, torchmetrics.Metric]:
+        # Imported here: torchmetrics takes seconds, in evaluations alone.
+        from grappe.tasks.text.bits_per_byte import BitsPerByte
+
         return {"bits_per_byte": BitsPerByte(ignore_index=IGNORED)}
 
     def units(self, model: Any) -> list[nn.Module]:
