@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.foresight import calibration as kept
+from grappe.foresight.calibration import Calibration
 from grappe.foresight.devices import device_named
 from grappe.foresight.gpu_time import gpu_time
 from grappe.foresight.parts import threads_of
@@ -73,20 +76,20 @@ def timed(sketch: Sketch, found: Sequence[Foreseen], site: Site | None) -> Times
     """
     if site is not None:
         return _on_gpu(sketch, found, site)
-    clock, why = _clock(sketch)
-    if clock is None:
+    calibration, why = calibrated_here()
+    if calibration is None:
         return Times(plans=tuple(Timed(foreseen=one) for one in found), notes=(why,))
+    clock = Clock(sketch, calibration)
     plans = [_timed(one, sketch, clock.of, None) for one in found]
     notes = _whys(plans)
     # Plans that are too many for this machine are asked about in seconds: then nothing is run.
     verdict = gpu_or_not(clock, sketch) if any(one.time is not None for one in plans) else None
-    if clock.learned:
-        try:
-            kept.write(clock.calibration)
-        except OSError as error:
-            notes.append(
-                f"{kept.file_here()} cannot be written ({error.strerror}): operators are run anew each time"
-            )
+    try:
+        clock.keep()
+    except OSError as error:
+        notes.append(
+            f"{kept.file_here()} cannot be written ({error.strerror}): operators are run anew each time"
+        )
     return Times(plans=tuple(plans), notes=(*notes, *([verdict] if verdict else [])))
 
 
@@ -163,13 +166,22 @@ def _whys(plans: Sequence[Timed]) -> list[str]:
     return [f"{plan}: {why}" for why, plan in reversed(first.items())]
 
 
-def _clock(sketch: Sketch) -> tuple[Clock | None, str]:
-    """Returns what foresees times here; or None, and why."""
+def calibrated_here() -> tuple[Calibration | None, str]:
+    """Reads this machine's calibration; or None, and why there is none."""
     try:
-        calibration = kept.read()
+        file = kept.file_here()
+        calibration = _calibration(file, file.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None, UNCALIBRATED
     except UsageError as error:
         return None, f"times are not foreseen: {error}"
-    return (None, UNCALIBRATED) if calibration is None else (Clock(sketch, calibration), "")
+    return (None, UNCALIBRATED) if calibration is None else (calibration, "")
+
+
+@functools.lru_cache(maxsize=1)
+def _calibration(file: Path, changed: int) -> Calibration | None:
+    """Reads a calibration, of some megabytes, once until it is `changed`."""
+    return kept.read(file)
 
 
 def _timed(
