@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from grappe.profiling.phases import WARMUP
+from grappe.training.options import occasions_left
 from grappe.training.watchers.base import RunInfo
 
 AFTER_SECONDS = 60.0  # of steps, before which their pace says little
@@ -29,13 +30,6 @@ class Pace:
         """Computes the seconds of more steps and evaluations at this pace; evaluations count once one was measured."""
         each = self.evaluation_seconds / self.evaluations if self.evaluations else 0.0
         return steps * self.step_seconds / self.steps + evaluations * each
-
-
-def evaluations_left(step: int, last: int, every: int | None) -> int:
-    """Counts the evaluations after `step`: one each `every` steps, and one at the last step."""
-    if every is None or step >= last:
-        return 0
-    return last // every - step // every + (last % every > 0)
 
 
 def span(seconds: float) -> str:
@@ -117,15 +111,19 @@ class ExpectedEnd:
             evaluation_seconds=self._evaluation_seconds,
         )
         last = self._info.last_step
-        return pace.seconds(last - self._step, evaluations_left(self._step, last, self._every))
+        return pace.seconds(last - self._step, occasions_left(self._step, last, self._every))
 
     def _line(self, left: float) -> str:
         assert self._info is not None
         end, info = self._at + left, self._info
-        what = "expected end" if info.last_step == info.total_steps else f"expected end of step {info.last_step}"
+        what = (
+            "expected end" if info.last_step == info.total_steps else f"expected end of step {info.last_step}"
+        )
         parts = [f"in {span(left)}"]
         if self._every is not None:
-            parts.append("evaluations included" if self._evaluations else "evaluations not, as none was measured yet")
+            parts.append(
+                "evaluations included" if self._evaluations else "evaluations not, as none was measured yet"
+            )
         if self._stops_early:
             parts.append("early stopping may come before")
         line = f"{what}: {_minute(end)} ({'; '.join(parts)})"

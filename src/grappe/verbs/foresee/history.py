@@ -20,7 +20,14 @@ from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.training.task_record import reference_of
 from grappe.verbs.foresee.limited import in_limited_process
-from grappe.verbs.foresee.run_time import TimeSource, costs_of, seconds, step_foreseen, step_measured, time_source
+from grappe.verbs.foresee.run_time import (
+    TimeSource,
+    costs_of,
+    seconds,
+    step_foreseen,
+    step_measured,
+    time_source,
+)
 from grappe.verbs.load import data_of
 
 if TYPE_CHECKING:
@@ -253,8 +260,8 @@ def _step(sketch: Sketch, plan: Plan, source: TimeSource | None) -> dict[str, An
     if source is None:
         return {}
     try:
-        return {"from": source.key, "seconds": step_foreseen(sketch, plan, source)}
-    except (GrappeError, OSError) as error:
+        return {"from": source.key, "seconds": step_foreseen(sketch, plan, source).total}
+    except GrappeError as error:
         return {"from": source.key, "why": str(error)}
 
 

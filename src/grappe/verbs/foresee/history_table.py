@@ -16,6 +16,7 @@ from grappe.errors import UsageError
 from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.launch import files as safe
 from grappe.profiling.memory import size
+from grappe.profiling.summary import duration
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
 
 OF_EACH = ("measured", "error")
@@ -85,9 +86,7 @@ def _csv(found: Sequence[Compared]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    if value is None:
-        return "?"
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    return "?" if value is None else duration(value)
 
 
 def _size(value: int | None) -> str:

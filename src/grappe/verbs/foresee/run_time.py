@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from grappe.foresight.calibration import Calibration
     from grappe.foresight.devices import Device
     from grappe.foresight.sketch import Sketch
+    from grappe.foresight.step_time import StepTime
 
 LEAST_STEPS = 5  # in a median, of which less says little
 RUN_SECONDS = 20.0  # for running operators that the calibration lacks: what traces may take a minute
@@ -92,8 +94,8 @@ def step_measured(known: Mapping[str, Any]) -> float | None:
     return max(found, default=None)
 
 
-def step_foreseen(sketch: Sketch, plan: Plan, source: TimeSource) -> float:
-    """Foresees the seconds of a step; operators that the calibration lacks are run, and added to it.
+def step_foreseen(sketch: Sketch, plan: Plan, source: TimeSource) -> StepTime:
+    """Foresees a step in a process that traces; operators that the calibration lacks are run, and added to it.
 
     Raises:
         GrappeError: the plan's time is not foreseen.
@@ -101,14 +103,17 @@ def step_foreseen(sketch: Sketch, plan: Plan, source: TimeSource) -> float:
     if source.device is not None:
         from grappe.foresight.gpu_time import gpu_time
 
-        return gpu_time(sketch, plan, source.device, node=source.node).total
+        return gpu_time(sketch, plan, source.device, node=source.node)
     from grappe.foresight.step_time import Clock
+    from grappe.launch.local import start_server
 
     assert source.calibration is not None
+    start_server(metrics=False)  # operators run in processes that have no OpenMP threads of their parents
     clock = Clock(sketch, source.calibration, RUN_SECONDS)
     found = clock.of(plan)
-    clock.keep()
-    return found.total
+    with contextlib.suppress(OSError):  # they are run anew the next time
+        clock.keep()
+    return found
 
 
 def costs_of(known: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
