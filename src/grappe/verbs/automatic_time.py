@@ -24,7 +24,7 @@ from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.foresee.run_time import TimeSource, step_foreseen
 from grappe.verbs.job_resources import placed
 from grappe.verbs.submission import AUTO, Submission
-from grappe.verbs.submission_memory import judged, not_foreseen, room_for, sketch_of
+from grappe.verbs.submission_memory import memory_judged, not_foreseen, room_for, sketch_of
 
 if TYPE_CHECKING:
     from grappe.task import Task
@@ -71,7 +71,8 @@ class _Known:
 
     costs: Costs
     steps_per_epoch: int
-    source: str
+    origin: str
+    """Its source, for the user."""
     memory: str | None = None
 
 
@@ -98,7 +99,7 @@ def with_time(submission: Submission, wish: ResourceRequest) -> tuple[ResourceRe
     needed = known.costs.seconds(course) + (MADE_SECONDS if made else HERE_SECONDS)
     most = longest(job.layout, job.site, wish)
     found = limit(needed, 60 * (job.site.ask.min_minutes or 1), most)
-    sentence = _sentence(job, known, course, needed, found, capped=found < needed * (1 + MARGIN))
+    sentence = _limit_in_words(job, known, course, needed, found, capped=found < needed * (1 + MARGIN))
     return dataclasses.replace(wish, seconds=found), AutomaticTime(
         seconds=found, sentence=sentence, memory=known.memory
     )
@@ -130,7 +131,7 @@ def _known(job: _Job) -> _Known:
     if found is not None:
         name = printable(found.folder.name, 100)
         return _Known(
-            costs=found.costs, steps_per_epoch=found.steps_per_epoch, source=f"as measured in the run {name}"
+            costs=found.costs, steps_per_epoch=found.steps_per_epoch, origin=f"as measured in the run {name}"
         )
     try:
         return _foreseen(job)
@@ -150,16 +151,16 @@ def _advice(submission: Submission) -> str:
 
 
 def _foreseen(job: _Job) -> _Known:
-    """Foresees the training's time from one trace, from which the memory is judged as well.
+    """Foresees the training's time from one trace, from which the memory is memory_judged as well.
 
     Raises:
         GrappeError: it cannot be foreseen.
     """
     source = _source(job)
     if source.device is not None:
-        words = f"from the data sheet of {source.device.title}, not measured, at its slow end"
+        origin = f"from the data sheet of {source.device.title}, not measured, at its slow end"
     else:
-        words = "from this machine's calibration, at its slow end, if the job's cores are as fast as these"
+        origin = "from this machine's calibration, at its slow end, if the job's cores are as fast as these"
     progress("tracing the model, to foresee the time and the memory that the plan needs")
     try:
         found = json.loads(in_limited_process(lambda: _traced(job, source)))
@@ -168,7 +169,7 @@ def _foreseen(job: _Job) -> _Known:
     return _Known(
         costs=Costs(**found["costs"]),
         steps_per_epoch=found["steps_per_epoch"],
-        source=words,
+        origin=origin,
         memory=found["memory"],
     )
 
@@ -192,10 +193,7 @@ def _source(job: _Job) -> TimeSource:
         raise UsageError(
             f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known"
         )
-    calibration, why = calibrated_here()
-    if calibration is None:
-        raise UsageError(why)
-    return TimeSource(calibration=calibration)
+    return TimeSource(calibration=calibrated_here())
 
 
 def _traced(job: _Job, source: TimeSource) -> str:
@@ -217,7 +215,7 @@ def _traced(job: _Job, source: TimeSource) -> str:
     room, memory = room_for(job.site, job.layout, job.plan), ""
     if room is not None:
         try:
-            memory = judged(sketch, job.plan, room)
+            memory = memory_judged(sketch, job.plan, room)
         except GrappeError as error:
             memory = not_foreseen(error)
     return json.dumps(
@@ -229,14 +227,16 @@ def _traced(job: _Job, source: TimeSource) -> str:
     )
 
 
-def _sentence(job: _Job, known: _Known, course: Course, needed: float, found: int, *, capped: bool) -> str:
+def _limit_in_words(
+    job: _Job, known: _Known, course: Course, needed: float, found: int, *, capped: bool
+) -> str:
     from grappe.sites.script import clock
     from grappe.training.watchers.expected_end import span
 
     evaluations = f"{course.evaluations:,} evaluation{'' if course.evaluations == 1 else 's'}"
     text = (
         f"time limit {clock(found)}: {course.steps:,} steps of {duration(known.costs.step)} and {evaluations}, "
-        f"{known.source}, with start-up"
+        f"{known.origin}, with start-up"
     )
     if not capped:
         return f"{text} and a margin"

@@ -40,7 +40,9 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
     progress("tracing the model, to foresee the memory that the plan needs")
     try:
         return (
-            in_limited_process(lambda: judged(sketch_of(task, submission, gpu=True), script.plan, room))
+            in_limited_process(
+                lambda: memory_judged(sketch_of(task, submission, gpu=True), script.plan, room)
+            )
             or None
         )
     except GrappeError as error:
@@ -65,7 +67,7 @@ def not_foreseen(error: GrappeError) -> str:
     return f"the memory that the plan needs was not foreseen: {error}"
 
 
-def judged(sketch: Sketch, plan: Plan, room: Room) -> str:
+def memory_judged(sketch: Sketch, plan: Plan, room: Room) -> str:
     """Says that the plan does not fit, and which does; "" if it does, or if that cannot be known."""
     asked = _asked(sketch, plan, room)
     if not asked:

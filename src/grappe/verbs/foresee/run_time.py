@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import json_hash
+from grappe.errors import UsageError
 from grappe.plan import Plan
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ def time_source(known: Mapping[str, Any]) -> tuple[TimeSource | None, str]:
         return TimeSource(device=device, node=max(nodes.count(one) for one in nodes)), ""
     from grappe.verbs.foresee.times import calibrated_here
 
-    calibration, why = calibrated_here()
-    if calibration is None:
-        return None, why
+    try:
+        calibration = calibrated_here()
+    except UsageError as error:
+        return None, str(error)
     made, versions = calibration.machine, known.get("versions")
     cores = sum(one["cores"] for one in costs if isinstance(one.get("cores"), int))
     torch = versions.get("torch") if isinstance(versions, Mapping) else None

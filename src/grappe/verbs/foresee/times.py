@@ -76,10 +76,10 @@ def timed(sketch: Sketch, found: Sequence[Foreseen], site: Site | None) -> Times
     """
     if site is not None:
         return _on_gpu(sketch, found, site)
-    calibration, why = calibrated_here()
-    if calibration is None:
-        return Times(plans=tuple(Timed(foreseen=one) for one in found), notes=(why,))
-    clock = Clock(sketch, calibration)
+    try:
+        clock = Clock(sketch, calibrated_here())
+    except UsageError as error:
+        return Times(plans=tuple(Timed(foreseen=one) for one in found), notes=(str(error),))
     plans = [_timed(one, sketch, clock.of, None) for one in found]
     notes = _whys(plans)
     # Plans that are too many for this machine are asked about in seconds: then nothing is run.
@@ -166,16 +166,22 @@ def _whys(plans: Sequence[Timed]) -> list[str]:
     return [f"{plan}: {why}" for why, plan in reversed(first.items())]
 
 
-def calibrated_here() -> tuple[Calibration | None, str]:
-    """Reads this machine's calibration; or None, and why there is none."""
+def calibrated_here() -> Calibration:
+    """Reads this machine's calibration.
+
+    Raises:
+        UsageError: there is none, or none of this machine; the message says what to do.
+    """
+    file = kept.file_here()
     try:
-        file = kept.file_here()
-        calibration = _calibration(file, file.stat().st_mtime_ns)
+        found = _calibration(file, file.stat().st_mtime_ns)
     except FileNotFoundError:
-        return None, UNCALIBRATED
+        found = None
     except UsageError as error:
-        return None, f"times are not foreseen: {error}"
-    return (None, UNCALIBRATED) if calibration is None else (calibration, "")
+        raise UsageError(f"times are not foreseen: {error}") from error
+    if found is None:
+        raise UsageError(UNCALIBRATED)
+    return found
 
 
 @functools.lru_cache(maxsize=1)
