@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from grappe.checkpoint.format import step_folder
 from grappe.cli import cluster
 from grappe.cli.commands import app
-from grappe.checkpoint.format import step_folder
 from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
 from grappe.foresight.calibration import Machine, write

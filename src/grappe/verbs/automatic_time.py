@@ -1,4 +1,4 @@
-"""--time auto: the time limit of a training's job, as an earlier run measured it or as it is foreseen, with a margin."""
+"""--time auto: the time limit of a job, from an earlier run or from what is foreseen, with a margin."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from grappe.errors import RunError, UsageError
 from grappe.fields import split
 from grappe.plan import Plan
 from grappe.profiling.phases import WARMUP
+from grappe.training.options import Options, option_words
 from grappe.training.run import Run
 from grappe.verbs.jobs import newest_job, submitted
 from grappe.verbs.measure.measure import Answer, point
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point
-from grappe.training.options import Options, option_words
 from grappe.verbs.submission import JobOptions, Submission
 from grappe.verbs.submit import Submitted, submit_all
 
