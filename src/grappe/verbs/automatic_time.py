@@ -44,7 +44,7 @@ class AutomaticTime:
     sentence: str
     """The limit and its source."""
     memory: str | None
-    """What the same trace says of the memory, a warning or ""; None: nothing was traced."""
+    """Warning about the memory, from the same trace, or ""; None: nothing was traced."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,12 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Known:
-    """What is known of a training's time."""
+    """Costs that are known of a training."""
 
     costs: Costs
     steps_per_epoch: int
     origin: str
-    """Its source, for the user."""
+    """The source, for the user."""
     memory: str | None = None
 
 

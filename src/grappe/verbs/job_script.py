@@ -39,7 +39,7 @@ class JobScript:
     warnings: tuple[str, ...]
     """Warnings of what will cost time or files, one line each."""
     automatic: AutomaticTime | None = None
-    """Its time limit, with --time auto."""
+    """The time limit of --time auto."""
 
 
 def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = False) -> JobScript:

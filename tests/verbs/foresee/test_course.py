@@ -1,4 +1,4 @@
-"""What is left of a training, what it takes, and the limit that is asked for: enough, and in whole units."""
+"""The rest of a training, what it takes, and the limit that is asked for: enough, and in whole units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the time of a run's step is foreseen from: the calibration of its very machine, or its GPU's data sheet."""
+"""The source of the time of a run's step: the calibration of its very machine, or its GPU's data sheet."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What steps and evaluations have taken so far."""
+    """Seconds of the steps and evaluations so far."""
 
     steps: int
     step_seconds: float

@@ -12,7 +12,7 @@ MINUTE, HOUR = 60, 3600
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Course:
-    """What is left of a training."""
+    """Steps, evaluations and saves that are left of a training."""
 
     steps: int
     evaluations: int

@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What an earlier run measured."""
+    """An earlier run, with what it measured."""
 
     folder: Path
     costs: Costs

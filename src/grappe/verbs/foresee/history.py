@@ -96,7 +96,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """What was foreseen of a run, and is kept in its folder."""
+    """Sizes and step that were foreseen of a run, as its folder keeps them."""
 
     sizes: Mapping[str, int]
     """Bytes, by NAMES."""

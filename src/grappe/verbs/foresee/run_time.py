@@ -25,7 +25,7 @@ CALIBRATION, DATA_SHEET = "calibration", "data sheet"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeSource:
-    """What the times of a run can be foreseen from: one of both."""
+    """Source from which the times of a run can be foreseen: one of both."""
 
     calibration: Calibration | None = None
     device: Device | None = None
