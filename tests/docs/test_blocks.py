@@ -58,6 +58,7 @@ OUTPUT = {
     ("measure.md", "time             1.8 s"),
     ("measure.md", "one process (batch 64), 20.5 ms"),
     ("predict.md", '{"sample": 0'),
+    ("slurm.md", "expected end: "),
     ("too-big.md", "peak memory      966 MB"),
     ("too-big.md", "grappe: out of memory in process 0"),
     ("tune.md", "trial  accuracy"),

@@ -54,6 +54,18 @@ def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Pat
     assert "back into the queue" not in grappe("logs", "runs/mine", cwd=tmp_path)
 
 
+def test_a_time_limit_from_an_earlier_job(cluster: Cluster, tmp_path: Path) -> None:
+    """A trial of some steps on the cluster, and then the whole training with the limit that follows from them."""
+    options = ("submit", "--site", "generic", "--no-doctor", "--time")
+    plan = ("--plan", "device=cpu,threads=1,workers=0")
+    grappe(*options, "10m", "--", "train", "digits", "--steps", "40", "--run", "runs/trial", *plan, cwd=tmp_path)
+    grappe("wait", "runs/trial", cwd=tmp_path)
+    said = grappe(*options, "auto", "--", "train", "digits", "epochs=3", "--run", "runs/all", *plan, cwd=tmp_path)
+    assert "69 steps of " in said and "as measured in the run trial" in said
+    grappe("wait", "runs/all", cwd=tmp_path)
+    assert Run(tmp_path / "runs" / "all").is_finished()
+
+
 def test_a_notebook_sweeps_over_numbers_of_gpus(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grappe.sites import find
-from grappe.sites.script import Script
+from grappe.verbs.job_script import JobScript
 from grappe.verbs.submission import JobOptions, Submission
 from grappe.verbs.submission_memory import memory_warning
 from grappe.verbs.submit import submit
@@ -81,8 +81,8 @@ def test_what_does_not_fit_is_said(
 def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> list[str | None]:
     found = list[str | None]()
 
-    def examine(submission: Submission, script: Script) -> None:
-        found.append(memory_warning(submission, script))
+    def examine(submission: Submission, made: JobScript) -> None:
+        found.append(memory_warning(submission, made.script))
 
     job = JobOptions(site=site, account="def-me", base=folder / "runs")
     task = str(folder / "big.py")

@@ -19,7 +19,7 @@ from grappe.launch.terminal import complain, say
 from grappe.verbs.submission import SCRIPT, JobOptions, Submission
 
 if TYPE_CHECKING:
-    from grappe.sites.script import Script
+    from grappe.verbs.job_script import JobScript
 
 DEFAULTS = JobOptions()
 
@@ -56,6 +56,7 @@ def submit(
 
         grappe submit --show -- train digits          its script, and no job
         grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
+        grappe submit --time auto -- train my_task.py     as earlier runs measured, or as is foreseen
         grappe submit --site narval --account def-me --time 3h \\
             -- train digits --plan shard=8            two nodes of four GPUs
         grappe submit --time 1h -- verify digits --plan replicate=2
@@ -72,8 +73,9 @@ def submit(
             show(answer)
         return EXIT_OK
 
-    def examine(asked: Submission, script: Script) -> None:
-        if text := memory_warning(asked, script):
+    def examine(asked: Submission, made: JobScript) -> None:
+        known = None if made.automatic is None else made.automatic.memory  # from its trace
+        if text := memory_warning(asked, made.script) if known is None else known:
             complain(f"grappe: warning: {text}")
 
     warned: set[str] = set()
@@ -86,6 +88,8 @@ def submit(
             say(one.text, end="")
         else:
             show(f"job {one.job}: {one.cost}; run {one.run}")
+            if one.time_note:
+                show(one.time_note)
             if one.note:
                 complain(f"grappe: the packages of its environment were not checked: {one.note}")
     return EXIT_OK

@@ -10,7 +10,8 @@ from cyclopts import App, CycloptsError
 
 from grappe.cli.exit import usage_error
 from grappe.errors import UsageError
-from grappe.verbs.submission import SCRIPT, TPE, TUNE, JobOptions, Submission
+from grappe.training.options import Options
+from grappe.verbs.submission import SCRIPT, TPE, TRAIN, TUNE, JobOptions, Submission
 
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
@@ -83,5 +84,6 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
         sampler=found.get("sampler", TPE) if words[0] == TUNE else "",
         study=found.get("study"),
         loggers=tuple(getattr(options, "log", ())),
+        options=options if words[0] == TRAIN and options is not None else Options(),
         job=job,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grappe.errors import PlanError
-from grappe.foresight.calibration import Calibration, Overhead
+from grappe.foresight.calibration import Calibration, Overhead, write
 from grappe.foresight.exchange import Exchange, kind_of
 from grappe.foresight.microbatch import MicrobatchTime, Part, microbatch_time, recording_seconds
 from grappe.foresight.operators import Operator, Recording
@@ -114,6 +114,15 @@ class Clock:
         if plan.pipeline == 1:
             return self._update(plan, list(self._sketch.parameters))
         return max(self._update(plan, list(own)) for own in stage_parameters(self._sketch, plan))
+
+    def keep(self) -> None:
+        """Writes the calibration for the next command, if it has learned of operators.
+
+        Raises:
+            OSError: there is no room, or no right.
+        """
+        if self.learned:
+            write(self.calibration)
 
     # ---- Computing -------------------------------------------------------------------------------------------
 

@@ -43,11 +43,12 @@ class StopSignal:
 
     def __init__(self, time_limit: float | None = None, environment: Mapping[str, str] = os.environ) -> None:
         self._received = 0.0
-        self._deadline: float | None = None
+        self.deadline: float | None = None
+        """The end of the time limit or of the job, as time.time has it; None: there is none."""
         if time_limit is not None:
-            self._deadline = time.time() + time_limit
+            self.deadline = time.time() + time_limit
         elif environment.get("SLURM_JOB_END_TIME", "").isdigit():
-            self._deadline = float(environment["SLURM_JOB_END_TIME"])
+            self.deadline = float(environment["SLURM_JOB_END_TIME"])
         self._step = self._saving = 0.0
         self._margin = SPARE_SECONDS
 
@@ -68,7 +69,7 @@ class StopSignal:
 
     def flag(self) -> float:
         """Returns 1.0 after a signal or the end of the time limit, else 0.0."""
-        if self._deadline is not None and time.time() + self._margin > self._deadline:
+        if self.deadline is not None and time.time() + self._margin > self.deadline:
             return 1.0
         return self._received
 

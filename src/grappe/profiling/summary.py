@@ -52,6 +52,13 @@ def timing(clock: str, rows: Any, totals: Sequence[float]) -> StepTimes:
     )
 
 
+def duration(seconds: float) -> str:
+    """Formats the seconds of a step: 0.24 ms, 12.3 ms, 1.25 s."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.2f} ms"
+
+
 def _quartiles(values: Any) -> Quartiles:
     import numpy as np
 

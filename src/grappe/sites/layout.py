@@ -113,6 +113,21 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
     )
 
 
+def longest(found: Layout, site: Site, wish: ResourceRequest) -> int | None:
+    """Returns the most seconds that a job with these resources may ask for; None: no limit is known."""
+    limits = [site.ask.max_hours]
+    if site.queue and not wish.own_queue:
+        hours = [
+            one.max_hours
+            for one in site.queue
+            if (one.name == wish.queue if wish.queue else not one.only_when_named)
+            and _refusal(one, found.nodes, found.gpus, 0) is None
+        ]
+        limits.append(None if None in hours else max(filter(None, hours), default=None))
+    known = [one for one in limits if one is not None]
+    return int(min(known) * 3600) if known else None
+
+
 def check_account(site: Site, account: str | None) -> None:
     """Raises UsageError if the account is missing, or does not have the form of this site's accounts."""
     forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""

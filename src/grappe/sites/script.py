@@ -71,6 +71,8 @@ class Script:
     doctor: bool = True
     command: str = ""
     """The command that made the script, as a comment for the reader."""
+    time_note: str = ""
+    """The source of the time limit, likewise."""
 
 
 def render(script: Script) -> str:
@@ -182,6 +184,7 @@ def _head(script: Script) -> str:
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.chain} times' if script.chain else ''}"]
+    notes += [script.time_note] if script.time_note else []
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if fact != "storage"]
     return "\n".join(["#!/bin/bash", *(f"# {printable(note, 10_000)}" for note in notes), *_options(script)])
 

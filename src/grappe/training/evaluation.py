@@ -41,7 +41,7 @@ class Evaluation:
     ) -> None:
         self._task, self._training_scores = task, training_scores
         self._engine, self._loader, self._average = engine, loader, average
-        self.every = None if options.bare else options.evaluate_every or info.steps_per_epoch
+        self.every = options.evaluations_every(info.steps_per_epoch)
         """Steps between evaluations; None: there is none."""
         self._patience = Patience(options.patience)
         self._watchers, self._chronometer, self._watchdog = watchers, chronometer, watchdog

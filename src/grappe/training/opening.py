@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import inspect
 import platform
 import secrets
 import time
@@ -32,7 +30,7 @@ from grappe.task import Task
 from grappe.tasks import defaults
 from grappe.training.run import PARTS, Made, Run, new_folder
 from grappe.training.task_record import write_record
-from grappe.training.task_reference import field_texts, same_task
+from grappe.training.task_reference import field_texts, same_task, source_hash
 
 ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
 
@@ -246,7 +244,7 @@ def description(request: OpenRequest, world: World) -> dict[str, Any]:
         "data": str(request.data.absolute()),
         "dataset": request.dataset,
         "sampling": request.sampling,
-        "source": _source(task),
+        "source": source_hash(task),
         "processes": world.size,
         "threads": world.threads,
         "device": world.device.type,
@@ -274,11 +272,3 @@ def processor(device: torch.device) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return (models[0] if models else platform.machine()) + f", {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _source(task: Task) -> str:
-    """Hashes the task's own source text; "" if the source is not available."""
-    try:
-        return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()[:12]
-    except (OSError, TypeError):
-        return ""

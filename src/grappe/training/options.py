@@ -70,6 +70,21 @@ class Options:
         # Less a little: a ninth is no float.
         return whole if self.part is None else max(1, math.ceil(self.part * whole - 1e-6))
 
+    def evaluations_every(self, steps_per_epoch: int) -> int | None:
+        """Returns the number of steps between evaluations; None: there are none."""
+        return None if self.bare else self.evaluate_every or steps_per_epoch
+
+    def saves_every(self, steps_per_epoch: int) -> int | None:
+        """Returns the number of steps between checkpoints; None: there are none but at a stop."""
+        return None if self.bare else self.save_every or steps_per_epoch
+
+
+def occasions_left(step: int, last: int, every: int | None) -> int:
+    """Counts the evaluations, or the saves, after `step`: one each `every` steps, and one at the last step."""
+    if every is None or step >= last:
+        return 0
+    return last // every - step // every + (last % every > 0)
+
 
 def option_words(options: Options) -> list[str]:
     """Returns the words of the command line that say `options`; what has its default is not said."""

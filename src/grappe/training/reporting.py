@@ -17,21 +17,32 @@ from grappe.training.run import Run
 from grappe.training.watchers.base import RunInfo, Watcher
 from grappe.training.watchers.console import Console, sample_word
 from grappe.training.watchers.curves import Curves
+from grappe.training.watchers.expected_end import ExpectedEnd
 from grappe.training.watchers.logger import find as find_logger
 from grappe.training.watchers.profile import Profile
 
 
-def reporting(options: Options, terminal: UserStream | None, samples: Any, world: World) -> list[Watcher]:
+def reporting(
+    options: Options,
+    terminal: UserStream | None,
+    samples: Any,
+    world: World,
+    info: RunInfo,
+    deadline: float | None,
+) -> list[Watcher]:
     """Makes the watchers that report to the user: curves, console and loggers on process 0, and requested profiles.
 
     Args:
         samples: the training dataset.
+        deadline: the end of the time limit or of the job, as time.time has it; None: there is none.
     """
     found = list[Watcher]()
     if world.rank == 0:
         found.append(Curves())
         if terminal is not None:
-            found.append(Console(terminal, sample_word(samples), options.print_every))
+            every = options.evaluations_every(info.steps_per_epoch)
+            end = ExpectedEnd(every, stops_early=options.patience is not None, deadline=deadline)
+            found.append(Console(terminal, sample_word(samples), options.print_every, end=end))
         found += [find_logger(name)() for name in options.log]
     if world.rank in options.profile:
         found.append(Profile(world.rank, options.profile_steps, terminal))

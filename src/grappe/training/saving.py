@@ -38,7 +38,7 @@ class Saving:
         average: WeightAverage,
     ) -> None:
         self._engine, self._saver, self._info, self._average = engine, saver, info, average
-        self.every = None if options.bare else options.save_every or info.steps_per_epoch
+        self.every = options.saves_every(info.steps_per_epoch)
         """Steps between checkpoints; None: there is none but at a stop."""
         self._stop_on_failure = options.stop_on_failed_save
         self._watchers, self._chronometer, self._stop_signal = watchers, chronometer, stop_signal

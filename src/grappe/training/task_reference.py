@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,14 @@ def same_task(task: Task, description: Mapping[str, Any]) -> bool:
 def field_texts(task: Task) -> dict[str, Any]:
     """Returns the task's fields in JSON's form."""
     return {name: value if _is_plain(value) else repr(value) for name, value in fields(task).items()}
+
+
+def source_hash(task: Task) -> str:
+    """Hashes the task's own source text; "" if the source is not available."""
+    try:
+        return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return ""
 
 
 def _absolute(name: str) -> str:

@@ -149,7 +149,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             sample_log = SampleLog(enabled=options.log_samples)
             watchers = WatcherList(
                 [
-                    *reporting(options, terminal, data.train, world),
+                    *reporting(options, terminal, data.train, world, info, stop_signal.deadline),
                     *([NoiseWatcher(noise, terminal)] if noise is not None else []),
                     meter,
                     sample_log,

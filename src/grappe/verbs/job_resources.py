@@ -13,16 +13,21 @@ from grappe.sites import sbatch, sinfo, slurm
 from grappe.sites.layout import Layout, ResourceRequest, fit, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
-from grappe.verbs.submission import ON_CPU, SCRIPT, SPREAD, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.submission import AUTO, ON_CPU, SCRIPT, SPREAD, TRAIN, TUNE, JobOptions, Submission
 
 OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor")
 """Fields of JobOptions that say what a job's script does."""
 
 
 def requests(submission: Submission) -> Iterator[ResourceRequest]:
-    """Yields the resources of each job: one job for each number of GPUs."""
+    """Yields the resources of each job: one job for each number of GPUs; with AUTO, without a time limit yet."""
     job = submission.job
-    limit = seconds(job.time, "--time") if job.time else None
+    if job.time == AUTO and submission.command != TRAIN:
+        raise UsageError(
+            f"--time auto is for trainings, whose steps can be foreseen: give this {submission.command} a limit, "
+            "as --time 3h"
+        )
+    limit = seconds(job.time, "--time") if job.time and job.time != AUTO else None
     if submission.command == TRAIN and submission.run is not None and len(job.gpus) > 1:
         raise UsageError(
             "--run is one run's folder, and several numbers of GPUs are several runs: leave it out"
@@ -45,13 +50,22 @@ def laid_out(submission: Submission, resources: ResourceRequest) -> tuple[Layout
     Raises:
         GrappeError: the plan does not fit the site, or the site forbids the job.
     """
-    plan = _plan(submission, resources)
-    engines.check_name(plan.engine)
-    site = _site(submission, plan)
+    site, plan = placed(submission, resources)
     found = layout(dataclasses.replace(plan, replicate=plan.replicate * submission.parallel), site, resources)
     if submission.command not in SPREAD:
         found = _on_one_node(submission, site, found)
     return found, site, plan
+
+
+def placed(submission: Submission, resources: ResourceRequest) -> tuple[Site, Plan]:
+    """Returns the site of one job, and the plan of its processes.
+
+    Raises:
+        GrappeError: the plan or the site is wrong.
+    """
+    plan = _plan(submission, resources)
+    engines.check_name(plan.engine)
+    return _site(submission, plan), plan
 
 
 def allocation(submission: Submission) -> list[str]:
@@ -61,6 +75,8 @@ def allocation(submission: Submission) -> list[str]:
         GrappeError: the submission is wrong, the site forbids it, or an option has no meaning without a script.
     """
     job, default = submission.job, JobOptions()
+    if job.time == AUTO:
+        raise UsageError("--interactive opens a shell, whose time is yours: give it, as --time 2h")
     for name in OF_SCRIPTS:
         if getattr(job, name) != getattr(default, name):
             option = name.strip("_").replace("_", "-")

@@ -19,6 +19,7 @@ from grappe.sites.schema import Site
 from grappe.sites.script import Script, check_name
 from grappe.sites.storage import misplaced
 from grappe.training.run import DONE, Run, new_folder
+from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.job_resources import laid_out, sbatch_options
 from grappe.verbs.packages.imports import imported
 from grappe.verbs.packages.of_job import job_packages
@@ -37,15 +38,18 @@ class JobScript:
     """The reason why packages were not checked; "" if they were."""
     warnings: tuple[str, ...]
     """Warnings of what will cost time or files, one line each."""
+    automatic: AutomaticTime | None = None
+    """The time limit of --time auto."""
 
 
-def job_script(submission: Submission, resources: ResourceRequest, *, show: bool = False) -> JobScript:
+def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = False) -> JobScript:
     """Makes the script of one job.
 
     Raises:
         GrappeError: the submission is wrong, the site forbids it, or packages are missing.
     """
     job = submission.job
+    resources, automatic = with_time(submission, wish)
     found, site, plan = laid_out(submission, resources)
     _check_task(submission, plan, existing=(job.env or site.job.environment) == "here")
     _check_folder(site, Path.cwd())
@@ -82,8 +86,9 @@ def job_script(submission: Submission, resources: ResourceRequest, *, show: bool
         restarts=job.restarts,
         doctor=job.doctor,
         command=f"grappe submit --site {site.name} -- {_typed(submission)}",
+        time_note=automatic.sentence if automatic else "",
     )
-    return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)))
+    return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)), automatic=automatic)
 
 
 def _warnings(script: Script) -> Iterator[str]:

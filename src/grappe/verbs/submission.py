@@ -9,10 +9,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from grappe.fields import CountsFromZero, Names, at_least
+from grappe.training.options import Options
 
 TRAIN = "train"
 SCRIPT = "script"
 TUNE = "tune"
+AUTO = "auto"  # the time limit that is foreseen
 TPE = "tpe"  # the default sampler of tune, of the extra of that name
 ON_CPU = ("data", "curves", "engines", "export", "predict", "prune", "report", "runs", "tasks")
 """Commands that use no GPU, and take no plan: their jobs have none."""
@@ -32,7 +34,7 @@ class JobOptions:
     account: str | None = None
     """Account to be billed."""
     time: str | None = None
-    """Time limit: 90m, 3h, 1-00:00:00. Default: 1 h."""
+    """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
     nodes: int | None = None
     """Number of nodes. Default: as few as the plan needs."""
     gpus: CountsFromZero = ()
@@ -114,4 +116,6 @@ class Submission:
     study: Path | None = None
     """A search's folder; None: in the job's."""
     loggers: tuple[str, ...] = ()
+    options: Options = dataclasses.field(default_factory=Options)
+    """Options of a training."""
     job: JobOptions = dataclasses.field(default_factory=JobOptions)

@@ -17,6 +17,8 @@ from grappe.verbs.submission import TRAIN, Submission
 if TYPE_CHECKING:
     from grappe.foresight.search import Room
     from grappe.foresight.sketch import Sketch
+    from grappe.sites.layout import Layout
+    from grappe.sites.schema import Site
     from grappe.task import Task
 
 
@@ -27,29 +29,46 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
     says why. None: the plan fits, or it is not known what a GPU of the site has.
     """
     from grappe.training.task_reference import TaskReference
-    from grappe.verbs.foresee.foresee import room_in
 
-    room = room_in(script.site)
-    if submission.command != TRAIN or submission.task is None or room is None or not script.layout.gpus:
+    room = room_for(script.site, script.layout, script.plan)
+    if submission.command != TRAIN or submission.task is None or room is None:
         return None
     try:
         task = TaskReference.of(submission.task, split(submission.fields)).resolve()
     except (ImportError, TaskError):
         return None  # the job has packages that are not here
-    if (sharing := script.plan.per_device) > 1:
-        room = dataclasses.replace(
-            room, whose=f"{room.whose}, shared by {sharing} processes,", size=room.size // sharing
-        )
     progress("tracing the model, to foresee the memory that the plan needs")
     try:
-        return in_limited_process(lambda: _judged(task, submission, script.plan, room)) or None
+        return (
+            in_limited_process(
+                lambda: memory_judged(sketch_of(task, submission, gpu=True), script.plan, room)
+            )
+            or None
+        )
     except GrappeError as error:
-        return f"the memory that the plan needs was not foreseen: {error}"
+        return not_foreseen(error)
 
 
-def _judged(task: Task, submission: Submission, plan: Plan, room: Room) -> str:
+def room_for(site: Site, layout: Layout, plan: Plan) -> Room | None:
+    """Returns the memory that a process has of a job's GPU; None: there is no GPU, or its memory is not known."""
+    from grappe.verbs.foresee.foresee import room_in
+
+    room = room_in(site)
+    if room is None or not layout.gpus:
+        return None
+    if (sharing := plan.per_device) > 1:
+        whose = f"{room.whose}, shared by {sharing} processes,"
+        return dataclasses.replace(room, whose=whose, size=room.size // sharing)
+    return room
+
+
+def not_foreseen(error: GrappeError) -> str:
+    """Says why the memory is not known."""
+    return f"the memory that the plan needs was not foreseen: {error}"
+
+
+def memory_judged(sketch: Sketch, plan: Plan, room: Room) -> str:
     """Says that the plan does not fit, and which does; "" if it does, or if that cannot be known."""
-    sketch = _sketch(task, submission)
     asked = _asked(sketch, plan, room)
     if not asked:
         return ""
@@ -89,7 +108,13 @@ def _another(sketch: Sketch, plan: Plan, room: Room) -> str:
     return f"No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, with {takes} each"
 
 
-def _sketch(task: Task, submission: Submission) -> Sketch:
+def sketch_of(task: Task, submission: Submission, *, gpu: bool, records: bool = False) -> Sketch:
+    """Makes the sketch of a training that is to be submitted, in the process that traces it.
+
+    Args:
+        gpu: whether it runs on GPUs.
+        records: whether times are foreseen from it.
+    """
     import torch
 
     from grappe.foresight.sketch import Sketch
@@ -97,4 +122,4 @@ def _sketch(task: Task, submission: Submission) -> Sketch:
 
     torch.set_num_threads(1)
     folder = data_folder(None if submission.data is None else Path(submission.data))
-    return Sketch(task, folder, foreach=True, kernels=None)
+    return Sketch(task, folder, foreach=gpu, kernels=None, records=records)

@@ -16,7 +16,7 @@ from grappe.sites import slurm
 from grappe.sites.script import Script, cost, render
 from grappe.training.run import DESCRIPTION
 from grappe.verbs.job_resources import requests
-from grappe.verbs.job_script import job_script
+from grappe.verbs.job_script import JobScript, job_script
 from grappe.verbs.jobs import record_job
 from grappe.verbs.submission import Submission
 
@@ -38,9 +38,11 @@ class Submitted:
     """The reason why packages were not checked; "" if they were."""
     warnings: tuple[str, ...] = ()
     """Warnings of what will cost time or files, one line each."""
+    time_note: str = ""
+    """The source of the time limit, with --time auto."""
 
 
-Examine = Callable[[Submission, Script], None]
+Examine = Callable[[Submission, JobScript], None]
 
 
 def submit(
@@ -66,7 +68,7 @@ def submit_all(
     texts = [render(one.script) for one in made]
     for (submission, _), one in zip(wanted, made, strict=True):
         if examine is not None:
-            examine(submission, one.script)
+            examine(submission, one)
     for number, (one, text) in enumerate(zip(made, texts, strict=True)):
         script = one.script
         if number and not show:
@@ -79,6 +81,7 @@ def submit_all(
             cost=cost(script.layout),
             note=one.unchecked,
             warnings=one.warnings,
+            time_note=script.time_note,
         )
 
 
@@ -93,6 +96,8 @@ def judged(submission: Submission) -> Iterator[str]:
             file = Path(folder) / "job.sh"
             file.write_text(render(one))
             yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(one.layout)}"
+            if one.time_note:
+                yield one.time_note
 
 
 def _next(logs: Path) -> Path:

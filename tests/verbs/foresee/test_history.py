@@ -1,4 +1,4 @@
-"""Memory that was foreseen of real runs, compared with what they measured: traced once, and no code of a run is run."""
+"""Memory and steps foreseen of real runs, beside what they measured: traced once, and no code of a run is run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import pytest
 
 from grappe.cli import foreseeing
 from grappe.errors import RunError, UsageError
+from grappe.foresight.calibration import read as read_calibration
+from grappe.foresight.calibration import write as write_calibration
 from grappe.training.run import Run
 from grappe.verbs.foresee import history as module
 from grappe.verbs.foresee.history import FILE, Compared, compared, errors, history
-from grappe.verbs.foresee.history_table import write
+from grappe.verbs.foresee.history_table import sentences, write
+from grappe.verbs.foresee.times import UNCALIBRATED
 from grappe.verbs.report.gather import gather
+from tests.foresight.test_calibration import MADE
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
@@ -27,7 +31,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A real run; its task is a module's, whose file the record outside of the run names."""
     folder = tmp_path_factory.mktemp("history") / "images"
     train(folder, Images(epochs=1, rule="adam"), steps=3)
-    compared(Run(folder))
+    with pytest.MonkeyPatch.context() as patch:  # a machine that is not calibrated
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        compared(Run(folder))
     return Run(folder)
 
 
@@ -55,6 +61,65 @@ def test_a_run_is_traced_once_and_again_when_it_has_changed(
     assert compared(copy) == first
     copy.describe(plan="microbatches=2")
     assert "traced again" in compared(copy).why
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    write_calibration(MADE)
+
+
+def test_a_step_is_foreseen_with_the_calibration_beside_the_measured_one(
+    run: Run, tmp_path: Path, calibrated: None
+) -> None:
+    copy = Run(shutil.copytree(run.folder, tmp_path / "copy"))
+    (cost,) = copy.read_description()["costs"]
+    cost["timing"] |= {"steps": 100}
+    copy.describe(costs=[cost])
+    found = compared(copy)
+    assert found.step is not None and found.step_error is not None and not found.step_why
+    assert found.step_measured == cost["timing"]["step"]["median"]
+    assert found.step > MADE.overheads["one"].step
+    assert read_calibration() != MADE  # its operators were run, and are known from now on
+    assert found.states_error == 0  # from the same trace
+
+
+def test_a_file_without_a_step_is_foreseen_anew_and_one_with_it_is_kept(
+    run: Run, tmp_path: Path, calibrated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Run(shutil.copytree(run.folder, tmp_path / "copy"))
+    old = json.loads((copy.folder / FILE).read_text())
+    assert not old["step"]
+    step = compared(copy).step
+    assert step is not None and json.loads((copy.folder / FILE).read_text())["step"]["seconds"] == step
+    monkeypatch.setattr(module, "_traced", untraced)
+    assert compared(copy).step == step
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))  # elsewhere, what was foreseen here is read
+    assert compared(copy).step == step
+    (copy.folder / FILE).write_text(json.dumps({"of": old["of"], "foreseen": old["foreseen"]}))
+    found = compared(copy)
+    assert found.step is None and found.step_why == UNCALIBRATED and found.states_error == 0
+
+
+def test_a_plan_whose_time_is_not_foreseen_keeps_its_memory(
+    run: Run, tmp_path: Path, calibrated: None
+) -> None:
+    copy = Run(shutil.copytree(run.folder, tmp_path / "copy"))
+    copy.describe(plan="batchnorm=sync,threads=1")
+    found = compared(copy)
+    assert found.states == found.states_measured
+    assert found.step is None and "batchnorm: its time is not foreseen" in found.step_why
+
+
+def test_why_steps_are_missing_is_said_once_for_all_runs() -> None:
+    def one(why: str) -> Compared:
+        return Compared(run="", task="", plan="", device="cpu", step_why=why)
+
+    lines = sentences([one(UNCALIBRATED), one("another"), one(UNCALIBRATED), one("")], [])
+    assert lines == [
+        f"the step of 2 runs is not foreseen: {UNCALIBRATED}",
+        "the step of 1 run is not foreseen: another",
+    ]
 
 
 def test_a_strangers_run_says_why_and_its_task_is_not_imported(run: Run, tmp_path: Path) -> None:
@@ -89,6 +154,13 @@ def test_the_errors_of_all_runs_by_kind() -> None:
     assert (states.runs, states.worst) == (4, 0)
     assert gpu.median == gpu.worst == pytest.approx(0.01)
     assert (cpu.median, cpu.high, cpu.worst) == pytest.approx((0.1, 0.2, 0.2))
+    steps = [
+        Compared(run="", task="", plan="", device=device, step=step, step_measured=0.1)
+        for device, step in (("cpu", 0.09), ("cpu", None), ("cpu", 0.12), ("cuda", 0.2))
+    ]
+    gpu, cpu = errors(steps)
+    assert "data sheet" in gpu.what and gpu.worst == pytest.approx(1.0)
+    assert "calibration" in cpu.what and (cpu.runs, cpu.worst) == (2, pytest.approx(0.2))
     assert errors([Compared(run="", task="", plan="", device="cpu")]) == []
 
 

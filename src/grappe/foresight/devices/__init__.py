@@ -32,6 +32,8 @@ class Device:
     title: str
     names: tuple[str, ...]
     """Names that sites give it."""
+    reported: tuple[str, ...]
+    """Names by which torch reports it."""
     source: str
     tflops: dict[str, float]
     """Peak TFLOP/s by precision, without sparsity."""
@@ -67,6 +69,11 @@ def device_named(name: str) -> Device | None:
     return next((one for one in devices() if name in one.names), None)
 
 
+def device_reported(name: str) -> Device | None:
+    """Finds a device by torch's name for it; None: there is no data sheet of it here."""
+    return next((one for one in devices() if name in one.reported), None)
+
+
 @functools.cache
 def devices() -> tuple[Device, ...]:
     """Reads all data sheets."""
@@ -80,5 +87,5 @@ def kernels(device: Device, recording: Recording, plan: Plan) -> float:
 
 def _read(file: Path) -> Device:
     content: Any = tomllib.loads(file.read_text())
-    names = tuple(content.pop("names"))
-    return Device(names=names, **content)
+    names, reported = (tuple(content.pop(key)) for key in ("names", "reported"))
+    return Device(names=names, reported=reported, **content)

@@ -16,6 +16,7 @@ from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.memory import size
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+from grappe.training.watchers.expected_end import ExpectedEnd
 
 REFRESH_SECONDS = 0.2
 CELL_SECONDS = 1.0  # a notebook keeps all that was written to it
@@ -32,15 +33,24 @@ class Console(Watcher):
     Args:
         sample: the word for a sample in the rate per second.
         print_every: steps between lines with the training loss and metrics; None: no such lines.
+        end: the expected end, said where there is no live bar, which has the time that is left.
     """
 
-    def __init__(self, stream: UserStream, sample: str = "samples", print_every: int | None = None) -> None:
+    def __init__(
+        self,
+        stream: UserStream,
+        sample: str = "samples",
+        print_every: int | None = None,
+        *,
+        end: ExpectedEnd | None = None,
+    ) -> None:
         self._print_every = print_every
         self._losses, self._loss_steps, self._loss_seconds = list[float](), 0, 0.0  # since the last such line
         # Given, since a notebook's environment variables would make rich draw as on a terminal.
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._console.soft_wrap = not self._live
+        self._end = None if self._live else end
         # A cell takes a line that begins with a carriage return in the place of the line before.
         self._cell = stream if not self._live and IN_NOTEBOOK in os.environ else None
         # Other output goes above the bar, unless it is redirected to a log.
@@ -58,6 +68,8 @@ class Console(Watcher):
 
     def started(self, info: RunInfo) -> None:
         self._info = info
+        if self._end is not None:
+            self._end.started(info)
         if self._live:
             self._progress = Progress(
                 TextColumn("epoch {task.fields[epoch]}", markup=False),
@@ -83,6 +95,9 @@ class Console(Watcher):
         self._count(record)
         if self._print_every is not None:
             self._print_loss(record, self._print_every)
+        if self._end is not None and (line := self._end.stepped(record.step)) is not None:
+            self._clear_cell()
+            self._console.print(line)
         if self._seconds > (REFRESH_SECONDS if self._cell is None else CELL_SECONDS):
             self._refresh()
 
@@ -116,13 +131,14 @@ class Console(Watcher):
     def evaluated(self, step: int, scores: Scores) -> None:
         self._scores = scores
         assert self._info is not None
+        end = self._end.evaluated(step) if self._end is not None else ""
         self._refresh()
         self._clear_cell()
         epoch = -(-step // self._info.steps_per_epoch)
         train = f"loss {self._record.loss:.4f}  " if self._record else ""
         self._console.print(
             f"epoch {epoch:>2}  step {step:>4}  {train}validation {scores.loss:.4f}"
-            f"{_metrics(scores.metrics)}  {self._rate:,.0f}{self._unit}"
+            f"{_metrics(scores.metrics)}  {self._rate:,.0f}{self._unit}{end}"
         )
 
     def failed_to_save(self, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""History: what was foreseen of each run's memory beside what it measured, and the errors over all runs."""
+"""History: what was foreseen of each run's memory and step beside what it measured, and the errors over all runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import json_hash, read_json, write_json
 from grappe.errors import GrappeError, RunError
@@ -20,7 +20,18 @@ from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.training.task_record import reference_of
 from grappe.verbs.foresee.limited import in_limited_process
+from grappe.verbs.foresee.run_time import (
+    TimeSource,
+    costs_of,
+    seconds,
+    step_foreseen,
+    step_measured,
+    time_source,
+)
 from grappe.verbs.load import data_of
+
+if TYPE_CHECKING:
+    from grappe.foresight.sketch import Sketch
 
 FILE = "foreseen.json"
 """In a run's folder, written by who asks first: tracing takes seconds, which no training shall wait for."""
@@ -33,7 +44,7 @@ NAMES = (*STATES, "peak", "evaluation", "checkpoint", "with_copies")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A run's memory, foreseen and measured; of the process that has most, in bytes."""
+    """A run's memory and step, foreseen and measured; of the process that has most, in bytes and seconds."""
 
     run: str
     task: str
@@ -51,6 +62,12 @@ class Compared:
     """The parts of what was foreseen: NAMES."""
     why: str = ""
     """The reason why something is missing."""
+    step: float | None = None
+    """Foreseen: seconds of a step."""
+    step_measured: float | None = None
+    """The median over steps."""
+    step_why: str = ""
+    """The reason why no step is foreseen, in words for several runs."""
 
     @property
     def states_error(self) -> float | None:
@@ -62,10 +79,29 @@ class Compared:
         """Computes how far the foreseen peak is off, likewise."""
         return _error(self.peak, self.peak_measured)
 
+    @property
+    def step_error(self) -> float | None:
+        """Computes how far the foreseen step is off, likewise."""
+        return _error(self.step, self.step_measured)
+
     def as_json(self) -> dict[str, Any]:
         """Returns all of it in JSON's form."""
-        errors = {"states_error": self.states_error, "peak_error": self.peak_error}
+        errors = {
+            "states_error": self.states_error,
+            "peak_error": self.peak_error,
+            "step_error": self.step_error,
+        }
         return {**dataclasses.asdict(self), **errors}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """Sizes and step that were foreseen of a run, as its folder keeps them."""
+
+    sizes: Mapping[str, int]
+    """Bytes, by NAMES."""
+    step: float | None = None
+    step_why: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +131,7 @@ def compared(run: Run, data: Path | None = None) -> Compared:
         plan=printable(known.get("plan") or "", 200),
         device=printable(known.get("device") or "", 20),
     )
-    costs = [one for one in _list(known.get("costs")) if isinstance(one, dict)]
+    costs = costs_of(known)
     if not costs:
         return dataclasses.replace(made, why="the training has measured nothing yet")
     held = [sum(_bytes(_dict(one.get("held")).get(name)) or 0 for name in STATES) for one in costs]
@@ -107,14 +143,17 @@ def compared(run: Run, data: Path | None = None) -> Compared:
     except GrappeError as error:
         return dataclasses.replace(made, why=str(error))
     before = 0 if kind == "device" else baseline
-    most = found.get("with_copies")
+    most = found.sizes.get("with_copies")
     return dataclasses.replace(
         made,
-        states=sum(found.get(name, 0) for name in STATES),
+        states=sum(found.sizes.get(name, 0) for name in STATES),
         states_measured=max(held) or None,
         peak=None if most is None or before is None else before + most,
         peak_measured=peak or None,
-        foreseen=found,
+        foreseen=found.sizes,
+        step=found.step,
+        step_measured=step_measured(known),
+        step_why=found.step_why,
     )
 
 
@@ -137,11 +176,13 @@ def history(folder: Path, data: Path | None = None) -> list[Compared]:
 
 
 def errors(found: Sequence[Compared]) -> list[Errors]:
-    """Sums up the errors: of states, of the peaks on GPUs, and of those of whole processes on CPUs."""
+    """Sums up the errors: of states, and by device of peaks and of steps."""
     kinds = {
         "parameters, gradients and optimizer state": [one.states_error for one in found],
         "peak on a GPU": [one.peak_error for one in found if one.device == "cuda"],
         "peak of a whole process on CPUs": [one.peak_error for one in found if one.device != "cuda"],
+        "step on a GPU, from its data sheet": [one.step_error for one in found if one.device == "cuda"],
+        "step on CPUs, from the calibration": [one.step_error for one in found if one.device != "cuda"],
     }
     made = []
     for what, values in kinds.items():
@@ -153,26 +194,42 @@ def errors(found: Sequence[Compared]) -> list[Errors]:
     return made
 
 
-def _foreseen(run: Run, known: Mapping[str, Any], data: Path | None) -> dict[str, int]:
+def _foreseen(run: Run, known: Mapping[str, Any], data: Path | None) -> Foreseen:
     """Reads what was foreseen of this very training, or foresees it and writes it down where that is possible."""
     of = json_hash({name: known.get(name) for name in DEPENDS_ON})
     file = run.folder / FILE
+    source, why = time_source(known)
     if safe.kind(file) == "file":
         with contextlib.suppress(RunError):
             written = read_json(file)
-            if written.get("of") == of:
-                return _sizes(written.get("foreseen"))
-    progress(f"tracing the model of {run.folder.name}, to foresee its memory; once")
+            step = _dict(written.get("step"))
+            # Without a step it was written by an earlier grappe, or before this machine was calibrated.
+            if written.get("of") == of and (source is None or step.get("from") == source.key):
+                return _read(written, why)
+    progress(f"tracing the model of {run.folder.name}, to foresee its memory and step; once")
     try:
-        found = _sizes(json.loads(in_limited_process(lambda: _traced(run, known, data))))
+        found = json.loads(in_limited_process(lambda: _traced(run, known, data, source)))
     finally:
         progress("")
     with contextlib.suppress(OSError, RunError):
-        write_json(file, {"of": of, "foreseen": found})
-    return found
+        write_json(file, {"of": of, **found})
+    return _read(found, why)
 
 
-def _traced(run: Run, known: Mapping[str, Any], data: Path | None) -> str:
+def _read(written: Mapping[str, Any], why: str) -> Foreseen:
+    """Reads the content of FILE: a run is not trusted.
+
+    Args:
+        why: the reason why no step can be foreseen now; one that was foreseen before is kept.
+    """
+    step = _dict(written.get("step"))
+    found = seconds(step.get("seconds"))
+    said = "" if found is not None else why or printable(step.get("why") or "", 500)
+    return Foreseen(sizes=_sizes(written.get("foreseen")), step=found, step_why=said)
+
+
+def _traced(run: Run, known: Mapping[str, Any], data: Path | None, source: TimeSource | None) -> str:
+    """Traces a run's model once; returns the content of FILE, without what it depends on."""
     from grappe.foresight.compose import needs
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.sketch import Sketch
@@ -185,10 +242,27 @@ def _traced(run: Run, known: Mapping[str, Any], data: Path | None) -> str:
     task = reference_of(run).resolve()
     if not gpu:
         start_server(metrics=False)  # kernels run in a process that has no OpenMP threads of its parents
-    sketch = Sketch(task, data_of(run, data), foreach=gpu, kernels=None if gpu else Kernels())
+    sketch = Sketch(
+        task,
+        data_of(run, data),
+        foreach=gpu,
+        kernels=None if gpu else Kernels(),
+        records=source is not None,
+    )
     found = needs(sketch, plan, gpu=gpu)
     values = {name: getattr(found.states, name) for name in STATES}
-    return json.dumps(values | {name: getattr(found, name) for name in NAMES if name not in STATES})
+    values |= {name: getattr(found, name) for name in NAMES if name not in STATES}
+    return json.dumps({"foreseen": values, "step": _step(sketch, plan, source)})
+
+
+def _step(sketch: Sketch, plan: Plan, source: TimeSource | None) -> dict[str, Any]:
+    """Foresees the seconds of a step, or says why not: the memory is of use without them."""
+    if source is None:
+        return {}
+    try:
+        return {"from": source.key, "seconds": step_foreseen(sketch, plan, source).total}
+    except GrappeError as error:
+        return {"from": source.key, "why": str(error)}
 
 
 def _sizes(values: object) -> dict[str, int]:
@@ -205,9 +279,5 @@ def _dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _error(foreseen: int | None, measured: int | None) -> float | None:
+def _error(foreseen: float | None, measured: float | None) -> float | None:
     return None if foreseen is None or not measured else foreseen / measured - 1

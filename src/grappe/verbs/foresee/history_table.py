@@ -1,4 +1,4 @@
-"""The table of foreseen and measured memory, its sentences, and its files of JSON and CSV."""
+"""The table of foreseen and measured memory and steps, its sentences, and its files of JSON and CSV."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from grappe.errors import UsageError
 from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.launch import files as safe
 from grappe.profiling.memory import size
+from grappe.profiling.summary import duration
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
 
-COLUMNS = ("run", "plan", "states foreseen", "measured", "error", "peak foreseen", "measured", "error")
+OF_EACH = ("measured", "error")
+COLUMNS = ("run", "plan", "states foreseen", *OF_EACH, "peak foreseen", *OF_EACH, "step foreseen", *OF_EACH)
 
 
 def table(found: Sequence[Compared]) -> Table:
@@ -32,17 +35,21 @@ def table(found: Sequence[Compared]) -> Table:
                 one.plan or "one process",
                 *(_size(one.states), _size(one.states_measured), _percent(one.states_error)),
                 *(_size(one.peak), _size(one.peak_measured), _percent(one.peak_error)),
+                *(_seconds(one.step), _seconds(one.step_measured), _percent(one.step_error)),
             )
     return made
 
 
 def sentences(found: Sequence[Compared], errors: Sequence[Errors]) -> list[str]:
-    """Says the errors over all runs, and why runs are missing."""
+    """Says the errors over all runs, and why runs, or their steps, are missing."""
     lines = [
         f"{one.what}: off by {_percent(one.median, '')} in the median of {one.runs} runs, 95th percentile "
         f"{_percent(one.high, '')}, worst {_percent(one.worst, '')}"
         for one in errors
     ]
+    without = Counter(one.step_why for one in found if one.step_why)
+    for why, runs in without.items():
+        lines.append(f"the step of {runs} run{'s' if runs > 1 else ''} is not foreseen: {why}")
     return [*lines, *(f"{one.run}: {one.why}" for one in found if one.why)]
 
 
@@ -76,6 +83,10 @@ def _csv(found: Sequence[Compared]) -> str:
     writer.writeheader()
     writer.writerows({name: spreadsheet_cell(value) for name, value in row.items()} for row in rows)
     return stream.getvalue()
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else duration(value)
 
 
 def _size(value: int | None) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from grappe.errors import UsageError
 from grappe.launch import files as safe
+from grappe.profiling.summary import duration
 from grappe.verbs.foresee.times import Aim, Timed, Times, best
 
 COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
@@ -99,15 +100,7 @@ def _name(one: Timed) -> str:
 
 
 def _seconds(value: float) -> str:
-    if value == 0:
-        return "-"
-    return (
-        f"{value:.2f} s"
-        if value >= 1
-        else f"{1e3 * value:.1f} ms"
-        if value >= 1e-4
-        else f"{1e3 * value:.2f} ms"
-    )
+    return duration(value) if value else "-"
 
 
 def _hours(value: float) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.foresight import calibration as kept
+from grappe.foresight.calibration import Calibration
 from grappe.foresight.devices import device_named
 from grappe.foresight.gpu_time import gpu_time
 from grappe.foresight.parts import threads_of
@@ -73,20 +76,20 @@ def timed(sketch: Sketch, found: Sequence[Foreseen], site: Site | None) -> Times
     """
     if site is not None:
         return _on_gpu(sketch, found, site)
-    clock, why = _clock(sketch)
-    if clock is None:
-        return Times(plans=tuple(Timed(foreseen=one) for one in found), notes=(why,))
+    try:
+        clock = Clock(sketch, calibrated_here())
+    except UsageError as error:
+        return Times(plans=tuple(Timed(foreseen=one) for one in found), notes=(str(error),))
     plans = [_timed(one, sketch, clock.of, None) for one in found]
     notes = _whys(plans)
     # Plans that are too many for this machine are asked about in seconds: then nothing is run.
     verdict = gpu_or_not(clock, sketch) if any(one.time is not None for one in plans) else None
-    if clock.learned:
-        try:
-            kept.write(clock.calibration)
-        except OSError as error:
-            notes.append(
-                f"{kept.file_here()} cannot be written ({error.strerror}): operators are run anew each time"
-            )
+    try:
+        clock.keep()
+    except OSError as error:
+        notes.append(
+            f"{kept.file_here()} cannot be written ({error.strerror}): operators are run anew each time"
+        )
     return Times(plans=tuple(plans), notes=(*notes, *([verdict] if verdict else [])))
 
 
@@ -163,13 +166,28 @@ def _whys(plans: Sequence[Timed]) -> list[str]:
     return [f"{plan}: {why}" for why, plan in reversed(first.items())]
 
 
-def _clock(sketch: Sketch) -> tuple[Clock | None, str]:
-    """Returns what foresees times here; or None, and why."""
+def calibrated_here() -> Calibration:
+    """Reads this machine's calibration.
+
+    Raises:
+        UsageError: there is none, or none of this machine; the message says what to do.
+    """
+    file = kept.file_here()
     try:
-        calibration = kept.read()
+        found = _calibration(file, file.stat().st_mtime_ns)
+    except FileNotFoundError:
+        found = None
     except UsageError as error:
-        return None, f"times are not foreseen: {error}"
-    return (None, UNCALIBRATED) if calibration is None else (Clock(sketch, calibration), "")
+        raise UsageError(f"times are not foreseen: {error}") from error
+    if found is None:
+        raise UsageError(UNCALIBRATED)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _calibration(file: Path, changed: int) -> Calibration | None:
+    """Reads a calibration, of some megabytes, once until it is `changed`."""
+    return kept.read(file)
 
 
 def _timed(

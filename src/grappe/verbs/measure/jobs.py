@@ -13,6 +13,7 @@ from grappe.errors import RunError, UsageError
 from grappe.fields import split
 from grappe.plan import Plan
 from grappe.profiling.phases import WARMUP
+from grappe.training.options import Options, option_words
 from grappe.training.run import Run
 from grappe.verbs.jobs import newest_job, submitted
 from grappe.verbs.measure.measure import Answer, point
@@ -60,14 +61,15 @@ def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submis
         own = batch or _batch_of(request)
         whole = own * (Plan.parse(plan).data_parallel if request.options.weak else 1)
         fields = (*(one for one in fields if not one.startswith("batch_size=")), f"batch_size={whole}")
-    options = ("--bare", "--steps", str(request.options.steps + WARMUP))
+    options = Options(bare=True, steps=request.options.steps + WARMUP)
     return Submission(
         task=request.task,
-        arguments=(request.task, *fields, *options),
+        arguments=(request.task, *fields, *option_words(options)),
         plans=(plan,),
         fields=fields,
         run=run,
         data=request.data,
+        options=options,
         job=dataclasses.replace(request.job, restarts=0),
     )
 

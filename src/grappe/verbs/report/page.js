@@ -96,8 +96,9 @@ function memory() {
   if (rows.length) table(grid.parentNode, ["run", "wall time, all starts", "core-hours lent", "core-hours busy", "GPU-hours lent", "energy", "waiting for data, last start"], rows);
   const off = (value) => (known(value) ? `${value < 0 ? "" : "+"}${(100 * value).toFixed(2)} %` : "");
   const told = (value) => (known(value) ? megabytes(value) : "");
-  const foreseen = DATA.runs.filter((run) => known(run.foreseen?.states)).map(({ name, foreseen: one }) => [name, told(one.states), told(one.states_measured), off(one.states_error), told(one.peak), told(one.peak_measured), off(one.peak_error)]);
-  if (foreseen.length) table(grid.parentNode, ["run", "states foreseen", "measured", "error", "peak foreseen", "measured", "error"], foreseen);
+  const took = (value) => (known(value) ? seconds(value) : "");
+  const foreseen = DATA.runs.filter((run) => known(run.foreseen?.states)).map(({ name, foreseen: one }) => [name, told(one.states), told(one.states_measured), off(one.states_error), told(one.peak), told(one.peak_measured), off(one.peak_error), took(one.step), took(one.step_measured), off(one.step_error)]);
+  if (foreseen.length) table(grid.parentNode, ["run", "states foreseen", "measured", "error", "peak foreseen", "measured", "error", "step foreseen", "measured", "error"], foreseen);
 }
 
 function waited(headspace) {

@@ -151,6 +151,7 @@ class SlurmTrainings:
             fields=fields,
             run=request.run,
             data=str(request.data),
+            options=request.options,
             job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
         )
 

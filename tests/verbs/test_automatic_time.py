@@ -1,0 +1,144 @@
+"""--time auto: the limit of a job from an earlier run, a data sheet or a calibration; or one message on what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grappe.checkpoint.format import step_folder
+from grappe.cli import cluster
+from grappe.cli.commands import app
+from grappe.cli.submission import read_submission
+from grappe.errors import UsageError
+from grappe.foresight.calibration import Machine, write
+from grappe.sites import slurm
+from grappe.verbs import automatic_time, submission_memory
+from grappe.verbs.submission import JobOptions
+from grappe.verbs.submit import Submitted, submit, submit_all
+from tests.foresight.test_calibration import MADE
+from tests.verbs.foresee.test_earlier import cost, made, with_evaluations
+from tests.verbs.test_submission_memory import BIG
+
+ACCOUNTS = {None: None, "perlmutter": "m1_g", "leonardo": "me", "narval": "def-me", "narval-cpu": "def-me"}
+SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, on a machine that is not calibrated, of a cluster of such machines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(slurm, "sinfo", lambda _: SINFO)
+    return tmp_path
+
+
+def shown(words: str, site: str | None = "narval", **job: object) -> Submitted:
+    options = JobOptions(site=site, account=ACCOUNTS.get(site), time="auto", **job)  # type: ignore[arg-type]
+    (found,) = submit(read_submission(words.split(), options, app), show=True)
+    return found
+
+
+def test_an_earlier_runs_steps(folder: Path) -> None:
+    with_evaluations(made(folder / "runs"), 50, 100)
+    found = shown("train digits epochs=2000 --evaluate-every 1000")
+    # 100,000 steps of 12 ms, 100 evaluations of 2 s, 2,000 saves of 0.75 s, and an environment, and a fifth
+    assert "#SBATCH --time=01:15:00" in found.text
+    assert (
+        "# time limit 01:15:00: 100,000 steps of 12.0 ms and 100 evaluations, as measured in the run digits-1,"
+        in (found.text)
+    )
+    assert found.time_note in found.text and found.cost.startswith("1 GPU for at most 01:15:00")
+
+
+def test_a_run_that_goes_on_has_less_left(folder: Path) -> None:
+    run = made(folder / "runs", "mine")
+    step_folder(run.checkpoints, 90).mkdir(parents=True)
+    assert ": 2,510 steps of 12.0 ms" in shown("train digits epochs=52 --run runs/mine").time_note
+    assert ": 60 steps of 12.0 ms" in shown("train digits --run runs/mine --steps 150").time_note
+
+
+def test_what_a_site_does_not_give_is_said_with_what_follows(folder: Path) -> None:
+    made(folder / "runs", costs=[cost(timing=cost()["timing"] | {"means": {"forward": 9.0}})])
+    found = shown("train digits epochs=2000")
+    assert "#SBATCH --time=7-00:00:00" in found.text
+    assert (
+        "narval gives at most that limit: the job saves before its end, goes back into the queue"
+        in found.text
+    )
+    found = shown("train digits epochs=2000", chain=4)
+    assert "do not go back into the queue, so submit --chain 3" in found.text.replace("\n", " ")
+
+
+def test_the_limit_is_of_the_queue_that_is_named(folder: Path) -> None:
+    timing = cost()["timing"] | {"means": {"forward": 1.0}}
+    made(folder / "runs", plan="replicate=4", costs=[cost(timing=timing)] * 4)
+    for queue, limit in (("debug", "00:30:00"), (None, "2-00:00:00")):
+        found = shown("train digits epochs=2000 --plan replicate=4", "perlmutter", queue=queue)
+        assert f"#SBATCH --time={limit}" in found.text
+
+
+def test_a_data_sheet_and_the_memory_from_one_trace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "big.py").write_text(BIG)
+    monkeypatch.setattr(submission_memory, "in_limited_process", lambda _: pytest.fail("it was traced twice"))
+    job = JobOptions(site="narval", account="def-me", time="auto")
+    assert cluster.submit("train", "big.py", "epochs=3", job=job, show_=True) == 0
+    out, err = capsys.readouterr()
+    assert "3 steps of " in out and "from the data sheet of NVIDIA A100 SXM4, 40 GB, not measured" in out
+    assert "it will run out of memory" in err and err.count("tracing the model") == 1
+
+
+def test_a_calibration_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
+    write(MADE)
+    found = shown("train digits epochs=100 --plan device=cpu,threads=1", None)
+    assert "2,300 steps of " in found.time_note and "this machine's calibration" in found.time_note
+    with pytest.raises(UsageError, match="other CPUs than this machine"):
+        shown("train digits --plan device=cpu,threads=1", "narval-cpu")
+
+
+def test_several_numbers_of_gpus_have_limits_of_their_own(folder: Path) -> None:
+    made(folder / "runs", costs=[cost(timing=cost()["timing"] | {"means": {"forward": 9.0}})])
+    options = JobOptions(site="narval", account="def-me", time="auto", gpus=(1, 2))
+    one, two = submit_all([read_submission(["train", "digits", "epochs=20"], options, app)], show=True)
+    assert "as measured" in one.time_note and "data sheet" in two.time_note
+
+
+@pytest.mark.parametrize(
+    ("words", "site", "says"),
+    [
+        (
+            "train digits --plan device=cpu",
+            None,
+            "grappe doctor --calibrate. Give a limit, as --time 3h; or try some",
+        ),
+        ("train digits lr=0.3", "leonardo", "no data sheet of leonardo's GPU"),
+        ("train digits --plan replicate=8", "narval", "the time between nodes is not foreseen"),
+        ("train digits --plan pipeline=2", "narval", "-- train digits --plan pipeline=2 --steps 100"),
+        ("train nothing.py", "narval", "the task cannot be loaded here"),
+        ("verify digits", "narval", "--time auto is for trainings"),
+    ],
+)
+def test_what_is_not_known_is_one_message(words: str, site: str | None, says: str) -> None:
+    with pytest.raises(UsageError, match="--time") as error:
+        shown(words, site)
+    assert says in str(error.value) and error.value.exit_code == 2
+    assert not list(Path().glob("runs/*"))
+
+
+def test_an_interactive_allocation_has_no_training() -> None:
+    with pytest.raises(UsageError, match="whose time is yours"):
+        cluster.submit("train", "digits", job=JobOptions(time="auto"), interactive=True, show_=True)
+
+
+def test_a_limit_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic_time, "placed", lambda *_: pytest.fail("it was looked for"))
+    options = JobOptions(site="narval", account="def-me", time="3h")
+    (found,) = submit(read_submission(["train", "digits"], options, app), show=True)
+    assert "#SBATCH --time=03:00:00" in found.text and not found.time_note
+
+
+def test_this_machine_is_the_one_of_the_calibration() -> None:
+    assert Machine.here() == MADE.machine
