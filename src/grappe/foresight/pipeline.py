@@ -15,7 +15,6 @@ from grappe.foresight.parts import (
     stage_buffers,
     threads_of,
 )  # fmt: skip
-from grappe.foresight.passes import ORDERED
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import Trace
 from grappe.parallel.pipeline.rules import stages_each
@@ -25,7 +24,7 @@ from grappe.plan import Plan
 
 def peaks(sketch: Sketch, plan: Plan, samples: int) -> Peaks:
     """Computes the peaks of the process that needs most; of plans that neither shard nor split, without offload."""
-    if uses_shard(plan) or plan.tensor > 1 or plan.schedule not in ORDERED:
+    if uses_shard(plan) or plan.tensor > 1:
         return UNKNOWN
     cut, alike = cut_of(sketch, plan), dataclasses.replace(plan, replicate=1, threads=None)
     rows, threads = largest_rows(sketch, plan, samples), threads_of(plan)

@@ -151,9 +151,9 @@ class Sharding:
         """Gathers a unit's parameters into one buffer."""
         if self._ways == 1:  # they are copied
             return
-        self._late = 0
         self._buffers[unit] = self._full[unit]
         self._note(self._full[unit] if self._copies.takes else 0)
+        self._late = 0
 
     def _copy_out(self, unit: int) -> None:
         """Copies what was gathered into the parameters."""
@@ -173,12 +173,13 @@ class Sharding:
         if not self._reduces or unit not in self._trained:
             return
         size = self._trained[unit]
-        self._reducing, self._late = size, 0
+        self._reducing = size
         self._note()
         self._whole.pop(unit, None)
         shard = size // self._ways
         # A single process divides what it would reduce, which is a copy, too.
         self._note(shard + (size if self._copies.takes or self._ways == 1 else 0))
+        self._late = 0
         if not self._there or self._zero == 1:
             self._shards += shard
         self._late = size if self._copies.lingers and self._ways > 1 else 0
