@@ -83,10 +83,11 @@ class Batches:
         return in_memory(self._dataset) is not None
 
     def _loader(self, rows: int) -> BatchLoader:
-        if not self._trains:
-            return evaluation_loader(self._task, self._dataset, Plan(validation_batch=rows), self._world)
         task = dataclasses.replace(self._task, batch_size=rows)
-        return training_loader(task, self._dataset, Plan(), self._world)
+        if self._trains:
+            return training_loader(task, self._dataset, Plan(), self._world)
+        plan = Plan(validation_batch=None if task.whole_batch_loss else rows)
+        return evaluation_loader(task, self._dataset, plan, self._world)
 
     def _rehearsed(self, rows: int) -> Batch:
         return next(self._loader(min(rows, self.samples)).rehearsed())

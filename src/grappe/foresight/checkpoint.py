@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 
 from grappe.foresight.sharding import rows_of
-from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.parameters import Parameter
+from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
 
 

@@ -10,7 +10,8 @@ from grappe.data.order import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.foresight.memory import Part, states
 from grappe.foresight.sharding import padded, rows_of
-from grappe.foresight.sketch import Parameter, Sketch, homes_of
+from grappe.foresight.parameters import Parameter, homes_of
+from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import tensors_of
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
@@ -86,6 +87,8 @@ def evaluated_rows(sketch: Sketch, plan: Plan, batch: int) -> int:
     """Returns the samples of an evaluation's largest batch on one process."""
     ways = plan.data_parallel
     asked = plan.validation_batch or max(2, 2 * -(-batch // (ways * plan.microbatches))) * ways
+    if sketch.task.whole_batch_loss:  # in the training's batches
+        asked = batch
     return max(1, -(-min(asked, sketch.validation_samples) // ways))
 
 

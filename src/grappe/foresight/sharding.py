@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from grappe.foresight.ledger import Mark
-from grappe.foresight.sketch import Parameter
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.trace import ROOT
 
 

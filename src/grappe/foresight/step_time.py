@@ -19,7 +19,8 @@ from grappe.foresight.passes import Kind
 from grappe.foresight.pipeline_time import orders_of, simulate
 from grappe.foresight.replay import replayed
 from grappe.foresight.sharding import rows_of
-from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.parameters import Parameter
+from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
 from grappe.launch.world import cores
 from grappe.parallel.pipeline.rules import RULES, stages_each

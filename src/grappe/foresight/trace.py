@@ -15,10 +15,12 @@ from grappe.data.rand_like import entering
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.foresight.ledger import Ledger, Mark
 from grappe.foresight.operators import Recorder, Recording
+from grappe.parallel.batchnorm import buffers_kept
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
-from grappe.step.losses import Loss, Losses
+from grappe.step.losses import Loss
 from grappe.step.precision import autocast
+from grappe.step.whole_batch import AnyLosses, WholeBatchLosses
 from grappe.task import Task
 
 CPU = torch.device("cpu")
@@ -46,6 +48,8 @@ class Trace:
     """Whether what all kernels take is counted."""
     recording: Recording | None = None
     """All operators; None: not asked for."""
+    ahead: int = 0
+    """The first marks, as many, are of a first pass, before the step's first microbatch: of a loss of the whole batch."""
 
 
 def traced(
@@ -54,6 +58,7 @@ def traced(
     units: Sequence[nn.Module],
     batch: Batch,
     precision: str,
+    losses: AnyLosses,
     *,
     describes: bool,
     records: bool = False,
@@ -63,13 +68,14 @@ def traced(
 
     Args:
         units: the model's, whose beginnings and ends are marked.
+        losses: computes the task's loss.
         describes: whether to keep the calls of operators whose kernels take memory besides.
         records: whether to record all operators.
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
     given = tensors_of(micro)
-    known = [*model.parameters(), *model.buffers(), *given]
+    known = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
     recorder = Recorder(known) if records else None
     ledger = Ledger(known, describe if describes else None, recorder)
     boundaries = [0] * len(units)
@@ -78,8 +84,11 @@ def traced(
     for number, (_, parameter) in enumerate(model.named_parameters()):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
-    losses = Losses(task)
     with ledger:
+        if trains and isinstance(losses, WholeBatchLosses) and losses.look_ahead_needed(batch):
+            with autocast(precision, CPU):
+                _first_pass(task, model, losses, batch, ledger)
+        ahead = len(ledger.marks)
         ledger.mark(START)
         with autocast(precision, CPU):
             compute: Callable[..., Loss | None] = losses if trains else _score(losses)
@@ -87,7 +96,7 @@ def traced(
         if loss is not None:
             ledger.mark(LOSS)
             backward((loss.values,), (loss.output_gradient,))
-            del loss, losses, compute
+            del loss, compute
             ledger.mark(END)
         else:
             ledger.mark(SCORED)
@@ -98,7 +107,23 @@ def traced(
         boundaries=tuple(boundaries),
         calls=tuple(ledger.calls),
         recording=None if recorder is None else recorder.recording(),
+        ahead=ahead,
     )
+
+
+@torch.no_grad()
+def _first_pass(
+    task: Task, model: nn.Module, losses: WholeBatchLosses, batch: Batch, ledger: Ledger
+) -> None:
+    """Runs forward of all microbatches, whose outputs a loss of the whole batch needs first."""
+    outputs = []
+    with buffers_kept(model):
+        for micro in batch.microbatches:
+            ledger.mark(START)
+            outputs.append(_left(ledger, task.forward(model, entering(micro))))
+        losses.look_ahead(batch, outputs, 1.0)
+    outputs.clear()
+    ledger.mark(SCORED)
 
 
 def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
@@ -112,10 +137,13 @@ def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
     return dataclasses.replace(trace, marks=tuple(marks), complete=complete)
 
 
-def _score(losses: Losses) -> Callable[..., None]:
+def _score(losses: AnyLosses) -> Callable[..., None]:
     """Returns what an evaluation computes of a microbatch's output, and keeps nothing of."""
 
     def score(output: Any, micro: Microbatch, batch: Batch) -> None:
+        if isinstance(losses, WholeBatchLosses):
+            losses.scored(output, micro, batch)
+            return
         values, _ = losses.values(output, micro)
         losses.total(values, micro, micro.size)
 
