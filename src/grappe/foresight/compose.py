@@ -107,5 +107,5 @@ def _peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
     if plan.offload != "none" and copies is NCCL:  # which of it a GPU holds, and when, was never measured
         return UNKNOWN
     if plan.pipeline > 1:
-        return pipeline.peaks(sketch, plan, samples)
+        return pipeline.peaks(sketch, plan, samples, copies)
     return whole.peaks(sketch, plan, samples, copies)

@@ -110,7 +110,7 @@ def _part(split: Parameter, whole: Parameter, plan: Plan, rank: int) -> Part:
 
 
 def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
-    """Returns the parameters of each process of a pipeline."""
+    """Returns the parameters of each process of a pipeline, with the units of the pipeline."""
     if plan.pipeline == 1:
         return [list(sketch.parameters)]
     parts = cut_of(sketch, plan)
@@ -118,7 +118,11 @@ def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
     # Not Parameter.unit: of a model of transformers a pipeline's units are others than those that are sharded.
     homes = homes_of(pipeline_units(sketch.task, sketch.plain))
     places = {name: place_of[homes[id(one)]] for name, one in sketch.plain.named_parameters()}
-    return [[one for one in sketch.parameters if places[one.name] == place] for place in range(plan.pipeline)]
+    units = {name: homes[id(one)] for name, one in sketch.plain.named_parameters()}
+    return [
+        [dataclasses.replace(one, unit=units[one.name]) for one in sketch.parameters if places[one.name] == place]
+        for place in range(plan.pipeline)
+    ]
 
 
 def stage_buffers(sketch: Sketch, plan: Plan) -> list[int]:

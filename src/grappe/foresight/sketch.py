@@ -145,11 +145,18 @@ class Sketch:
         return self._completed(self._run(plan, "be evaluated", run), threads)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
-    def passes(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
+    def passes(
+        self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE
+    ) -> tuple[Trace, ...]:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples."""
         batch = self._batch.of(rows)
         stages = self._stages(plan, cut)
-        with _explained(self.task, "run"), self.mode:
+        alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
+        world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
+        with _explained(self.task, "run"), world_of as world, self.mode:
+            if slices.synchronised and world.data_group is not None:
+                for stage in stages:
+                    synchronise_batchnorm(stage, world.data_group)
             bounds = Boundaries(stages, batch)
             found = [
                 traced_step(
@@ -169,8 +176,10 @@ class Sketch:
                 stage.eval()
             bounds = Boundaries(stages, batch)
             found = [
-                traced_evaluation(self.task, stage, bounds, batch, describes=self._kernels is not None)
-                for stage in stages
+                traced_evaluation(
+                    self.task, stages, number, bounds, batch, describes=self._kernels is not None
+                )
+                for number in range(len(stages))
             ]
         return tuple(self._completed(one, threads) for one in found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from grappe.step.whole_batch import AnyLosses, WholeBatchLosses
 from grappe.task import Task
 
 CPU = torch.device("cpu")
-START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED = (
-    "start", "forward", "left", "loss", "backward", "done", "gradient", "end", "scored",
+START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED, REDUCE = (
+    "start", "forward", "left", "loss", "backward", "done", "gradient", "end", "scored", "reduce",
 )  # fmt: skip
 """Kinds of marks: of a unit its forward's beginning and end, its backward's beginning and end; of a parameter its
-gradient; of the whole model the beginning, its forward's end, the loss and the end; SCORED: an evaluation's end."""
+gradient; of the whole model the beginning, its forward's end, the loss and the end; SCORED: an evaluation's end;
+REDUCE: where a pipeline's process reduces the gradients of all its passes."""
 ROOT = -1
 
 
@@ -80,10 +81,8 @@ def traced(
     ledger = Ledger(known, describe if describes else None, recorder)
     boundaries = [0] * len(units)
     for number, unit in enumerate(units):
-        _watch(unit, number, ledger, boundaries)
-    for number, (_, parameter) in enumerate(model.named_parameters()):
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
+        watch(unit, number, ledger, boundaries)
+    take_gradients(enumerate(model.parameters()), ledger)
     with ledger:
         if trains and isinstance(losses, WholeBatchLosses) and losses.look_ahead_needed(batch):
             with autocast(precision, CPU):
@@ -150,7 +149,7 @@ def _score(losses: AnyLosses) -> Callable[..., None]:
     return score
 
 
-def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) -> None:
+def watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: dict[int, int] | list[int]) -> None:
     """Marks where a unit's forward and backward begin and end."""
 
     def enters(_: Any, inputs: Any, keywords: Any = None) -> None:
@@ -188,6 +187,13 @@ def _ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
 def _left(ledger: Ledger, output: Any) -> Any:
     ledger.mark(LEFT)
     return output
+
+
+def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> None:
+    """Marks where each parameter's gradient is there, and takes it away."""
+    for number, parameter in numbered:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
 
 
 def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:

@@ -64,9 +64,12 @@ def _evaluation(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int
     if not trace.complete:
         return None
     parts, own = _first_parts(sketch, plan), first_parameters(sketch, plan)
+    # With zero=1 and 2, the second batch finds gathered what the first one has left.
+    marks, again = trace.marks, sketch.validation_samples > rows * plan.data_parallel
+    most = peak([*marks, *marks] if again else marks, _forward_only(own, plan, copies))
     # The step before has its batch until its loss is read.
     batches = plan.microbatches * _trained(sketch, plan, samples).batch + trace.batch
-    return kept(sketch, plan, parts, own) + peak(trace.marks, _forward_only(own, plan, copies)) + batches
+    return kept(sketch, plan, parts, own) + most + batches
 
 
 def _trained(sketch: Sketch, plan: Plan, samples: int) -> Trace:
