@@ -77,10 +77,14 @@ def random_states(sketch: Sketch, plan: Plan) -> int:
 
 def largest_rows(sketch: Sketch, plan: Plan, batch: int) -> int:
     """Returns the samples of the largest microbatch."""
-    # The first slices and pieces are the longest.
-    first, last = rows_cut(min(batch, sketch.samples), plan.data_parallel, 0)
-    begin, end = rows_cut(last - first, plan.microbatches, 0)
-    return max(1, end - begin)
+    slices = _lengths(min(batch, sketch.samples), plan.data_parallel)
+    return max(1, *(piece for one in slices for piece in _lengths(one, plan.microbatches)))
+
+
+def _lengths(rows: int, parts: int) -> set[int]:
+    """Returns the different lengths of the parts into which so many rows are cut."""
+    bounds = (rows_cut(rows, parts, number) for number in range(parts))
+    return {last - first for first, last in bounds}
 
 
 def evaluated_rows(sketch: Sketch, plan: Plan, batch: int) -> int:

@@ -15,7 +15,7 @@ from grappe.foresight.kernels import describe
 from grappe.foresight.ledger import Ledger
 from grappe.foresight.passes import Kind, order_of
 from grappe.foresight.trace import (
-    CPU, END, LEFT, REDUCE, SCORED, START, Trace, take_gradients, tensors_of, watch,
+    CPU, END, LEFT, REDUCE, SCORED, START, Trace, ordered, take_gradients, tensors_of, watch,
 )  # fmt: skip
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage
@@ -231,7 +231,7 @@ def _made(ledger: Ledger, batch: Batch, outputs: Leaves) -> Trace:
     micro = batch.microbatches[0]
     return Trace(
         rows=micro.size,
-        marks=tuple(ledger.marks),
+        marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in tensors_of(micro)),
         boundaries=(sum(one.nbytes for one in outputs),),
         calls=tuple(ledger.calls),

@@ -101,7 +101,7 @@ def traced(
             ledger.mark(SCORED)
     return Trace(
         rows=micro.size,
-        marks=_ordered(ledger.marks),
+        marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in given),
         boundaries=tuple(boundaries),
         calls=tuple(ledger.calls),
@@ -169,7 +169,7 @@ def watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: dict[int, in
     unit.register_forward_hook(leaves)
 
 
-def _ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+def ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
     """Orders marks of one moment: a unit's backward has ended before that of the unit before it begins.
 
     Both are hooks of the tensor between the two, which run in the order of the forward.
