@@ -124,7 +124,11 @@ def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
     places = {name: place_of[homes[id(one)]] for name, one in sketch.plain.named_parameters()}
     units = {name: homes[id(one)] for name, one in sketch.plain.named_parameters()}
     return [
-        [dataclasses.replace(one, unit=units[one.name]) for one in sketch.parameters if places[one.name] == place]
+        [
+            dataclasses.replace(one, unit=units[one.name])
+            for one in sketch.parameters
+            if places[one.name] == place
+        ]
         for place in range(plan.pipeline)
     ]
 

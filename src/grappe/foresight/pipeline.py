@@ -36,7 +36,8 @@ def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
         return UNKNOWN
     places = range(plan.pipeline)
     return Peaks(
-        step=max(made.step(place) for place in places), evaluation=max(made.evaluation(place) for place in places)
+        step=max(made.step(place) for place in places),
+        evaluation=max(made.evaluation(place) for place in places),
     )
 
 
@@ -47,7 +48,9 @@ class _Pipeline:
         self._sketch, self._plan, self._copies = sketch, plan, copies
         self._cut = cut_of(sketch, plan)
         # Traces depend on no replica, and on whether there are shards, not on how many.
-        alike = dataclasses.replace(plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="local")
+        alike = dataclasses.replace(
+            plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="local"
+        )
         rows, threads = largest_rows(sketch, plan, samples), threads_of(plan)
         self._rows = evaluated_rows(sketch, plan, samples)
         slices = slices_of(sketch.task, plan, samples, sketch.samples)
@@ -91,7 +94,9 @@ class _Pipeline:
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         marks = [mark for one in mine for mark in one.marks] * min(2, number)
         batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * traces[0].batch
-        return self._kept(place) + self._received(place) + peak(marks, self._overlay(place)) + waiting + batches
+        return (
+            self._kept(place) + self._received(place) + peak(marks, self._overlay(place)) + waiting + batches
+        )
 
     def _kept(self, place: int) -> int:
         parts = self._parts[place]

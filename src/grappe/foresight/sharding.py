@@ -81,7 +81,9 @@ class Sharding:
         self._gathered: dict[int, int] = {}  # whole parameters, by unit
         self._buffers: dict[int, int] = {}  # what all-gathers write, by unit
         self._reducing = 0  # what the last reduce-scatter read
-        self._late: list[tuple[bool, int]] = []  # what a thread of the library may have yet; is it of the last call?
+        self._late: list[
+            tuple[bool, int]
+        ] = []  # what a thread of the library may have yet; is it of the last call?
         self._traced = 0  # of all this, what the trace has in its own bytes
         self._there = there
         self._shards = sum(self._trained.values()) // ways if there and zero != 1 else 0  # reduced gradients
@@ -94,7 +96,13 @@ class Sharding:
     def now(self) -> int:
         """Sums the bytes in use."""
         held = (self._gathered, self._buffers, self._whole)
-        return sum(sum(one.values()) for one in held) + self._reducing + self._shards + self._lingering - self._traced
+        return (
+            sum(sum(one.values()) for one in held)
+            + self._reducing
+            + self._shards
+            + self._lingering
+            - self._traced
+        )
 
     @property
     def _lingering(self) -> int:

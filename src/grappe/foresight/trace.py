@@ -111,9 +111,7 @@ def traced(
 
 
 @torch.no_grad()
-def _first_pass(
-    task: Task, model: nn.Module, losses: WholeBatchLosses, batch: Batch, ledger: Ledger
-) -> None:
+def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: Batch, ledger: Ledger) -> None:
     """Runs forward of all microbatches, whose outputs a loss of the whole batch needs first."""
     outputs = []
     with buffers_kept(model):

@@ -58,7 +58,10 @@ def _evaluation(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int
     rows = evaluated_rows(sketch, plan, samples)
     # A loss of the whole batch takes an evaluation's batch whole, too.
     slices = slices_of(
-        sketch.task, dataclasses.replace(plan, microbatches=1, batchnorm="local"), samples, sketch.validation_samples
+        sketch.task,
+        dataclasses.replace(plan, microbatches=1, batchnorm="local"),
+        samples,
+        sketch.validation_samples,
     )
     trace = sketch.evaluation(rows, precision_of(plan), threads_of(plan), plan.tensor, slices)
     if not trace.complete:
