@@ -1,6 +1,7 @@
 """Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`.
 
-It measures what docs/foresee.json has not yet; with `--again` everything. `python -m benchmarks.foresee --large` says how long foreseeing 32 plans of 1,024 processes takes.
+It measures what docs/foresee.json has not yet; with `--again` everything. `python -m benchmarks.foresee --large` says
+how long foreseeing 32 plans of 1,024 processes takes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ PLANS = (
     "pipeline=2,microbatches=4", "pipeline=2,microbatches=4,schedule=gpipe",
     "pipeline=2,microbatches=4,schedule=interleaved", "replicate=2,pipeline=2,microbatches=2",
     "pipeline=2,microbatches=4,recompute", "pipeline=2,microbatches=4,schedule=zero_bubble",
-    "pipeline=2,shard=2,microbatches=2", "pipeline=2,shard=2,zero=1,microbatches=2", "tensor=2", "tensor=2,microbatches=2,precision=bf16", "shard=2,tensor=2",
+    "pipeline=2,shard=2,microbatches=2", "pipeline=2,shard=2,zero=1,microbatches=2",
+    "tensor=2", "tensor=2,microbatches=2,precision=bf16", "shard=2,tensor=2",
 )  # fmt: skip
 ALSO = (
     *(("coatnet batch_size=8", plan) for plan in ("replicate=2,batchnorm=sync", "shard=2,batchnorm=sync")),

@@ -1,4 +1,4 @@
-"""A task whose stages carry clocks: each pass takes a given time on its process's clock, and messages bring the sender's.
+"""A task whose stages carry clocks: each pass takes a given time on its process's, and messages bring the sender's.
 
 So a real pipeline says how long each process waits, on any machine (Lamport 1978, "Time, clocks, and the ordering of
 events in a distributed system").

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grappe.foresight.ledger import Mark
-from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies, Sharding
 from grappe.foresight.parameters import Parameter
+from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies, Sharding
 
 UNITS = [Parameter(name=f"{unit}.weight", shape=(4, 1), item=25, trained=True, unit=unit) for unit in (0, 1)]
 """Of 100 bytes."""

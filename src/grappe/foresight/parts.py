@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from grappe.data.order import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.foresight.memory import Part, states
-from grappe.foresight.sharding import padded, rows_of
 from grappe.foresight.parameters import Parameter, homes_of
+from grappe.foresight.sharding import padded, rows_of
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import tensors_of
 from grappe.launch.rank import ProcessRank

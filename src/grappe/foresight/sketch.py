@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from grappe.foresight.batches import Batches
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.parameters import homes_of, stepped
 from grappe.foresight.pretended import pretended
+from grappe.foresight.slices import ALONE, Slices
 from grappe.foresight.staged import Boundaries, stages_of, traced_evaluation, traced_step
 from grappe.foresight.trace import CPU, Trace, traced, with_kernels
-from grappe.foresight.slices import ALONE, Slices
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.optimizers.modes import has_modes

@@ -15,7 +15,17 @@ from grappe.foresight.kernels import describe
 from grappe.foresight.ledger import Ledger
 from grappe.foresight.passes import Kind, order_of
 from grappe.foresight.trace import (
-    CPU, END, LEFT, REDUCE, SCORED, START, Trace, ordered, take_gradients, tensors_of, watch,
+    CPU,
+    END,
+    LEFT,
+    REDUCE,
+    SCORED,
+    START,
+    Trace,
+    ordered,
+    take_gradients,
+    tensors_of,
+    watch,
 )  # fmt: skip
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage

@@ -50,7 +50,7 @@ class Trace:
     recording: Recording | None = None
     """All operators; None: not asked for."""
     ahead: int = 0
-    """The first marks, as many, are of a first pass, before the step's first microbatch: of a loss of the whole batch."""
+    """So many marks, the first ones, are of the pass ahead that a loss of the whole batch needs."""
 
 
 def traced(

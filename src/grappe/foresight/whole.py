@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from grappe.foresight.memory import Accumulating, Overlay, Part, Peaks, peak, states
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.parts import (
     RANDOM_STATE,
     evaluated_rows,
@@ -18,7 +19,6 @@ from grappe.foresight.parts import (
     threads_of,
 )  # fmt: skip
 from grappe.foresight.sharding import Copies, Sharding
-from grappe.foresight.parameters import Parameter
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.slices import slices_of
 from grappe.foresight.trace import Trace
