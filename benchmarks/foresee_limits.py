@@ -32,6 +32,7 @@ SHARES = (1.0, 0.95, 0.9, 0.8)
 """Of what a plan is taken to need, with the reserve of a tenth: 0.909 is the foreseen peak itself."""
 LOW = 600_000_000
 """Bytes that none of the trainings has room in."""
+SHORT = ("out of memory", "starts no further process or thread")
 BEFORE = re.compile(r"([0-9.]+) ([MG]B) from before the model")
 UNITS = {"MB": 10**6, "GB": 10**9}
 TASKS = (
@@ -47,10 +48,12 @@ PLANS = (
 
 def besides(task: str, plan: str) -> int:
     """Returns the bytes that a process has before its model, as the message says under a limit that is too low."""
-    message = under(task, plan, LOW)
-    found = BEFORE.search(message)
-    if found is None:
-        raise RuntimeError(f"{task}, {plan}: no message of what was there before the model: {message}")
+    for limit in range(LOW, 2 * LOW, LOW // 10):  # where a thread or a process has no room, it is not said
+        found = BEFORE.search(under(task, plan, limit))
+        if found is not None:
+            break
+    else:
+        raise RuntimeError(f"{task}, {plan}: no message of what was there before the model")
     return int(float(found[1]) * UNITS[found[2]])
 
 
@@ -79,7 +82,7 @@ def under(task: str, plan: str, limit: int) -> str:
             text=True,
             check=False,
         )
-    if done.returncode and "out of memory" not in done.stderr:
+    if done.returncode and not any(words in done.stderr for words in SHORT):
         raise RuntimeError(done.stderr[-2000:])
     return done.stderr if done.returncode else ""
 
