@@ -65,14 +65,8 @@ def kept(
 
 
 def random_states(sketch: Sketch, plan: Plan) -> int:
-    """Computes the bytes of the random states that activation checkpointing keeps, in a pipeline at most."""
-    units = len(sketch.task.units(sketch.plain)) or 1
-    return (
-        RANDOM_STATE
-        * units
-        * (min(plan.microbatches, plan.pipeline) if plan.pipeline > 1 else 1)
-        * plan.recompute
-    )
+    """Computes the bytes of the random states that activation checkpointing keeps."""
+    return RANDOM_STATE * (len(sketch.task.units(sketch.plain)) or 1) * plan.recompute
 
 
 def largest_rows(sketch: Sketch, plan: Plan, batch: int) -> int:

@@ -9,15 +9,16 @@ from grappe.foresight.ledger import Mark
 from grappe.foresight.memory import UNKNOWN, Accumulating, Overlay, Peaks, peak, states
 from grappe.foresight.parameters import Parameter
 from grappe.foresight.parts import (
+    RANDOM_STATE,
     cut_of,
     evaluated_rows,
     kept,
     largest_rows,
     processes,
-    random_states,
     stage_buffers,
     threads_of,
 )  # fmt: skip
+from grappe.foresight.passes import order_of
 from grappe.foresight.sharding import Copies, Sharding
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.slices import slices_of
@@ -79,7 +80,7 @@ class _Pipeline:
         return (
             self._kept(place)
             + max(most, after + max(summed, temporary))
-            + random_states(self._sketch, self._plan)
+            + self._random_states(place)
             + batches
         )
 
@@ -97,6 +98,14 @@ class _Pipeline:
         return (
             self._kept(place) + self._received(place) + peak(marks, self._overlay(place)) + waiting + batches
         )
+
+    def _random_states(self, place: int) -> int:
+        """Computes the bytes of the random states of units whose forward is to run again."""
+        now = most = 0
+        for kind, stage, _ in order_of(self._plan, place) if self._plan.recompute else ():
+            now += len(self._cut[stage]) * (1 if kind == "forward" else -1)
+            most = max(most, now)
+        return RANDOM_STATE * most
 
     def _kept(self, place: int) -> int:
         parts = self._parts[place]
