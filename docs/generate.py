@@ -95,7 +95,7 @@ def foreseen_between() -> str:
 
 
 def foreseen_limits() -> str:
-    """What ran under which limit, of docs/foresee_limits.json, which `python -m benchmarks.foresee_limits` tries."""
+    """Says what ran under each limit of docs/foresee_limits.json, which `python -m benchmarks.foresee_limits` tries."""
     cells = json.loads((ROOT / "docs" / "foresee_limits.json").read_text())
     shares = sorted({share for cell in cells.values() for share in cell["ran"]}, key=float, reverse=True)
     columns = " | ".join(f"ran at {share}" for share in shares)

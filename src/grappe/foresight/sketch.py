@@ -34,7 +34,6 @@ from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_tensors
 from grappe.step.given import optimizer_of
-from grappe.step.whole_batch import losses_of
 from grappe.task import Task
 
 
@@ -104,7 +103,6 @@ class Sketch:
             checkpoint_activations(inside or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
-            losses = losses_of(self.task, plan, world)
             with self.mode:
                 return traced(
                     self.task,
@@ -112,7 +110,8 @@ class Sketch:
                     inside,
                     batch,
                     precision,
-                    losses,
+                    plan,
+                    world,
                     describes=describes,
                     records=self._records,
                 )
@@ -136,10 +135,9 @@ class Sketch:
 
         def run(model: nn.Module, world: World) -> Trace:
             inside, describes = list(self.task.units(model.eval())), self._kernels is not None
-            losses = losses_of(self.task, plan, world)
             with self.mode, torch.no_grad():
                 return traced(
-                    self.task, model, inside, batch, precision, losses, describes=describes, trains=False
+                    self.task, model, inside, batch, precision, plan, world, describes=describes, trains=False
                 )
 
         return self._completed(self._run(plan, "be evaluated", run), threads)

@@ -11,7 +11,7 @@ from grappe.task import Task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slices:
-    """What of a plan the forward and the loss of a process's microbatch depend on."""
+    """Slices of a global batch, as far as the forward and the loss of a process's microbatch depend on them."""
 
     ways: int = 1
     """Processes that have slices of the global batch, and are asked for theirs."""

@@ -15,12 +15,14 @@ from grappe.data.rand_like import entering
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.foresight.ledger import Ledger, Mark
 from grappe.foresight.operators import Recorder, Recording
+from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
+from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
 from grappe.step.losses import Loss
 from grappe.step.precision import autocast
-from grappe.step.whole_batch import AnyLosses, WholeBatchLosses
+from grappe.step.whole_batch import AnyLosses, WholeBatchLosses, losses_of
 from grappe.task import Task
 
 CPU = torch.device("cpu")
@@ -59,7 +61,8 @@ def traced(
     units: Sequence[nn.Module],
     batch: Batch,
     precision: str,
-    losses: AnyLosses,
+    plan: Plan,
+    world: World,
     *,
     describes: bool,
     records: bool = False,
@@ -69,7 +72,7 @@ def traced(
 
     Args:
         units: the model's, whose beginnings and ends are marked.
-        losses: computes the task's loss.
+        plan: what the task's loss is computed under, in `world`.
         describes: whether to keep the calls of operators whose kernels take memory besides.
         records: whether to record all operators.
         trains: whether to run backward; else gradients must be off.
@@ -83,6 +86,7 @@ def traced(
     for number, unit in enumerate(units):
         watch(unit, number, ledger, boundaries)
     take_gradients(enumerate(model.parameters()), ledger)
+    losses = losses_of(task, plan, world)
     with ledger:
         if trains and isinstance(losses, WholeBatchLosses) and losses.look_ahead_needed(batch):
             with autocast(precision, CPU):
@@ -95,7 +99,7 @@ def traced(
         if loss is not None:
             ledger.mark(LOSS)
             backward((loss.values,), (loss.output_gradient,))
-            del loss, compute
+            del loss, losses, compute
             ledger.mark(END)
         else:
             ledger.mark(SCORED)
