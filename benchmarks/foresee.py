@@ -1,6 +1,7 @@
 """Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`.
 
-`python -m benchmarks.foresee --large` says how long foreseeing 32 plans of 1,024 processes takes.
+It measures what docs/foresee.json has not yet; with `--again` everything. `python -m benchmarks.foresee --large` says
+how long foreseeing 32 plans of 1,024 processes takes.
 """
 
 from __future__ import annotations
@@ -47,8 +48,21 @@ PLANS = (
     "replicate=2,precision=bf16", "shard=4", "replicate=2,shard=2", "offload=cpu",
     "pipeline=2,microbatches=4", "pipeline=2,microbatches=4,schedule=gpipe",
     "pipeline=2,microbatches=4,schedule=interleaved", "replicate=2,pipeline=2,microbatches=2",
-    "pipeline=2,microbatches=4,recompute", "tensor=2", "tensor=2,microbatches=2,precision=bf16", "shard=2,tensor=2",
+    "pipeline=2,microbatches=4,recompute", "pipeline=2,microbatches=4,schedule=zero_bubble",
+    "pipeline=2,shard=2,microbatches=2", "pipeline=2,shard=2,zero=1,microbatches=2",
+    "tensor=2", "tensor=2,microbatches=2,precision=bf16", "shard=2,tensor=2",
 )  # fmt: skip
+ALSO = (
+    *(("coatnet batch_size=8", plan) for plan in ("replicate=2,batchnorm=sync", "shard=2,batchnorm=sync")),
+    *(
+        ("benchmarks/views_task.py:Views", plan)
+        for plan in (
+            "", "microbatches=2", "replicate=2", "replicate=2,microbatches=2", "shard=2",
+            "shard=2,zero=1,microbatches=2", "pipeline=2,microbatches=2",
+        )
+    ),
+)  # fmt: skip
+"""Statistics of batch normalisation over the global batch, and a loss over it."""
 SPREAD = (
     "replicate=1024", "shard=1024,zero=1", "shard=1024,zero=2", "shard=1024", "replicate=128,shard=8",
     "replicate=8,shard=128", "replicate=32,shard=32,zero=1", "replicate=2,shard=512",
@@ -144,11 +158,12 @@ def cells() -> Iterator[tuple[str, str]]:
     for task in TASKS:
         for plan in PLANS:
             yield task, plan
+    yield from ALSO
 
 
 def main() -> None:
-    """Measures what the file has not yet, and predicts everything anew."""
-    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    """Measures what the file has not yet, or all again, and predicts everything anew."""
+    found = {} if "--again" in sys.argv or not FILE.exists() else json.loads(FILE.read_text())
     for task, plan in cells():
         key = f"{task} | {plan}"
         if key not in found:

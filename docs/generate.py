@@ -94,6 +94,32 @@ def foreseen_between() -> str:
     return "\n".join(lines)
 
 
+def foreseen_limits() -> str:
+    """Says what ran under each limit of docs/foresee_limits.json, which `python -m benchmarks.foresee_limits` tries."""
+    cells = json.loads((ROOT / "docs" / "foresee_limits.json").read_text())
+    shares = sorted({share for cell in cells.values() for share in cell["ran"]}, key=float, reverse=True)
+    columns = " | ".join(f"ran at {share}" for share in shares)
+    lines = [f"| task | plan | foreseen peak | {columns} |", "|---" * (3 + len(shares)) + "|"]
+    for key, cell in cells.items():
+        task, _, plan = key.partition(" | ")
+        ran = " | ".join("yes" if cell["ran"][share] else "no" for share in shares)
+        lines.append(f"| `{task}` | `{plan or 'one process'}` | {cell['peak'] / 1e6:.0f} MB | {ran} |")
+    failed = sum(not cell["ran"]["1.0"] for cell in cells.values())
+    within, below = (
+        sum(cell["ran"][share] for cell in cells.values() for share in shares if low <= float(share) < high)
+        for low, high in ((RESERVED, 1.0), (0.0, RESERVED))
+    )
+    tried = sum(float(share) < RESERVED for cell in cells.values() for share in cell["ran"])
+    return "\n".join(
+        [
+            f"Of {len(cells)} plans called fitting, {failed} failed. Called too big, and ran: {within} of {len(cells)} "
+            f"within the reserve of a tenth, {below} of {tried} below the foreseen peak.",
+            "",
+            *lines,
+        ]
+    )
+
+
 def foreseen_time() -> str:
     """A line for every task and plan of docs/foresee_time.json, which `python -m benchmarks.foresee_time` measures."""
     lines = ["| task | plan | step, measured | predicted | off by |", "|---|---|---|---|---|"]
@@ -210,6 +236,8 @@ def _measured(part: str) -> dict[str, Any]:
     return json.loads((ROOT / "docs" / "gallery.json").read_text()).get(part, {})
 
 
+RESERVED = 1 / 1.1
+"""Share of what a plan is taken to need that is its foreseen peak; the rest is a reserve."""
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},
@@ -218,6 +246,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen": foreseen,
         "foreseen-errors": foreseen_errors,
         "foreseen-between": foreseen_between,
+        "foreseen-limits": foreseen_limits,
         "foreseen-time": foreseen_time,
     },
     "docs/optimizers.md": {"optimizers": optimizers},

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 from benchmarks.foresee import measured_cell
 
-from grappe.foresight.compose import needs
+from grappe.foresight.compose import Needs, needs
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
+from tests.foresight import unusual
 
 EXACT = 0.002  # of the peak: bytes of scalars, of the loss's sum
+CLOSE = 0.01  # of peaks of less than 2 MB
+TASKS = "tests/foresight/unusual.py"
 TINY_GPT = {"width": 32, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
 
 
@@ -58,6 +61,9 @@ def test_an_evaluation_of_a_sharded_transformer(gpt: Sketch) -> None:
         "shard=2",
         "pipeline=2,microbatches=2",
         "pipeline=2,microbatches=4,schedule=gpipe",
+        "pipeline=2,microbatches=4,schedule=zero_bubble",
+        "pipeline=2,shard=2,microbatches=2",
+        "pipeline=2,shard=2,zero=1,microbatches=2",
         "tensor=2",
         "offload=cpu",
     ],
@@ -71,3 +77,42 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
     most = max(one["peak"] for one in measured)
     assert found.least is not None and found.peak is not None
     assert found.least * (1 - EXACT) <= most <= found.peak * (1 + EXACT)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        (unusual.Custom, ""),
+        (unusual.Custom, "shard=2"),
+        (unusual.Twice, ""),
+        (unusual.Twice, "shard=2"),
+        (unusual.Ragged, ""),
+    ],
+)
+def test_the_peak_of_what_is_harder_to_trace(task: type, plan: str) -> None:
+    check(needs(Sketch(task(), Path("data"), kernels=Kernels()), Plan.parse(plan)), task, plan)
+
+
+@pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2", "shard=2"])
+def test_the_peak_of_a_loss_of_the_whole_batch(plan: str) -> None:
+    check(
+        needs(Sketch(unusual.Compared(), Path("data"), kernels=Kernels()), Plan.parse(plan)),
+        unusual.Compared,
+        plan,
+    )
+
+
+@pytest.mark.parametrize("plan", ["replicate=2,batchnorm=sync", "shard=2,batchnorm=sync"])
+def test_the_peak_with_statistics_of_the_global_batch(plan: str) -> None:
+    check(
+        needs(Sketch(unusual.Normed(), Path("data"), kernels=Kernels()), Plan.parse(plan)),
+        unusual.Normed,
+        plan,
+    )
+
+
+def check(found: Needs, task: type, plan: str) -> None:
+    measured = measured_cell(f"{TASKS}:{task.__name__}", plan)
+    most = max(one["peak"] for one in measured)
+    assert found.least is not None and found.peak is not None
+    assert found.least * (1 - CLOSE) <= most <= found.peak * (1 + CLOSE)

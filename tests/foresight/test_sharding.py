@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grappe.foresight.ledger import Mark
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies, Sharding
-from grappe.foresight.sketch import Parameter
 
 UNITS = [Parameter(name=f"{unit}.weight", shape=(4, 1), item=25, trained=True, unit=unit) for unit in (0, 1)]
 """Of 100 bytes."""
@@ -35,6 +35,8 @@ def test_zero_3_frees_a_unit_behind_its_forward_and_zero_2_keeps_it() -> None:
 
 def test_a_reduction_takes_its_input_its_output_and_with_gloo_a_copy() -> None:
     marks = [
+        ("forward", 0),
+        ("left", 0),
         ("forward", 1),
         ("left", 1),
         ("left", -1),
@@ -46,7 +48,30 @@ def test_a_reduction_takes_its_input_its_output_and_with_gloo_a_copy() -> None:
     # Ahead, unit 0 is gathered: 100 more. The gradient (100) is copied into the input (100), then freed.
     assert most(marks, NCCL)[-2:] == [300, 250]
     assert most(marks, GLOO)[-2:] == [350, 250]
-    assert most(marks, GLOO_LATE)[-2:] == [350, 350]  # the copy is there yet
+    # The copy is there yet; and before, what unit 1 was gathered into.
+    assert most(marks, GLOO_LATE)[-2:] == [450, 350]
+
+
+def test_one_of_gloos_threads_has_its_copy_yet_while_the_other_makes_one() -> None:
+    marks = [("forward", 0), ("left", 0), ("forward", 1), ("left", 1), ("left", -1), ("backward", 1)]
+    # Unit 1's parameters, what unit 0 is gathered into ahead, and the copy of that.
+    assert most(marks, GLOO)[-1] == 300
+    assert most(marks, GLOO_LATE)[-1] == 400  # and what unit 1 was gathered into
+
+
+def test_a_unit_that_is_called_twice_is_gathered_twice_and_reduced_once() -> None:
+    calls = [(kind, unit) for unit in (0, 1, 0) for kind in ("forward", "left")]
+    back = [(kind, 0) for kind in ("backward", "done")]
+    marks = [*calls, ("left", -1), *back, ("backward", 1), ("gradient", 1), ("done", 1)]
+    overlay = Sharding(UNITS, 2, 3, there=False, reduces=True, copies=NCCL)
+    for kind, which in [*marks, ("backward", 0), ("gradient", 0)]:
+        overlay.at(Mark(kind, which, 0, 0))
+    assert (
+        overlay.now == 100 + 100 + 100 + 50
+    )  # its parameters, its gradient; unit 1's input and half of gradients
+    overlay.at(Mark("done", 0, 0, 0))
+    overlay.at(Mark("end", -1, 0, 0))
+    assert overlay.now == 100  # both halves
 
 
 def test_microbatches_under_zero_1_keep_whole_gradients() -> None:

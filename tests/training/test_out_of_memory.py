@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,14 @@ def test_which_errors_are_about_memory(error: Exception, is_it: bool) -> None:
     if is_it:
         assert isinstance(caught.value, GrappeError)
         assert "out of memory in process 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("limited_kind", [None, resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_a_thread_without_room_is_short_of_memory_where_memory_is_limited(
+    limited_kind: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit(kind: int) -> tuple[int, int]:
+        return (10**9 if kind == limited_kind else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    monkeypatch.setattr(out_of_memory.resource, "getrlimit", limit)
+    assert is_out_of_memory(RuntimeError("can't start new thread")) == (limited_kind is not None)

@@ -23,10 +23,11 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
-from grappe.task import Task
+from grappe.task import Task, overrides
 
 CPU = torch.device("cpu")
 SAMPLES = 16  # read from the data; larger batches repeat them
+COLLATED = 512  # at most, where the task's collate may pad samples to the longest
 READINGS = 6
 
 
@@ -44,7 +45,9 @@ class Batches:
     def of(self, rows: int) -> Batch:
         """Makes a batch of `rows` samples, without values."""
         read, count = self._read, self._read.microbatches[0].size
-        if rows != count:
+        if rows != count and overrides(self._task, "collate") and rows <= min(COLLATED, self.samples):
+            read = self._rehearsed(rows)
+        elif rows != count:
             micro = read.microbatches[0]
             places = [number % count for number in range(rows)]
             try:
@@ -83,10 +86,11 @@ class Batches:
         return in_memory(self._dataset) is not None
 
     def _loader(self, rows: int) -> BatchLoader:
-        if not self._trains:
-            return evaluation_loader(self._task, self._dataset, Plan(validation_batch=rows), self._world)
         task = dataclasses.replace(self._task, batch_size=rows)
-        return training_loader(task, self._dataset, Plan(), self._world)
+        if self._trains:
+            return training_loader(task, self._dataset, Plan(), self._world)
+        plan = Plan(validation_batch=None if task.whole_batch_loss else rows)
+        return evaluation_loader(task, self._dataset, plan, self._world)
 
     def _rehearsed(self, rows: int) -> Batch:
         return next(self._loader(min(rows, self.samples)).rehearsed())

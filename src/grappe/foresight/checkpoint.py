@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.sharding import rows_of
-from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
 
 

@@ -12,13 +12,11 @@ from grappe.foresight.memory import UNKNOWN, Peaks, States, states
 from grappe.foresight.parts import largest_rows, processes
 from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies
 from grappe.foresight.sketch import Sketch
+from grappe.foresight.slices import slices_of
 from grappe.plan import Plan
 
 UNFORESEEN = ("exact", "compile", "config")
 """Keys under which a process keeps what the model of memory does not know."""
-
-STATES_ONLY = frozenset({"batchnorm"})
-"""Keys of plans whose states are known and whose peak is not."""
 
 UNCOPIED = frozenset({"pipeline", "tensor", "offload"})
 """Keys of plans of which it is not known what is copied for a checkpoint."""
@@ -103,12 +101,11 @@ def _needs(sketch: Sketch, plan: Plan, batch: int | None, gpu: bool) -> Needs:
 
 
 def _peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
-    if plan.changed_keys() & STATES_ONLY or sketch.task.whole_batch_loss:
-        return UNKNOWN
-    if plan.tensor > 1 and not pretended.possible():
+    others = plan.tensor > 1 or slices_of(sketch.task, plan, samples, sketch.samples).ways > 1
+    if others and not pretended.possible():
         return UNKNOWN
     if plan.offload != "none" and copies is NCCL:  # which of it a GPU holds, and when, was never measured
         return UNKNOWN
     if plan.pipeline > 1:
-        return pipeline.peaks(sketch, plan, samples)
+        return pipeline.peaks(sketch, plan, samples, copies)
     return whole.peaks(sketch, plan, samples, copies)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from grappe.errors import PlanError
 from grappe.foresight import links
 from grappe.foresight.calibration import Calibration, Overhead
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.parts import threads_of
 from grappe.foresight.sharding import padded
-from grappe.foresight.sketch import Parameter
 from grappe.launch.world import cores
 from grappe.plan import Plan
 

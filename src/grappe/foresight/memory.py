@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from grappe.foresight.ledger import Mark
-from grappe.foresight.sketch import Parameter
-from grappe.foresight.trace import GRADIENT, Trace
+from grappe.foresight.parameters import Parameter
+from grappe.foresight.trace import GRADIENT
 
 
 class Overlay(Protocol):
@@ -104,10 +104,10 @@ class Accumulating:
         return self.now
 
 
-def peak(trace: Trace, overlay: Overlay) -> int:
-    """Computes the most bytes of a microbatch's forward and backward."""
+def peak(marks: Sequence[Mark], overlay: Overlay) -> int:
+    """Computes the most bytes of a traced microbatch, or of a part of it."""
     most = 0
-    for mark in trace.marks:
+    for mark in marks:
         most = max(most, mark.peak + overlay.now)
         most = max(most, mark.level + overlay.at(mark), mark.level + overlay.now)
     return most

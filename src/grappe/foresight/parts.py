@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from grappe.data.order import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.foresight.memory import Part, states
+from grappe.foresight.parameters import Parameter, homes_of
 from grappe.foresight.sharding import padded, rows_of
-from grappe.foresight.sketch import Parameter, Sketch, homes_of
+from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import tensors_of
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
@@ -64,28 +65,28 @@ def kept(
 
 
 def random_states(sketch: Sketch, plan: Plan) -> int:
-    """Computes the bytes of the random states that activation checkpointing keeps, in a pipeline at most."""
-    units = len(sketch.task.units(sketch.plain)) or 1
-    return (
-        RANDOM_STATE
-        * units
-        * (min(plan.microbatches, plan.pipeline) if plan.pipeline > 1 else 1)
-        * plan.recompute
-    )
+    """Computes the bytes of the random states that activation checkpointing keeps."""
+    return RANDOM_STATE * (len(sketch.task.units(sketch.plain)) or 1) * plan.recompute
 
 
 def largest_rows(sketch: Sketch, plan: Plan, batch: int) -> int:
     """Returns the samples of the largest microbatch."""
-    # The first slices and pieces are the longest.
-    first, last = rows_cut(min(batch, sketch.samples), plan.data_parallel, 0)
-    begin, end = rows_cut(last - first, plan.microbatches, 0)
-    return max(1, end - begin)
+    slices = _lengths(min(batch, sketch.samples), plan.data_parallel)
+    return max(1, *(piece for one in slices for piece in _lengths(one, plan.microbatches)))
+
+
+def _lengths(rows: int, parts: int) -> set[int]:
+    """Returns the different lengths of the parts into which so many rows are cut."""
+    bounds = (rows_cut(rows, parts, number) for number in range(parts))
+    return {last - first for first, last in bounds}
 
 
 def evaluated_rows(sketch: Sketch, plan: Plan, batch: int) -> int:
     """Returns the samples of an evaluation's largest batch on one process."""
     ways = plan.data_parallel
     asked = plan.validation_batch or max(2, 2 * -(-batch // (ways * plan.microbatches))) * ways
+    if sketch.task.whole_batch_loss:  # in the training's batches
+        asked = batch
     return max(1, -(-min(asked, sketch.validation_samples) // ways))
 
 
@@ -107,7 +108,7 @@ def _part(split: Parameter, whole: Parameter, plan: Plan, rank: int) -> Part:
 
 
 def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
-    """Returns the parameters of each process of a pipeline."""
+    """Returns the parameters of each process of a pipeline, with the units of the pipeline."""
     if plan.pipeline == 1:
         return [list(sketch.parameters)]
     parts = cut_of(sketch, plan)
@@ -115,7 +116,15 @@ def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
     # Not Parameter.unit: of a model of transformers a pipeline's units are others than those that are sharded.
     homes = homes_of(pipeline_units(sketch.task, sketch.plain))
     places = {name: place_of[homes[id(one)]] for name, one in sketch.plain.named_parameters()}
-    return [[one for one in sketch.parameters if places[one.name] == place] for place in range(plan.pipeline)]
+    units = {name: homes[id(one)] for name, one in sketch.plain.named_parameters()}
+    return [
+        [
+            dataclasses.replace(one, unit=units[one.name])
+            for one in sketch.parameters
+            if places[one.name] == place
+        ]
+        for place in range(plan.pipeline)
+    ]
 
 
 def stage_buffers(sketch: Sketch, plan: Plan) -> list[int]:

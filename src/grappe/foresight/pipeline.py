@@ -3,78 +3,166 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
-from grappe.foresight.memory import UNKNOWN, Part, Peaks, states
+from grappe.foresight.ledger import Mark
+from grappe.foresight.memory import UNKNOWN, Accumulating, Overlay, Peaks, peak, states
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.parts import (
+    RANDOM_STATE,
     cut_of,
     evaluated_rows,
     kept,
     largest_rows,
     processes,
-    random_states,
     stage_buffers,
     threads_of,
 )  # fmt: skip
-from grappe.foresight.passes import ORDERED
+from grappe.foresight.passes import order_of
+from grappe.foresight.sharding import Copies, Sharding
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.trace import Trace
+from grappe.foresight.slices import slices_of
+from grappe.foresight.trace import REDUCE, START
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 
 
-def peaks(sketch: Sketch, plan: Plan, samples: int) -> Peaks:
-    """Computes the peaks of the process that needs most; of plans that neither shard nor split, without offload."""
-    if uses_shard(plan) or plan.tensor > 1 or plan.schedule not in ORDERED:
+def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
+    """Computes the peaks of the process that needs most; of plans that do not split layers, without offload."""
+    if plan.tensor > 1 or plan.offload != "none" or sketch.task.whole_batch_loss:
         return UNKNOWN
-    cut, alike = cut_of(sketch, plan), dataclasses.replace(plan, replicate=1, threads=None)
-    rows, threads = largest_rows(sketch, plan, samples), threads_of(plan)
-    steps = sketch.passes(alike, cut, rows, threads)
-    scored = sketch.evaluated_stages(alike, cut, evaluated_rows(sketch, plan, samples), threads)
-    if not all(one.complete for one in (*steps, *scored)):
+    made = _Pipeline(sketch, plan, samples, copies)
+    if not made.complete:
         return UNKNOWN
-    parts, buffers = list(processes(sketch, plan)), stage_buffers(sketch, plan)
-    stays = [
-        kept(sketch, plan, own, [one.parameter for one in own], size)
-        for own, size in zip(parts, buffers, strict=True)
-    ]
     places = range(plan.pipeline)
-    # The batch before is kept until its loss is read, one step late.
-    batches = plan.microbatches * steps[0].batch
     return Peaks(
-        step=max(stays[place] + _step(sketch, plan, steps[place], parts[place]) for place in places)
-        + random_states(sketch, plan)
-        + 2 * batches,
-        evaluation=max(
-            stays[place]
-            + _received(steps[place], parts[place])
-            + _scored(sketch, plan, scored, place, samples)
-            for place in places
-        )
-        + batches,
+        step=max(made.step(place) for place in places),
+        evaluation=max(made.evaluation(place) for place in places),
     )
 
 
-def _step(sketch: Sketch, plan: Plan, trace: Trace, parts: list[Part]) -> int:
-    """Computes the most bytes of a process's passes, of the sum over replicas, and of the optimizer's step."""
-    after, most = trace.marks[-1].level, max(mark.peak for mark in trace.marks)
-    gradients = states(parts, 0).gradients
-    summed = gradients if plan.replicate > 1 else 0  # flat copies, all at once
-    temporary = int(sketch.together * max((part.temporary for part in parts), default=0))
-    return max(most, after + max(summed, temporary))
+class _Pipeline:
+    """A pipeline's processes, by their place in it."""
+
+    def __init__(self, sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> None:
+        self._sketch, self._plan, self._copies = sketch, plan, copies
+        self._cut = cut_of(sketch, plan)
+        # Traces depend on no replica, and on whether there are shards, not on how many.
+        alike = dataclasses.replace(
+            plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="local"
+        )
+        rows, threads = largest_rows(sketch, plan, samples), threads_of(plan)
+        self._rows = evaluated_rows(sketch, plan, samples)
+        slices = slices_of(sketch.task, plan, samples, sketch.samples)
+        self._steps = sketch.passes(alike, self._cut, rows, threads, slices)
+        self._scored = sketch.evaluated_stages(alike, self._cut, self._rows, threads)
+        everyone = list(processes(sketch, plan))
+        self._parts = everyone[:: len(everyone) // plan.pipeline]  # the first process of each shard axis
+        self._buffers = stage_buffers(sketch, plan)
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether what all kernels take is counted."""
+        return all(one.complete for one in (*self._steps, *self._scored))
+
+    def step(self, place: int) -> int:
+        """Computes the most bytes of a process's passes, of the sum over replicas, and of the optimizer's step."""
+        trace, parts, overlay = self._steps[place], self._parts[place], self._overlay(place)
+        most = peak(trace.marks, overlay)
+        after = trace.marks[-1].level + overlay.now
+        summed = 0
+        if self._plan.replicate > 1 and not uses_shard(self._plan):
+            summed = states(parts, 0).gradients  # flat copies, all at once
+        temporary = int(self._sketch.together * max((part.temporary for part in parts), default=0))
+        # The batch before is kept until its loss is read, one step late.
+        batches = 2 * self._plan.microbatches * trace.batch
+        return (
+            self._kept(place)
+            + max(most, after + max(summed, temporary))
+            + self._random_states(place)
+            + batches
+        )
+
+    def evaluation(self, place: int) -> int:
+        """Computes the most bytes of an evaluation on a process: of its stages, and of what it has sent."""
+        plan, traces = self._plan, self._scored
+        number = -(-self._sketch.validation_samples // (self._rows * plan.data_parallel))
+        mine = [traces[stage] for stage in self._stages(place)]
+        sends = [one for one in mine if one is not traces[-1]]
+        # What was sent is let go when as much more has been sent.
+        waiting = min(number - 1, 2 * plan.pipeline) * max((one.boundaries[0] for one in sends), default=0)
+        # With zero=1 and 2, the second batch finds gathered what the first one has left.
+        marks = [mark for one in mine for mark in one.marks] * min(2, number)
+        batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * traces[0].batch
+        return (
+            self._kept(place) + self._received(place) + peak(marks, self._overlay(place)) + waiting + batches
+        )
+
+    def _random_states(self, place: int) -> int:
+        """Computes the bytes of the random states of units whose forward is to run again."""
+        now = most = 0
+        for kind, stage, _ in order_of(self._plan, place) if self._plan.recompute else ():
+            now += len(self._cut[stage]) * (1 if kind == "forward" else -1)
+            most = max(most, now)
+        return RANDOM_STATE * most
+
+    def _kept(self, place: int) -> int:
+        parts = self._parts[place]
+        return kept(self._sketch, self._plan, parts, [one.parameter for one in parts], self._buffers[place])
+
+    def _received(self, place: int) -> int:
+        """Computes the bytes into which a process receives, which stay from step to step."""
+        overlay, parts = self._overlay(place), self._parts[place]
+        peak(self._steps[place].marks, overlay)
+        return self._steps[place].marks[-1].level + overlay.now - states(parts, 0).gradients
+
+    def _stages(self, place: int) -> range:
+        return range(place, self._plan.pipeline * stages_each(self._plan), self._plan.pipeline)
+
+    def _overlay(self, place: int) -> Overlay:
+        if not uses_shard(self._plan):
+            return Accumulating([], there=False)
+        own = [part.parameter for part in self._parts[place]]
+        stages = {number: self._cut[number] for number in self._stages(place)}
+        return _ShardedStages(own, stages, self._plan, self._copies)
 
 
-def _received(trace: Trace, parts: list[Part]) -> int:
-    """Computes the bytes into which a process receives, which stay from step to step."""
-    return trace.marks[-1].level - states(parts, 0).gradients
+class _ShardedStages:
+    """Stages of a process whose parameters are sharded, each a model of its own to fully_shard."""
 
+    def __init__(
+        self, own: Sequence[Parameter], stages: Mapping[int, range], plan: Plan, copies: Copies
+    ) -> None:
+        held = plan.zero == 1
+        self._stages = {
+            number: Sharding(
+                [one if one.unit in units else dataclasses.replace(one, shape=()) for one in own],
+                plan.shard,
+                plan.zero,
+                there=False,
+                reduces=True,
+                copies=copies,
+                held=held,
+            )
+            for number, units in stages.items()
+        }
+        self._stage = next(iter(stages))
 
-def _scored(sketch: Sketch, plan: Plan, traces: tuple[Trace, ...], place: int, samples: int) -> int:
-    """Computes the most bytes of an evaluation on a process: of its stages, and of what it has sent."""
-    number = -(-sketch.validation_samples // (evaluated_rows(sketch, plan, samples) * plan.data_parallel))
-    mine = [traces[stage] for stage in range(place, plan.pipeline * stages_each(plan), plan.pipeline)]
-    sends = [one for one in mine if one is not traces[-1]]
-    # What was sent is let go when as much more has been sent.
-    waiting = min(number - 1, 2 * plan.pipeline) * max((one.boundaries[0] for one in sends), default=0)
-    most = max(mark.peak for one in mine for mark in one.marks)
-    return most + waiting + min(number, plan.pipeline) * traces[0].batch
+    @property
+    def now(self) -> int:
+        """Sums the bytes in use."""
+        return sum(one.now for one in self._stages.values())
+
+    def at(self, mark: Mark) -> int:
+        if mark.kind == START:
+            self._stage = mark.which
+            return self.now
+        before = self.now
+        if mark.kind == REDUCE:
+            return max(self._besides(number, mark) for number in self._stages)
+        return max(before, self._besides(self._stage, mark))
+
+    def _besides(self, stage: int, mark: Mark) -> int:
+        others = sum(one.now for number, one in self._stages.items() if number != stage)
+        return others + self._stages[stage].at(mark)

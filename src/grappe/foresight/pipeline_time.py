@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from grappe.errors import PlanError
-from grappe.foresight.passes import ORDERED, Pass, order_of
+from grappe.foresight.passes import Kind, Pass, order_of
 from grappe.plan import Plan
 
 
@@ -27,53 +26,50 @@ class Simulated:
 
 def simulate(
     orders: Sequence[Sequence[Pass]],
-    seconds: Callable[[bool, int], float],
+    seconds: Callable[[Kind, int], float],
     transfer: Callable[[int], float],
 ) -> Simulated:
     """Runs each process's passes in its order, each as soon as what it needs has arrived.
 
     Args:
         orders: of each process.
-        seconds: of a stage's forward or backward.
+        seconds: of a stage's pass of each kind.
         transfer: seconds from the end of a pass of a stage until its neighbour on another process has the result.
     """
     stages = 1 + max(stage for order in orders for _, stage, _ in order)
     done: dict[Pass, float] = {}
-    owner = {(ahead, stage): place for place, order in enumerate(orders) for ahead, stage, _ in order}
+    owner = {stage: place for place, order in enumerate(orders) for _, stage, _ in order}
     now, next_of = [0.0] * len(orders), [0] * len(orders)
     while any(next_of[place] < len(order) for place, order in enumerate(orders)):
         moved = False
         for place, order in enumerate(orders):
             while next_of[place] < len(order):
-                ahead, stage, micro = order[next_of[place]]
-                needs = _needs(ahead, stage, micro, stages)
+                kind, stage, micro = order[next_of[place]]
+                needs = _needs(order[next_of[place]], stages)
                 if any(one not in done for one in needs):
                     break
                 arrived = max(
-                    (done[one] + (transfer(one[1]) if owner[one[:2]] != place else 0.0) for one in needs),
+                    (done[one] + (transfer(one[1]) if owner[one[1]] != place else 0.0) for one in needs),
                     default=0.0,
                 )
-                now[place] = max(now[place], arrived) + seconds(ahead, stage)
-                done[ahead, stage, micro] = now[place]
+                now[place] = max(now[place], arrived) + seconds(kind, stage)
+                done[kind, stage, micro] = now[place]
                 next_of[place] += 1
                 moved = True
         assert moved, "the order cannot be run"
-    busy = tuple(sum(seconds(ahead, stage) for ahead, stage, _ in order) for order in orders)
+    busy = tuple(sum(seconds(kind, stage) for kind, stage, _ in order) for order in orders)
     return Simulated(seconds=max(now), busy=busy)
 
 
 def orders_of(plan: Plan) -> list[list[Pass]]:
-    """Returns each process's passes.
-
-    Raises:
-        PlanError: the schedule's order is not known.
-    """
-    if plan.schedule not in ORDERED:
-        raise PlanError(f"schedule={plan.schedule}: its time is not foreseen; grappe measure runs any plan")
+    """Returns each process's passes."""
     return [order_of(plan, place) for place in range(plan.pipeline)]
 
 
-def _needs(ahead: bool, stage: int, micro: int, stages: int) -> list[Pass]:
-    if ahead:
-        return [(True, stage - 1, micro)] if stage else []
-    return [(True, stage, micro), *([(False, stage + 1, micro)] if stage + 1 < stages else [])]
+def _needs(one: Pass, stages: int) -> list[Pass]:
+    kind, stage, micro = one
+    if kind == "forward":
+        return [("forward", stage - 1, micro)] if stage else []
+    if kind == "weights":
+        return [("inputs", stage, micro)]
+    return [("forward", stage, micro), *([(kind, stage + 1, micro)] if stage + 1 < stages else [])]

@@ -21,12 +21,19 @@ def possible() -> bool:
 
 @contextlib.contextmanager
 def pretended(plan: Plan) -> Iterator[World]:
-    """Context with the world of the first process of a plan's tensor axis; not inside a training."""
-    process = ProcessRank(size=plan.tensor, local_size=plan.tensor)
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=plan.tensor)
+    """Context with the world of the first process of a plan's replicate and tensor axes; not inside a training."""
+    size = plan.replicate * plan.tensor
+    process = ProcessRank(size=size, local_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
-        mesh = dist.init_device_mesh("cpu", (1, 1, 1, plan.tensor), mesh_dim_names=AXES)
-        yield World(process=process, device=torch.device("cpu"), mesh=mesh)
+        mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, plan.tensor), mesh_dim_names=AXES)
+        yield World(
+            process=process,
+            device=torch.device("cpu"),
+            mesh=mesh,
+            data_size=plan.replicate,
+            data_group=mesh["replicate"].get_group() if plan.replicate > 1 else None,
+        )
     finally:
         dist.destroy_process_group()
         forget_meshes()

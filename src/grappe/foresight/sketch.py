@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from grappe.data.batch import Batch
 from grappe.errors import GrappeError, TaskError, user_code
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.ledger import Ledger
+from grappe.foresight.parameters import homes_of, stepped
 from grappe.foresight.pretended import pretended
+from grappe.foresight.slices import ALONE, Slices
 from grappe.foresight.staged import Boundaries, stages_of, traced_evaluation, traced_step
-from grappe.foresight.trace import CPU, END, ROOT, Trace, tensors_of, traced, with_kernels
+from grappe.foresight.trace import CPU, Trace, traced, with_kernels
+from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.optimizers.modes import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
+from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage
@@ -34,30 +35,6 @@ from grappe.plan import Plan
 from grappe.private_api.torch import fake_tensors
 from grappe.step.given import optimizer_of
 from grappe.task import Task
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """Memory that training a parameter takes; of a tied one, once."""
-
-    name: str
-    shape: tuple[int, ...]
-    item: int
-    """Bytes of a number."""
-    trained: bool
-    unit: int
-    """The first unit that has it; ROOT: none."""
-    states: tuple[int, ...] = ()
-    """Bytes of each tensor of the optimizer's state that has a number for each of the parameter's."""
-    whole_states: tuple[int, ...] = ()
-    """Bytes of each of its other tensors, a step count say, which are never split."""
-    temporary: int = 0
-    """Bytes that the optimizer needs while it steps this parameter."""
-
-    @property
-    def size(self) -> int:
-        """Computes the parameter's bytes."""
-        return self.item * math.prod(self.shape)
 
 
 class Sketch:
@@ -96,51 +73,88 @@ class Sketch:
                 task, [(name, one) for name, one in model.named_parameters() if one.requires_grad]
             )
             self.has_modes = has_modes(optimizer)
-            self.parameters, self.together = _stepped(
+            self.parameters, self.together = stepped(
                 optimizer, list(model.named_parameters()), homes, foreach
             )
         self.samples = self._batch.samples
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
     def trace(
-        self, rows: int, precision: str = "fp32", recompute: bool = False, threads: int = 1, tensor: int = 1
+        self,
+        rows: int,
+        precision: str = "fp32",
+        recompute: bool = False,
+        threads: int = 1,
+        tensor: int = 1,
+        slices: Slices = ALONE,
     ) -> Trace:
         """Traces a microbatch of `rows` samples, in a process of so many threads.
 
         Args:
             tensor: processes that share the model's matrices.
+            slices: what it depends on besides itself.
         """
-        plan, batch = Plan(recompute=recompute, tensor=tensor), self._batch.of(rows)
+        plan = Plan(recompute=recompute, tensor=tensor, replicate=slices.ways)
+        batch = self._cut(self._batch, rows, slices)
 
-        def run(model: nn.Module) -> Trace:
+        def run(model: nn.Module, world: World) -> Trace:
             inside, describes = list(self.task.units(model)), self._kernels is not None
             switch_off_caches(model, plan)
             checkpoint_activations(inside or [model], plan)
+            if slices.synchronised and world.data_group is not None:
+                synchronise_batchnorm(model, world.data_group)
             with self.mode:
                 return traced(
-                    self.task, model, inside, batch, precision, describes=describes, records=self._records
+                    self.task,
+                    model,
+                    inside,
+                    batch,
+                    precision,
+                    plan,
+                    world,
+                    describes=describes,
+                    records=self._records,
                 )
 
         return self._completed(self._run(plan, "run", run), threads)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
-    def evaluation(self, rows: int, precision: str = "fp32", threads: int = 1, tensor: int = 1) -> Trace:
+    def evaluation(
+        self,
+        rows: int,
+        precision: str = "fp32",
+        threads: int = 1,
+        tensor: int = 1,
+        slices: Slices = ALONE,
+    ) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        batch = self._validation.of(rows)
+        plan, batch = (
+            Plan(tensor=tensor, replicate=slices.ways),
+            self._cut(self._validation, rows, slices),
+        )
 
-        def run(model: nn.Module) -> Trace:
+        def run(model: nn.Module, world: World) -> Trace:
             inside, describes = list(self.task.units(model.eval())), self._kernels is not None
             with self.mode, torch.no_grad():
-                return traced(self.task, model, inside, batch, precision, describes=describes, trains=False)
+                return traced(
+                    self.task, model, inside, batch, precision, plan, world, describes=describes, trains=False
+                )
 
-        return self._completed(self._run(Plan(tensor=tensor), "be evaluated", run), threads)
+        return self._completed(self._run(plan, "be evaluated", run), threads)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
-    def passes(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
+    def passes(
+        self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE
+    ) -> tuple[Trace, ...]:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples."""
         batch = self._batch.of(rows)
         stages = self._stages(plan, cut)
-        with _explained(self.task, "run"), self.mode:
+        alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
+        world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
+        with _explained(self.task, "run"), world_of as world, self.mode:
+            if slices.synchronised and world.data_group is not None:
+                for stage in stages:
+                    synchronise_batchnorm(stage, world.data_group)
             bounds = Boundaries(stages, batch)
             found = [
                 traced_step(
@@ -160,8 +174,10 @@ class Sketch:
                 stage.eval()
             bounds = Boundaries(stages, batch)
             found = [
-                traced_evaluation(self.task, stage, bounds, batch, describes=self._kernels is not None)
-                for stage in stages
+                traced_evaluation(
+                    self.task, stages, number, bounds, batch, describes=self._kernels is not None
+                )
+                for number in range(len(stages))
             ]
         return tuple(self._completed(one, threads) for one in found)
 
@@ -172,17 +188,28 @@ class Sketch:
         checkpoint_activations(units, plan)
         return stages_of(self.task, units, cut, plan.precision)
 
-    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module], Trace]) -> Trace:
-        """Runs a model as a process of the tensor axis has it; the second time where it is split.
+    def _cut(self, batches: Batches, rows: int, slices: Slices) -> Batch:
+        """Makes a batch of one microbatch of `rows` samples, or of all of the first slice's."""
+        batch = batches.of(rows)
+        if not slices.micros:
+            return batch
+        micros = tuple(batches.of(one).microbatches[0] for one in slices.micros)
+        count = float(slices.samples) if isinstance(batch.count, float) else batch.count
+        return batch._replace(microbatches=micros, samples=slices.samples, count=count)
+
+    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], Trace]) -> Trace:
+        """Runs a model as the first process of the replicate and tensor axes has it; twice where it is split.
 
         The first run finds out how each operator is split, on tensors which no training has.
         """
         with _explained(self.task, what):
-            if plan.tensor == 1:
-                return run(self._made())
+            if plan.processes == 1:
+                return run(self._made(), World(process=ProcessRank(), device=CPU))
             with pretended(plan) as world:
-                run(self._split(plan, world))
-                return run(self._split(plan, world))
+                if plan.tensor == 1:
+                    return run(self._made(), world)
+                run(self._split(plan, world), world)
+                return run(self._split(plan, world), world)
 
     def _split(self, plan: Plan, world: World) -> nn.Module:
         model = on_meta(self.task)
@@ -217,71 +244,6 @@ class Sketch:
         with self.mode:
             give_memory(model, CPU)
         return model.train()
-
-
-def homes_of(units: Sequence[nn.Module]) -> dict[int, int]:
-    """Returns the first unit of each parameter, by its id."""
-    homes: dict[int, int] = {}
-    for number, unit in enumerate(units):
-        for one in unit.parameters():
-            homes.setdefault(id(one), number)
-    return homes
-
-
-def _stepped(
-    optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]], homes: dict[int, int], foreach: bool
-) -> tuple[tuple[Parameter, ...], float]:
-    """Steps the optimizer on one parameter after the other, and notes what each takes; then on all together.
-
-    Returns:
-        The parameters; and how many times the largest of their temporary bytes a step of all takes: Python keeps the
-        last parameter's until the next has made its own, and foreach makes all at once.
-    """
-    trained = [(name, one) for name, one in named if one.requires_grad]
-    for group in optimizer.param_groups:
-        if foreach and group.get("foreach", False) is None:
-            group["foreach"] = True
-    found = []
-    for name, one in named:
-        split, whole, temporary = [], [], 0
-        if one.requires_grad:
-            one.grad = torch.empty_like(one)
-            optimizer.step()  # makes the state
-            values = tensors_of(dict(optimizer.state.get(one, {})))
-            for value in values:
-                (split if value.shape == one.shape and value.dim() else whole).append(value.nbytes)
-            ledger = Ledger([one, one.grad, *values])
-            with ledger:
-                optimizer.step()
-            ledger.mark(END)
-            one.grad = None
-            temporary = ledger.marks[-1].peak
-        found.append(
-            Parameter(
-                name=name,
-                shape=tuple(one.shape),
-                item=one.element_size(),
-                trained=one.requires_grad,
-                unit=homes.get(id(one), ROOT),
-                states=tuple(split),
-                whole_states=tuple(whole),
-                temporary=temporary,
-            )
-        )
-    for _, one in trained:
-        one.grad = torch.empty_like(one)
-    held = [
-        value
-        for _, one in named
-        for value in (one, one.grad, *tensors_of(dict(optimizer.state.get(one, {}))))
-    ]
-    ledger = Ledger([value for value in held if value is not None])
-    with ledger:
-        optimizer.step()
-    ledger.mark(END)
-    for _, one in trained:
-        one.grad = None
-    return tuple(found), ledger.marks[-1].peak / max(1, *(one.temporary for one in found))
 
 
 @contextlib.contextmanager

@@ -13,12 +13,25 @@ from grappe.data.batch import Batch
 from grappe.data.rand_like import entering
 from grappe.foresight.kernels import describe
 from grappe.foresight.ledger import Ledger
-from grappe.foresight.passes import order_of
-from grappe.foresight.trace import BACKWARD, CPU, END, FORWARD, SCORED, START, Trace, tensors_of
+from grappe.foresight.passes import Kind, order_of
+from grappe.foresight.trace import (
+    CPU,
+    END,
+    LEFT,
+    REDUCE,
+    SCORED,
+    START,
+    Trace,
+    ordered,
+    take_gradients,
+    tensors_of,
+    watch,
+)  # fmt: skip
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage
+from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_flatten, tree_unflatten
+from grappe.private_api.torch import split_backward, tree_flatten, tree_unflatten
 from grappe.step.losses import Losses
 from grappe.step.precision import autocast
 from grappe.task import Task
@@ -77,9 +90,20 @@ class _Process:
         }
         self._cached: dict[tuple[int, int], tuple[Leaves, Leaves]] = {}
         self._roots: dict[int, Tensor] = {}
+        self._halves: dict[tuple[int, int], tuple[Leaves, Sequence[Any], list[dict[str, Any]]]] = {}
+
+    def run(self, kind: Kind, stage: Stage, micro: int) -> Leaves:
+        """Runs a pass; returns what it sends."""
+        made = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "inputs": self.backward_of_inputs,
+            "weights": self.backward_of_weights,
+        }
+        return made[kind](stage, micro)
 
     def forward(self, stage: Stage, micro: int) -> Leaves:
-        """Runs a forward, and on the last stage the loss; returns the outputs."""
+        """Runs a forward, and on the last stage the loss; returns what goes to the next stage."""
         key, one = (stage.number, micro), self._batch.microbatches[0]
         inputs = self._inputs.get(key) or tuple(tree_flatten(one.inputs)[0])
         entering(one)
@@ -90,6 +114,7 @@ class _Process:
             with autocast(self._precision, CPU):
                 loss = self._losses(tree_unflatten(list(outputs), stage.leaving), one, self._batch)
             self._roots[micro] = loss.scalar()
+            return ()
         return outputs
 
     def backward(self, stage: Stage, micro: int) -> Leaves:
@@ -107,6 +132,30 @@ class _Process:
             one.grad = None
         return found
 
+    def backward_of_inputs(self, stage: Stage, micro: int) -> Leaves:
+        """Runs the half of a backward that gives the gradients of the inputs; the first stage leaves all to the other.
+
+        These gradients stay on the inputs until the next step.
+        """
+        if stage.is_first:
+            return ()
+        key = stage.number, micro
+        outputs, inputs = self._cached.pop(key)
+        ends: Leaves = (self._roots.pop(micro),) if stage.is_last else outputs
+        given = None if stage.is_last else list(self._gradients[key])
+        found, groups = split_backward().stage_backward_input(list(ends), given, inputs, stage.parameters())
+        self._halves[key] = ends, inputs, groups
+        return tuple(one for one in found if one is not None)
+
+    def backward_of_weights(self, stage: Stage, micro: int) -> Leaves:
+        """Runs the other half."""
+        if stage.is_first:
+            self.backward(stage, micro)
+            return ()
+        _, _, groups = self._halves.pop((stage.number, micro))
+        split_backward().stage_backward_weight(stage.parameters(), groups)
+        return ()
+
 
 def traced_step(
     task: Task,
@@ -118,46 +167,63 @@ def traced_step(
     *,
     describes: bool,
 ) -> Trace:
-    """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors."""
+    """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors.
+
+    Where the plan shards, units are marked; with zero=2 and 3 gradients are taken away as soon as they are there.
+    """
     mine = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
     parameters = [one for stage in mine.values() for one in stage.parameters()]
     ledger = _ledger(mine.values(), batch, describes)
+    if uses_shard(plan):
+        _mark_units(stages, mine, ledger)
+        if plan.zero != 1:
+            take_gradients(enumerate(parameters), ledger)
     # 1F1B awaits each send before the next one, the others await all at the step's end.
     most = 1 if plan.schedule == "1f1b" else None
     sent: deque[Any] = deque(maxlen=most)  # gradients of inputs
     handed: deque[Any] = deque(maxlen=most)  # outputs
     with ledger:
         process = _Process(task, mine, bounds, batch, plan)
-        ledger.mark(START)
         order, late = order_of(plan, place), None
-        begins = next(index for index, (ahead, _, _) in enumerate(order) if not ahead)
-        for index, (ahead, number, which) in enumerate(order):
-            if ahead:
-                handed.append(process.forward(mine[number], which))
+        begins = next(index for index, (kind, _, _) in enumerate(order) if kind != "forward")
+        for index, (kind, number, which) in enumerate(order):
+            ledger.mark(START, number)
+            (handed if kind == "forward" else sent).append(process.run(kind, mine[number], which))
+            if kind == "forward" and index == begins - 2:
                 # What 1F1B sends before its last warm-up is let go with the cool-down's first send.
-                late = handed[-1] if index == begins - 2 else late
-            else:
-                sent.append(process.backward(mine[number], which))
-            ledger.mark(FORWARD if ahead else BACKWARD, number)
+                late = handed[-1]
+            ledger.mark(LEFT if kind == "forward" else END)
         sent.clear()
         handed.clear()
         del late
-        ledger.mark(END)  # gradients, and what was received into, which stays
+        ledger.mark(REDUCE)  # gradients, and what was received into, which stays
     for one in parameters:
         one.grad = None
     return _made(ledger, batch, ())
 
 
+def _mark_units(stages: Sequence[Stage], mine: Mapping[int, Stage], ledger: Ledger) -> None:
+    """Marks the units of a process's stages, numbered over the whole model."""
+    numbers = {id(unit): number for number, unit in enumerate(one for stage in stages for one in stage.units)}
+    for stage in mine.values():
+        for unit in stage.units:
+            watch(unit, numbers[id(unit)], ledger, {})
+
+
 def traced_evaluation(
-    task: Task, stage: Stage, bounds: Boundaries, batch: Batch, *, describes: bool
+    task: Task, stages: Sequence[Stage], number: int, bounds: Boundaries, batch: Batch, *, describes: bool
 ) -> Trace:
     """Runs a stage on validation samples, without gradients; inside the mode of fake tensors."""
+    stage = stages[number]
     micro, losses = batch.microbatches[0], Losses(task)
     ledger = _ledger([stage], batch, describes)
+    _mark_units(stages, {stage.number: stage}, ledger)
     with ledger, torch.no_grad():
+        ledger.mark(START, stage.number)
         leaves = bounds.entering[0] if stage.is_first else bounds.received(stage.number)
         entering(micro)
         outputs = stage(*leaves)
+        ledger.mark(LEFT)
         if stage.is_last:
             assert stage.leaving is not None
             values, _ = losses.values(tree_unflatten(list(outputs), stage.leaving), micro)
@@ -175,7 +241,7 @@ def _made(ledger: Ledger, batch: Batch, outputs: Leaves) -> Trace:
     micro = batch.microbatches[0]
     return Trace(
         rows=micro.size,
-        marks=tuple(ledger.marks),
+        marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in tensors_of(micro)),
         boundaries=(sum(one.nbytes for one in outputs),),
         calls=tuple(ledger.calls),

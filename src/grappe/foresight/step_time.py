@@ -14,14 +14,16 @@ from grappe.foresight.calibration import Calibration, Overhead, write
 from grappe.foresight.exchange import Exchange, kind_of
 from grappe.foresight.microbatch import MicrobatchTime, Part, microbatch_time, recording_seconds
 from grappe.foresight.operators import Operator, Recording
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.parts import largest_rows, precision_of, stage_parameters, threads_of
+from grappe.foresight.passes import Kind
 from grappe.foresight.pipeline_time import orders_of, simulate
 from grappe.foresight.replay import replayed
 from grappe.foresight.sharding import rows_of
-from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
 from grappe.launch.world import cores
-from grappe.parallel.pipeline.rules import stages_each
+from grappe.parallel.pipeline.rules import RULES, stages_each
 from grappe.plan import Plan
 from grappe.profiling import memory
 
@@ -167,6 +169,10 @@ class Clock:
         each, sketch = stages_each(plan), self._sketch
         if plan.shard > 1:
             raise PlanError("pipeline with shard: its time is not foreseen; grappe measure runs any plan")
+        if RULES[plan.schedule].splits_backward:
+            raise PlanError(
+                f"schedule={plan.schedule}: its time is not foreseen; grappe measure runs any plan"
+            )
         stages = _units_of_stages(sketch, plan, each)
         own, exchange = self._overhead("pipeline"), self._exchange
         root = [
@@ -174,7 +180,8 @@ class Clock:
             for one, way in ((micro.forward, "forward"), (micro.backward, "backward"))
         ]
 
-        def seconds(ahead: bool, stage: int) -> float:
+        def seconds(kind: Kind, stage: int) -> float:
+            ahead = kind == "forward"
             parts, way = (micro.forward, "forward") if ahead else (micro.backward, "backward")
             took = sum(self._part(parts.get(unit, Part()), way) for unit in stages[stage]) + own.unit
             return took + (root[not ahead] if stage == len(stages) - 1 else 0.0)  # the loss

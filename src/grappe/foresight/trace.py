@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,23 @@ from grappe.data.rand_like import entering
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.foresight.ledger import Ledger, Mark
 from grappe.foresight.operators import Recorder, Recording
+from grappe.launch.world import World
+from grappe.parallel.batchnorm import buffers_kept
+from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
-from grappe.step.losses import Loss, Losses
+from grappe.step.losses import Loss
 from grappe.step.precision import autocast
+from grappe.step.whole_batch import AnyLosses, WholeBatchLosses, losses_of
 from grappe.task import Task
 
 CPU = torch.device("cpu")
-START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED = (
-    "start", "forward", "left", "loss", "backward", "done", "gradient", "end", "scored",
+START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED, REDUCE = (
+    "start", "forward", "left", "loss", "backward", "done", "gradient", "end", "scored", "reduce",
 )  # fmt: skip
 """Kinds of marks: of a unit its forward's beginning and end, its backward's beginning and end; of a parameter its
-gradient; of the whole model the beginning, its forward's end, the loss and the end; SCORED: an evaluation's end."""
+gradient; of the whole model the beginning, its forward's end, the loss and the end; SCORED: an evaluation's end;
+REDUCE: where a pipeline's process reduces the gradients of all its passes."""
 ROOT = -1
 
 
@@ -46,6 +51,8 @@ class Trace:
     """Whether what all kernels take is counted."""
     recording: Recording | None = None
     """All operators; None: not asked for."""
+    ahead: int = 0
+    """So many marks, the first ones, are of the pass ahead that a loss of the whole batch needs."""
 
 
 def traced(
@@ -54,6 +61,8 @@ def traced(
     units: Sequence[nn.Module],
     batch: Batch,
     precision: str,
+    plan: Plan,
+    world: World,
     *,
     describes: bool,
     records: bool = False,
@@ -63,23 +72,26 @@ def traced(
 
     Args:
         units: the model's, whose beginnings and ends are marked.
+        plan: what the task's loss is computed under, in `world`.
         describes: whether to keep the calls of operators whose kernels take memory besides.
         records: whether to record all operators.
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
     given = tensors_of(micro)
-    known = [*model.parameters(), *model.buffers(), *given]
+    known = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
     recorder = Recorder(known) if records else None
     ledger = Ledger(known, describe if describes else None, recorder)
     boundaries = [0] * len(units)
     for number, unit in enumerate(units):
-        _watch(unit, number, ledger, boundaries)
-    for number, (_, parameter) in enumerate(model.named_parameters()):
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
-    losses = Losses(task)
+        watch(unit, number, ledger, boundaries)
+    take_gradients(enumerate(model.parameters()), ledger)
+    losses = losses_of(task, plan, world)
     with ledger:
+        if trains and isinstance(losses, WholeBatchLosses) and losses.look_ahead_needed(batch):
+            with autocast(precision, CPU):
+                _first_pass(task, model, losses, batch, ledger)
+        ahead = len(ledger.marks)
         ledger.mark(START)
         with autocast(precision, CPU):
             compute: Callable[..., Loss | None] = losses if trains else _score(losses)
@@ -93,12 +105,26 @@ def traced(
             ledger.mark(SCORED)
     return Trace(
         rows=micro.size,
-        marks=_ordered(ledger.marks),
+        marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in given),
         boundaries=tuple(boundaries),
         calls=tuple(ledger.calls),
         recording=None if recorder is None else recorder.recording(),
+        ahead=ahead,
     )
+
+
+@torch.no_grad()
+def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: Batch, ledger: Ledger) -> None:
+    """Runs forward of all microbatches, whose outputs a loss of the whole batch needs first."""
+    outputs = []
+    with buffers_kept(model):
+        for micro in batch.microbatches:
+            ledger.mark(START)
+            outputs.append(_left(ledger, task.forward(model, entering(micro))))
+        losses.look_ahead(batch, outputs, 1.0)
+    outputs.clear()
+    ledger.mark(SCORED)
 
 
 def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
@@ -112,17 +138,20 @@ def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
     return dataclasses.replace(trace, marks=tuple(marks), complete=complete)
 
 
-def _score(losses: Losses) -> Callable[..., None]:
+def _score(losses: AnyLosses) -> Callable[..., None]:
     """Returns what an evaluation computes of a microbatch's output, and keeps nothing of."""
 
     def score(output: Any, micro: Microbatch, batch: Batch) -> None:
+        if isinstance(losses, WholeBatchLosses):
+            losses.scored(output, micro, batch)
+            return
         values, _ = losses.values(output, micro)
         losses.total(values, micro, micro.size)
 
     return score
 
 
-def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) -> None:
+def watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: dict[int, int] | list[int]) -> None:
     """Marks where a unit's forward and backward begin and end."""
 
     def enters(_: Any, inputs: Any, keywords: Any = None) -> None:
@@ -142,7 +171,7 @@ def _watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: list[int]) 
     unit.register_forward_hook(leaves)
 
 
-def _ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+def ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
     """Orders marks of one moment: a unit's backward has ended before that of the unit before it begins.
 
     Both are hooks of the tensor between the two, which run in the order of the forward.
@@ -160,6 +189,13 @@ def _ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
 def _left(ledger: Ledger, output: Any) -> Any:
     ledger.mark(LEFT)
     return output
+
+
+def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> None:
+    """Marks where each parameter's gradient is there, and takes it away."""
+    for number, parameter in numbered:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
 
 
 def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:

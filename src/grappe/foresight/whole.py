@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from grappe.foresight.memory import Accumulating, Overlay, Part, Peaks, peak, states
+from grappe.foresight.parameters import Parameter
 from grappe.foresight.parts import (
+    RANDOM_STATE,
     evaluated_rows,
     first_parameters,
     kept,
@@ -16,7 +19,9 @@ from grappe.foresight.parts import (
     threads_of,
 )  # fmt: skip
 from grappe.foresight.sharding import Copies, Sharding
-from grappe.foresight.sketch import Parameter, Sketch
+from grappe.foresight.sketch import Sketch
+from grappe.foresight.slices import slices_of
+from grappe.foresight.trace import Trace
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 
@@ -30,12 +35,13 @@ def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
 
 def _step(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int | None:
     """Computes the most bytes in a step, of a process with the longest rows; None: not known."""
-    rows = largest_rows(sketch, plan, samples)
-    trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads_of(plan), plan.tensor)
+    trace = _trained(sketch, plan, samples)
     if not trace.complete:
         return None
     parts, own = _first_parts(sketch, plan), first_parameters(sketch, plan)
-    passes = [peak(trace, _overlay(own, plan, place, copies)) for place in _distinct(plan.microbatches)]
+    marks, ahead = trace.marks[trace.ahead :], trace.marks[: trace.ahead]
+    passes = [peak(marks, _overlay(own, plan, place, copies)) for place in _distinct(plan.microbatches)]
+    passes.append(peak(ahead, _forward_only(own, plan, copies)) + RANDOM_STATE if ahead else 0)
     temporary = sketch.together * max((part.temporary for part in parts), default=0)
     update = int(states(parts, 0).gradients + temporary)
     # The batch before is kept until its loss is read, one step late.
@@ -50,22 +56,35 @@ def _step(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int | Non
 def _evaluation(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int | None:
     """Computes the most bytes in an evaluation between two steps; None: not known."""
     rows = evaluated_rows(sketch, plan, samples)
-    trace = sketch.evaluation(rows, precision_of(plan), threads_of(plan), plan.tensor)
+    # A loss of the whole batch takes an evaluation's batch whole, too.
+    slices = slices_of(
+        sketch.task,
+        dataclasses.replace(plan, microbatches=1, batchnorm="local"),
+        samples,
+        sketch.validation_samples,
+    )
+    trace = sketch.evaluation(rows, precision_of(plan), threads_of(plan), plan.tensor, slices)
     if not trace.complete:
         return None
     parts, own = _first_parts(sketch, plan), first_parameters(sketch, plan)
-    overlay: Overlay = Accumulating([], there=False)
-    buckets = 0
-    if uses_shard(plan):
-        overlay = Sharding(own, plan.shard, plan.zero, there=False, reduces=False, copies=copies)
-    elif plan.replicate > 1:
-        buckets = states(parts, 0).gradients
-    trained = sketch.trace(
-        largest_rows(sketch, plan, samples), precision_of(plan), plan.recompute, threads_of(plan), plan.tensor
-    )
+    # With zero=1 and 2, the second batch finds gathered what the first one has left.
+    marks, again = trace.marks, sketch.validation_samples > rows * plan.data_parallel
+    most = peak([*marks, *marks] if again else marks, _forward_only(own, plan, copies))
     # The step before has its batch until its loss is read.
-    batches = plan.microbatches * trained.batch + trace.batch
-    return kept(sketch, plan, parts, own) + buckets + peak(trace, overlay) + batches
+    batches = plan.microbatches * _trained(sketch, plan, samples).batch + trace.batch
+    return kept(sketch, plan, parts, own) + most + batches
+
+
+def _trained(sketch: Sketch, plan: Plan, samples: int) -> Trace:
+    """Returns the trace of a process's largest microbatch."""
+    return sketch.trace(
+        largest_rows(sketch, plan, samples),
+        precision_of(plan),
+        plan.recompute,
+        threads_of(plan),
+        plan.tensor,
+        slices_of(sketch.task, plan, samples, sketch.samples),
+    )
 
 
 def _first_parts(sketch: Sketch, plan: Plan) -> list[Part]:
@@ -77,6 +96,14 @@ def _distinct(microbatches: int) -> Sequence[tuple[bool, bool]]:
     """Returns the microbatches of a step that differ: is it the first, is it the last?"""
     first = [(True, microbatches == 1)]
     return first + [(False, False)] * (microbatches > 2) + [(False, True)] * (microbatches > 1)
+
+
+def _forward_only(own: Sequence[Parameter], plan: Plan, copies: Copies) -> Overlay:
+    """Returns what the plan takes in a forward without a backward: between two steps no gradient is there."""
+    if uses_shard(plan):
+        return Sharding(own, plan.shard, plan.zero, there=False, reduces=False, copies=copies)
+    buckets = sum(one.size for one in own if one.trained) if plan.replicate > 1 else 0
+    return Accumulating([], there=False, buckets=buckets)
 
 
 def _overlay(own: Sequence[Parameter], plan: Plan, place: tuple[bool, bool], copies: Copies) -> Overlay:

@@ -56,6 +56,7 @@ __all__ = [
     "operator_arguments",
     "operator_mutates",
     "run_backward",
+    "split_backward",
     "step_is_observed",
     "tree_flatten",
     "tree_leaves",
@@ -82,6 +83,7 @@ USED = tuple(
         ("torch.distributed.device_mesh", "_mesh_resources"),
         ("torch.distributed.device_mesh.DeviceMesh", "_flatten"),
         ("torch.distributed.distributed_c10d", "_get_default_store"),
+        ("torch.distributed.pipelining", "_backward"),
         ("torch.distributed.tensor", "_utils"),
         ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", "_shutdown_workers"),
         ("torch.distributed.tensor.DTensor", "_local_tensor"),
@@ -223,6 +225,13 @@ def functional_collectives() -> ModuleType:
     import torch.distributed._functional_collectives as functional
 
     return functional
+
+
+def split_backward() -> ModuleType:
+    """Returns the module of the two halves of a pipeline stage's backward: of its inputs, and of its weights."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward
 
 
 def operator_arguments(operator: Any) -> Sequence[Any]:

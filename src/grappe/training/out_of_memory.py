@@ -85,8 +85,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     known = isinstance(error, RuntimeError | OSError) and not isinstance(error, GrappeError)
-    # Without a limit of the address space a thread's stack always has room: then it is threads that are limited.
-    roomy = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    # Without a limit of the address space, or of data, a thread's stack always has room: then it is threads that are
+    # limited.
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    roomy = all(limit == resource.RLIM_INFINITY for limit in limits)
     words = [one for one in WORDS if not (one == THREAD and roomy)]
     return known and any(one in str(error) for one in words)
 

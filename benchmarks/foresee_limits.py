@@ -1,0 +1,123 @@
+"""Whether what is called fitting runs under that limit of memory: `python -m benchmarks.foresee_limits`.
+
+The limit is RLIMIT_DATA, which `ulimit -d` sets: what a process has before its model, and a share of what grappe takes
+the plan to need, its reserve of a tenth included. At a share of 1 a plan is called fitting; below, too big.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from grappe.errors import PlanError
+from grappe.fields import split
+from grappe.foresight import compose
+from grappe.foresight.kernels import Kernels
+from grappe.foresight.search import Room
+from grappe.foresight.sketch import Sketch
+from grappe.plan import Plan
+from grappe.training.request import data_folder
+from grappe.training.task_reference import TaskReference
+
+FILE = Path(__file__).parent.parent / "docs" / "foresee_limits.json"
+STEPS = 3
+SHARES = (1.0, 0.95, 0.9, 0.8)
+"""Of what a plan is taken to need, with the reserve of a tenth: 0.909 is the foreseen peak itself."""
+LOW = 600_000_000
+"""Bytes that none of the trainings has room in."""
+SHORT = ("out of memory", "starts no further process or thread")
+BEFORE = re.compile(r"([0-9.]+) ([MG]B) from before the model")
+UNITS = {"MB": 10**6, "GB": 10**9}
+TASKS = (
+    "benchmarks/mlp_task.py:Mlp width=3072",
+    "pysource width=512 depth=8 heads=8 batch_size=8",
+    "coatnet batch_size=16",
+)
+PLANS = (
+    "", "microbatches=2", "recompute", "precision=bf16", "replicate=2", "shard=2", "shard=2,zero=1",
+    "shard=2,zero=2,microbatches=2", "pipeline=2,microbatches=4", "pipeline=2,microbatches=4,schedule=zero_bubble",
+)  # fmt: skip
+
+
+def besides(task: str, plan: str) -> int:
+    """Returns the bytes that a process has before its model, as the message says under a limit that is too low."""
+    for limit in range(LOW, 2 * LOW, LOW // 10):  # where a thread or a process has no room, it is not said
+        found = BEFORE.search(under(task, plan, limit))
+        if found is not None:
+            break
+    else:
+        raise RuntimeError(f"{task}, {plan}: no message of what was there before the model")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def under(task: str, plan: str, limit: int) -> str:
+    """Trains a few steps by command under a limit of each process's data; returns the error's message, or nothing.
+
+    Raises:
+        RuntimeError: it failed for another reason than memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "grappe",
+            "train",
+            *task.split(),
+            "--plan",
+            plan,
+            "--steps",
+            str(STEPS),
+        ]
+        done = subprocess.run(
+            [*command, "--run", f"{folder}/run"],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode and not any(words in done.stderr for words in SHORT):
+        raise RuntimeError(done.stderr[-2000:])
+    return done.stderr if done.returncode else ""
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """Yields each task, with its fields, and each plan that is tried."""
+    return itertools.product(TASKS, PLANS)
+
+
+def main() -> None:
+    """Tries what the file has not yet, or all again."""
+    found = {} if "--again" in sys.argv or not FILE.exists() else json.loads(FILE.read_text())
+    for task, plan in cells():
+        key = f"{task} | {plan}"
+        if key in found:
+            continue
+        name, *fields = task.split()
+        sketch = Sketch(TaskReference.of(name, split(fields)).resolve(), data_folder(), kernels=Kernels())
+        try:
+            needs = compose.needs(sketch, Plan.parse(plan))
+        except PlanError:  # the task does not support the plan
+            continue
+        if needs.most is None:
+            continue
+        room = Room(whose="", size=0, besides=besides(task, plan), gpu=False)
+        taken = room.needed(needs.most)
+        limits = {share: room.besides + int(share * (taken - room.besides)) for share in SHARES}
+        found[key] = {
+            "before": room.besides,
+            "peak": needs.most,
+            "ran": {str(share): not under(task, plan, limit) for share, limit in limits.items()},
+        }
+        print(key, found[key], flush=True)
+        FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

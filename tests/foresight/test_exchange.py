@@ -1,0 +1,57 @@
+"""A step sends as many messages as its time is foreseen from: collectives of 2, 4 and 8 processes, counted by torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from grappe.foresight import links
+from grappe.foresight.calibration import Calibration, Machine
+from grappe.foresight.exchange import Exchange
+from grappe.foresight.sketch import Sketch
+from grappe.plan import Plan
+from tests.foresight import messages, unusual
+
+NOTHING = ((0.0, 0.0), (1e12, 0.0))
+ONE = ((256.0, 0.0), (257.0, 1.0), (1e12, 1.0))
+"""A second for each message of more than 256 bytes."""
+
+
+def foreseen(plan: Plan, *collectives: str) -> float:
+    """Counts a step's messages of these kinds: the seconds that they take if each takes one."""
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    points = {kind: ONE if kind in collectives else NOTHING for kind in kinds}
+    points[links.MEETING] = ((1.0, 0.0),)
+    calibration = Calibration(
+        machine=Machine.here(),
+        overheads={},
+        links={str(count): points for count in (2, 4, 8)},
+        flops={},
+        bandwidth={"1": float("inf")},
+    )
+    sketch = Sketch(unusual.Rows(), Path("data"))
+    return Exchange(calibration, sketch.parameters).of(plan, 1.0, 0.0)[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replicate=2",
+        "shard=2",
+        "shard=2,zero=1,microbatches=2",
+        "shard=2,microbatches=2",
+        "replicate=2,shard=2",
+        "shard=4",
+        "shard=8",
+        "replicate=4",
+    ],
+)
+def test_a_step_sends_as_many_messages_as_are_foreseen(text: str) -> None:
+    plan = Plan.parse(f"{text},threads=1")
+    sent = Counter(messages.sent("tests/foresight/unusual.py:Rows", str(plan)))
+    assert sent["all_gather"] == foreseen(plan, "all_gather")
+    # gloo reduces and scatters by summing everything; the loss's sum goes with DDP's buckets, or by itself.
+    sums = 0 if plan.shard == 1 else 1
+    assert sent["all_reduce"] - sums == foreseen(plan, "all_reduce", "reduce_scatter")
