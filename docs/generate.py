@@ -17,6 +17,7 @@ from grappe.verbs.catalogue import plan_markdown
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "grappe"
+NEAR = 2  # per cent, by which a chosen plan may be slower than the quickest one
 
 
 def rooms() -> str:
@@ -111,6 +112,27 @@ def foreseen_time() -> str:
         lines.append(
             f"| **{name}** | {len(found)} cells | | median | {statistics.median(found):.0%}, worst {found[-1]:.0%} |"
         )
+    return "\n".join(lines)
+
+
+def foreseen_choice() -> str:
+    """A line for every choice of docs/foresee_choice.json, which `python -m benchmarks.foresee_choice` measures."""
+    known = json.loads((ROOT / "docs" / "foresee_choice.json").read_text())
+    found = {choice: cell for choice, cell in known.items() if "loss" in cell}
+    if not found:
+        return "Not measured yet."
+    lines = ["| task | chosen | quickest | chosen, measured | quickest | loss |", "|---|---|---|---|---|---|"]
+    for choice, cell in found.items():
+        plans = [cell["chosen"], cell["best"]]
+        chosen, quickest = (f"{1e3 * statistics.median(cell['measured'][one]):.1f} ms" for one in plans)
+        names = " | ".join(f"`{one or 'one process'}`" for one in plans)
+        lines.append(f"| `{choice}` | {names} | {chosen} | {quickest} | {cell['loss']:.1f} % |")
+    losses = [cell["loss"] for cell in found.values()]
+    near = sum(loss <= NEAR for loss in losses)
+    lines.append(
+        f"| **{near} of {len(losses)} within {NEAR} %** | | | | | {statistics.median(losses):.1f} % in the median, "
+        f"{max(losses):.1f} % at worst |"
+    )
     return "\n".join(lines)
 
 
@@ -219,6 +241,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen-errors": foreseen_errors,
         "foreseen-between": foreseen_between,
         "foreseen-time": foreseen_time,
+        "foreseen-choice": foreseen_choice,
     },
     "docs/optimizers.md": {"optimizers": optimizers},
     "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},

@@ -143,6 +143,19 @@ def test_what_fills_messages_and_calls_collectives_is_no_computing() -> None:
     assert summed.host == pytest.approx(3e-6)
 
 
+def test_a_copy_costs_the_freeing_of_its_memory_too() -> None:
+    copied = call("clone", "copy", line="task.py:4")
+    tried = [copied._replace(other=seconds) for seconds in (1e-4, 3e-4)]
+    found = summarised([[copied, call()]], tried, FLOOR, on_device=False)
+    assert found.copies == pytest.approx(copied.kernel + 2e-4)
+    assert found.copy_lines[0].seconds == pytest.approx(found.copies)
+    assert found.other_part is None
+    x = torch.randn(2048, 1024)
+    seen = traced(lambda phase: x.t().contiguous(), other=torch.bfloat16)
+    assert seen is not None
+    assert seen.copies > 0
+
+
 def test_weights_are_known_by_their_place_and_gradients_by_their_shape() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     weights = Weights([("w", weight)])

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     size: int
     """Bytes of the tensors that it reads and writes."""
     other: float | None = None
-    """Seconds of the same operator in the other precision; None: it was not tried."""
+    """Of a matrix product its seconds in the other precision, of a copy those to free its memory; None: not tried."""
     kernel: float = 0.0
     """Seconds without dispatch; on a GPU, of its kernels."""
 
@@ -75,7 +75,7 @@ class Traced:
     other_part: float | None
     """Ratio of their seconds in the other precision to those in the plan's; None: it was not tried."""
     copies: float
-    """Seconds in copies within one type: a change of layout, or of place."""
+    """Seconds in copies within one type, a change of layout or of place, and in freeing their memory in forward."""
     casts: float
     """Seconds in copies to another type."""
     elementwise: float
@@ -111,7 +111,7 @@ def summarised(
     """Summarises traced steps; of steps with the same operators, each operator's median counts.
 
     Args:
-        tried: calls with operators that were tried in the other precision.
+        tried: calls of further steps, in which matrix products and copies were called once more.
         floor: from `operators.least`.
     """
     same = len({tuple(call.name for call in calls) for calls in steps}) == 1
@@ -126,11 +126,12 @@ def summarised(
     sums = dict.fromkeys(KINDS, 0.0)
     host: dict[str, list[float]] = {}
     copies: dict[str, list[float]] = {}
+    freed = _freed(tried)
     for call in rows:
         sums[call.kind] += call.kernel
         _add(host, call.line, max(0.0, call.gap + _called(call, floor) - floor.traces))
         if call.kind == "copy":
-            _add(copies, call.line, call.kernel)
+            _add(copies, call.line, call.kernel + freed.get((call.name, call.line, call.size), 0.0))
     reads = collections.Counter(call.line for call in rows if call.kind == "read" and call.line)
     return Traced(
         clock="device" if on_device else "host",
@@ -138,7 +139,7 @@ def summarised(
         flops=sum(call.flops for call in rows) / parts,
         matrix=sums["matrix"] / parts,
         other_part=_other_part(tried),
-        copies=sums["copy"] / parts,
+        copies=sum(seconds for _, seconds in copies.values()) / parts,
         casts=sums["cast"] / parts,
         elementwise=(sums["other"] + sums["read"]) / parts,
         host=sum(call.gap + _called(call, floor) for call in rows) / parts,
@@ -167,8 +168,17 @@ def _middle(column: Sequence[Call]) -> Call:
 
 def _other_part(tried: Sequence[Call]) -> float | None:
     """Computes what matrix products take in the other precision over what they take in the plan's."""
-    both = [(call.seconds, call.other) for call in tried if call.other is not None]
+    both = [(call.seconds, call.other) for call in tried if call.flops and call.other is not None]
     return sum(other for _, other in both) / sum(seconds for seconds, _ in both) if both else None
+
+
+def _freed(tried: Sequence[Call]) -> dict[tuple[str, str, int], float]:
+    """Returns the median seconds in which a copy's memory is freed, by operator, line and bytes."""
+    found: dict[tuple[str, str, int], list[float]] = {}
+    for call in tried:
+        if call.kind == "copy" and call.other is not None:
+            found.setdefault((call.name, call.line, call.size), []).append(call.other)
+    return {key: statistics.median(seconds) for key, seconds in found.items()}
 
 
 def _add(lines: dict[str, list[float]], line: str, seconds: float) -> None:

@@ -21,6 +21,8 @@ from grappe.profiling.other_precision import Weights, seconds_in
 from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD
 
 COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous", "_foreach_copy_"})
+NEW = frozenset({"clone", "_to_copy", "contiguous"})
+"""Those that take new memory."""
 READS = frozenset({"_local_scalar_dense", "nonzero", "equal", "is_nonzero"})
 """Operators that give a value to Python: on a GPU the host waits for all that was queued before."""
 COLLECTIVES = ("c10d", "_c10d_functional")
@@ -95,6 +97,8 @@ class OperatorTrace(TorchDispatchMode):
         if flops and self._trying and self._other is not None:
             forward = self._chronometer.phase == FORWARD
             tried = seconds_in(self._other, func, args, keywords, self._weights, forward)
+        elif name in NEW and self._trying and self._chronometer.phase == FORWARD:
+            tried = _seconds_to_free(func, args, keywords)
         tensors = [one for one in tree_leaves((args, keywords, output)) if isinstance(one, Tensor)]
         size = sum(one.numel() * one.element_size() for one in tensors)
         kind = "view" if func.is_view else _kind(name, flops, {one.dtype for one in tensors})
@@ -141,6 +145,14 @@ def _kind(name: str, flops: int, types: set[torch.dtype]) -> str:
     if name not in COPIES:
         return "other"
     return "copy" if len(types) < 2 else "cast"
+
+
+def _seconds_to_free(func: Any, args: Any, keywords: Any) -> float:
+    """Times how long memory takes to be given back that an operator takes: more than a little is unmapped, page by page."""
+    output = func(*args, **keywords)
+    began = time.perf_counter()
+    del output
+    return time.perf_counter() - began
 
 
 def least(chronometer: Chronometer) -> Floor:
