@@ -144,7 +144,8 @@ def _messages(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
 
 
 def _update(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
-    yield Remedy(part="update", word="a larger batch_size makes updates rarer; zero=1 splits them")
+    split = "; shard= with zero=1 splits them" if Plan.parse(fall.plan).replicate > 1 else ""
+    yield Remedy(part="update", word=f"a larger batch_size makes updates rarer{split}")
 
 
 def _reads(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
