@@ -31,20 +31,20 @@ class Call(NamedTuple):
     size: int
     """Bytes of the tensors that it reads and writes."""
     other: float | None = None
-    """Of a matrix product its seconds in the other precision, of a copy those to free its memory; None: not tried."""
+    """Seconds of a matrix product in the other precision, or those in which a copy's memory is freed; None: not tried."""
     kernel: float = 0.0
     """Seconds without dispatch; on a GPU, of its kernels."""
 
 
 class Floor(NamedTuple):
-    """The least that any operator takes on the host, in seconds."""
+    """The least that any operator takes on the host."""
 
     gap: float
-    """Before it, while it is traced."""
+    """Seconds before it, while it is traced."""
     seconds: float
-    """In it, while it is traced."""
+    """Seconds in it, while it is traced."""
     plain: float
-    """Of it, while nothing is traced."""
+    """Seconds of it, while nothing is traced."""
 
     @property
     def traces(self) -> float:

@@ -148,7 +148,7 @@ def _kind(name: str, flops: int, types: set[torch.dtype]) -> str:
 
 
 def _seconds_to_free(func: Any, args: Any, keywords: Any) -> float:
-    """Times how long memory takes to be given back that an operator takes: more than a little is unmapped, page by page."""
+    """Times giving back the memory that an operator takes: a large block is unmapped page by page."""
     output = func(*args, **keywords)
     began = time.perf_counter()
     del output

@@ -43,8 +43,8 @@ def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fi
     """A trace of a step of 100 ms: 98 ms of products, which take 97 ms at the reachable rate."""
     known: dict = {
         "clock": "host", "operators": 100.0, "flops": 0.097e12, "matrix": 0.098, "other_part": None, "copies": 0.0,
-        "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads": 0.0, "messages": 0.0, "launches": 0.0, "host_lines": (), "read_lines": (),
-        "copy_lines": (), **fields,
+        "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads": 0.0, "messages": 0.0, "launches": 0.0,
+        "host_lines": (), "read_lines": (), "copy_lines": (), **fields,
     }  # fmt: skip
     one = Seen(
         traced=Traced(**known),
@@ -190,7 +190,10 @@ def test_copies_into_messages_are_not_waited_for_and_calls_of_collectives_are_no
 def test_stages_and_split_layers_send_no_gradients() -> None:
     waits = {**STEP, "communication": 0.1}
     huge = traces(2, seen={"largest": ("embed.weight", 95)})
-    for plan, word in (("pipeline=2,microbatches=4", "cut where less is sent"), ("tensor=2", "a smaller tensor=")):
+    for plan, word in (
+        ("pipeline=2,microbatches=4", "cut where less is sent"),
+        ("tensor=2", "a smaller tensor="),
+    ):
         one = point(waits, waits, plan=plan)
         found = remedies(waterfall(one, huge, EVERY), one, [one])
         (said,) = [each.word for each in found if each.part == "exposed communication"]

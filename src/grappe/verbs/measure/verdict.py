@@ -205,15 +205,18 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
     yield f"{scaling}{where}); one more would bring about {bring - 1:+.0%}"
 
 
-ONE_PROCESS = {
-    "replicate": 1, "shard": 1, "zero": 3, "pipeline": 1, "schedule": "1f1b", "stages": None, "tensor": 1,
-}  # fmt: skip
-"""Keys that say how processes share a step, as one process has them."""
-
-
 def _alike(point: Point) -> Plan:
     """Returns the plan without its degrees: only points that agree in the rest show the effect of more processes."""
-    return dataclasses.replace(Plan.parse(point.plan), **ONE_PROCESS)
+    return dataclasses.replace(
+        Plan.parse(point.plan),
+        replicate=1,
+        shard=1,
+        zero=3,
+        pipeline=1,
+        schedule="1f1b",
+        stages=None,
+        tensor=1,
+    )
 
 
 def next_points(points: Sequence[Point]) -> list[tuple[Plan, int]]:

@@ -142,7 +142,11 @@ def _computing(
     if plan.compile:  # kernels that were fused are no operators
         own["not explained"] += own["host between kernels"]
         own["host between kernels"] = 0.0
-    return {**own, "copies for messages": copied, "exposed communication": waited - copied + called}, precision
+    return {
+        **own,
+        "copies for messages": copied,
+        "exposed communication": waited - copied + called,
+    }, precision
 
 
 def _mean(values: Iterable[float]) -> float:
