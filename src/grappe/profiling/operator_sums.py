@@ -31,7 +31,7 @@ class Call(NamedTuple):
     size: int
     """Bytes of the tensors that it reads and writes."""
     other: float | None = None
-    """Seconds of a matrix product in the other precision, or those in which a copy's memory is freed; None: not tried."""
+    """Seconds of a matrix product in the other precision, or those to free a copy's memory; None: not tried."""
     kernel: float = 0.0
     """Seconds without dispatch; on a GPU, of its kernels."""
 
