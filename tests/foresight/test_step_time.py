@@ -98,7 +98,7 @@ def test_operators_are_timed_with_the_heap_of_their_plan(clock: Clock, monkeypat
     kept.clear()
     clock.of(Plan.parse("shard=2,threads=1"))
     assert set(kept) == {False}
-    assert set(clock.calibration.operators) == {"1x2", "1x2 saving"}
+    assert set(clock.calibration.operators) == {"1x2", "1x2-saving"}
 
 
 def test_replicas_sum_their_gradients_beyond_a_small_message(clock: Clock, sketch: Sketch) -> None:

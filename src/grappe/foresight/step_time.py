@@ -220,7 +220,7 @@ class Clock:
     def _known(self, recording: Recording, plan: Plan) -> Any:
         """Returns the seconds of a recording's operators; those not known yet are run."""
         # A plan that saves memory gives freed blocks back, and takes their pages anew.
-        setting = f"{threads_of(plan)}x{plan.processes}{' saving' * plan.saves_memory}"
+        setting = f"{threads_of(plan)}x{plan.processes}" + "-saving" * plan.saves_memory
         known = self.calibration.operators.get(setting, {})
         new = set(recording.counts) - set(known)
         if new:
