@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from benchmarks.slownesses import Planted
 
-from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.options import MeasureOptions
@@ -56,7 +55,7 @@ def test_every_kind_of_plan_is_divided_and_has_a_verdict() -> None:
         assert not (pipeline and any("gradient" in remedy.word for remedy in one.remedies))
         seen = one.waterfall.traces.processes[0].traced
         assert seen is not None and seen.flops > 0
-        assert (seen.launches > 0) == (Plan.parse(one.plan).processes > 1)  # DDP's would be out of sight
+        assert seen.launches > 0 or "shard" not in one.plan  # FSDP calls collectives while it computes
 
 
 def test_tiny_operators_and_the_file_for_a_report(tmp_path: Path) -> None:
