@@ -191,6 +191,8 @@ class TraceWatcher(ClockWatcher):
         self._trace.__exit__(None, None, None)
         if self._kernels is not None:
             self._kernels.stop()
+        # On a busy machine one of the two may be too long, and would leave nothing of quick operators.
+        self._floor = min(self._floor, least(self.chronometer), key=lambda one: one.traces)
 
     def ended(self, outcome: Outcome | None) -> None:
         if outcome is None:
