@@ -44,7 +44,8 @@ TASKS = (
 PLANS = (
     "", "threads=1", "replicate=2", "shard=2", "shard=2,zero=2", "shard=2,zero=1", "microbatches=2", "recompute",
     "precision=bf16", "replicate=2,microbatches=2", "shard=2,zero=1,microbatches=2", "pipeline=2,microbatches=4",
-    "replicate=2,precision=bf16",
+    "replicate=2,precision=bf16", "pipeline=2,microbatches=4,schedule=gpipe",
+    "pipeline=2,microbatches=4,schedule=interleaved",
 )  # fmt: skip
 
 
@@ -119,9 +120,9 @@ def cells() -> Iterator[tuple[str, str]]:
             yield task, plan
 
 
-def measured(task: str, plan: str, expected: float) -> dict[str, Any]:
-    """Trains some steps in new processes; returns medians of the process whose steps take longest."""
-    steps = 6 + max(8, min(200, int(SECONDS / expected)))
+def measured(task: str, plan: str, expected: float, seconds: float = SECONDS) -> dict[str, Any]:
+    """Trains about `seconds` of steps in new processes; returns medians of the process whose steps take longest."""
+    steps = 6 + max(8, min(200, int(seconds / expected)))
     with tempfile.TemporaryDirectory() as folder:
         request = Request(
             task=reference(task),

@@ -17,6 +17,7 @@ from grappe.verbs.catalogue import plan_markdown
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "grappe"
+NEAR = 2  # per cent, by which a chosen plan may be slower than the quickest one
 
 
 def rooms() -> str:
@@ -140,6 +141,27 @@ def foreseen_time() -> str:
     return "\n".join(lines)
 
 
+def foreseen_choice() -> str:
+    """A line for every choice of docs/foresee_choice.json, which `python -m benchmarks.foresee_choice` measures."""
+    known = json.loads((ROOT / "docs" / "foresee_choice.json").read_text())
+    found = {choice: cell for choice, cell in known.items() if "loss" in cell}
+    if not found:
+        return "Not measured yet."
+    lines = ["| task | chosen | quickest | chosen, measured | quickest | loss |", "|---|---|---|---|---|---|"]
+    for choice, cell in found.items():
+        plans = [cell["chosen"], cell["best"]]
+        chosen, quickest = (f"{1e3 * statistics.median(cell['measured'][one]):.1f} ms" for one in plans)
+        names = " | ".join(f"`{one or 'one process'}`" for one in plans)
+        lines.append(f"| `{choice}` | {names} | {chosen} | {quickest} | {cell['loss']:.1f} % |")
+    losses = [cell["loss"] for cell in found.values()]
+    near = sum(loss <= NEAR for loss in losses)
+    lines.append(
+        f"| **{near} of {len(losses)} within {NEAR} %** | | | | | {statistics.median(losses):.1f} % in the median, "
+        f"{max(losses):.1f} % at worst |"
+    )
+    return "\n".join(lines)
+
+
 def _predicted(low: int | None, high: int | None, measured: int) -> tuple[str, str]:
     """A range of predicted bytes, and how far what was measured lies outside of it."""
     if low is None or high is None:
@@ -248,6 +270,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen-between": foreseen_between,
         "foreseen-limits": foreseen_limits,
         "foreseen-time": foreseen_time,
+        "foreseen-choice": foreseen_choice,
     },
     "docs/optimizers.md": {"optimizers": optimizers},
     "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FRENCH = ROOT / "docs" / "fr"
 MARK = re.compile(r"\A<!-- follows (\S+) ([0-9a-f]{12}) -->\n")
-GENERATED = re.compile(r"(<!-- [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
+GENERATED = re.compile(r"(<!-- [\w -]+ -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from grappe.foresight.replay import ReplayRequest, replayed, worker
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
 from grappe.launch.rank import ProcessRank
+from grappe.profiling import memory
 from tests.foresight.test_sketch import Normal, Small
 
 
@@ -23,6 +25,20 @@ def test_each_distinct_call_of_a_step_gets_a_time(tmp_path: Path) -> None:
         torch.set_num_threads(before)
     assert set(found) == set(recording.counts)
     assert all(0 < took < 1 for took in found.values())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_freed_memory_is_kept_as_in_a_training(keeps: bool, tmp_path: Path, monkeypatch) -> None:
+    limits = []
+    monkeypatch.setattr(memory, "mallopt", lambda **given: limits.append(given))
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (memory.resource.RLIM_INFINITY,) * 2)
+    sketch = Sketch(Small(), Path("data"), records=True)
+    recording = update_recording(sketch.task, sketch.mode, [("a", (8, 8), torch.float32)])
+    threads = torch.get_num_threads()
+    worker(
+        ReplayRequest(recording=recording, threads=threads, seconds=0.0, keeps=keeps), ProcessRank(), tmp_path
+    )
+    assert bool(limits) == keeps
 
 
 def test_calls_that_are_known_leave_their_output_and_are_not_run(tmp_path: Path) -> None:

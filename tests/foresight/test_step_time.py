@@ -73,6 +73,34 @@ def test_microbatches_and_recomputation_take_their_operators(clock: Clock, sketc
     assert again == pytest.approx(plain + EACH * (kernels(sketch, 64, True) - kernels(sketch, 64)))
 
 
+def test_a_unit_that_runs_again_takes_the_engine_more(clock: Clock) -> None:
+    plans = [Plan.parse(f"{one}threads=1,recompute") for one in ("", "microbatches=2,")]
+    before = [clock.of(plan).compute for plan in plans]
+    overheads = {"one": ONE, "recompute": Overhead(unit=1.0)}
+    clock.calibration = dataclasses.replace(clock.calibration, overheads=overheads)
+    after = [clock.of(plan).compute for plan in plans]
+    assert after == pytest.approx([before[0] + 4, before[1] + 8])
+    staged = Plan.parse("pipeline=2,microbatches=4,threads=1,recompute")
+    assert clock.of(staged).compute > 4 * 2  # of four microbatches, the two units of a stage
+
+
+def test_operators_are_timed_with_the_heap_of_their_plan(clock: Clock, monkeypatch) -> None:
+    """A plan that saves memory gives freed blocks back; others keep them, and new tensors have their pages already."""
+    kept = []
+
+    def replayed(recording: Recording, *, keeps: bool, **_: object) -> dict[str, float]:
+        kept.append(keeps)
+        return dict.fromkeys(recording.counts, EACH)
+
+    monkeypatch.setattr(step_time, "replayed", replayed)
+    clock.of(Plan.parse("replicate=2,threads=1"))
+    assert set(kept) == {True}
+    kept.clear()
+    clock.of(Plan.parse("shard=2,threads=1"))
+    assert set(kept) == {False}
+    assert set(clock.calibration.operators) == {"1x2", "1x2-saving"}
+
+
 def test_replicas_sum_their_gradients_beyond_a_small_message(clock: Clock, sketch: Sketch) -> None:
     size = sum(one.size for one in sketch.parameters)
     found = clock.of(Plan.parse("replicate=2,threads=1"))

@@ -11,10 +11,12 @@ from torch.autograd import DeviceType
 
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.kernel_times import by_call
-from grappe.profiling.operators import LABEL, TINY, Call, OperatorTrace, Weights, least, summarised
-from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
+from grappe.profiling.operator_sums import TINY, Call, Floor, kernel, summarised
+from grappe.profiling.operators import LABEL, OperatorTrace, least
+from grappe.profiling.other_precision import Weights
+from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 
-FLOOR = (1e-6, 2e-6)
+FLOOR = Floor(gap=1e-6, seconds=2e-6, plain=1e-6)
 
 
 def traced(step, *, other: torch.dtype | None = None, phases=(FORWARD,), steps: int = 2):
@@ -54,7 +56,7 @@ def test_products_copies_and_reads_are_told_apart_and_have_their_line() -> None:
     (read,) = found.read_lines
     assert read.line == f"{__file__}:{step.__code__.co_firstlineno + 4}"
     assert read.calls == 1
-    assert 0 < found.reads_part < 1
+    assert 0 < found.reads < found.host
 
 
 def test_only_forward_and_backward_are_traced_and_backward_has_its_flops() -> None:
@@ -108,8 +110,50 @@ def test_the_host_is_gaps_and_calls() -> None:
     ]
     found = summarised([calls], (), FLOOR, on_device=False)
     assert found.host == pytest.approx(5e-6 + 2e-6 + 1e-6 + 1e-6)
-    assert found.reads_part == pytest.approx(1 / 7)  # of 4 + 2 and 0 + 1 microseconds over the least gap
+    assert found.reads == 0  # its two microseconds are what the trace itself adds
     assert found.host_lines[0].line == "task.py:3"
+
+
+def test_lines_that_read_count_without_the_time_of_the_trace() -> None:
+    """Two operators at a line that reads: 30 and 5 microseconds, of which the trace took 2 each."""
+    calls = [
+        call(gap=10e-6, seconds=20e-6, size=4, line="task.py:4"),
+        call(gap=2e-6, seconds=3e-6, size=4, line="task.py:4", kind="read"),
+        call(gap=8e-6, line="task.py:5"),
+    ]
+    found = summarised([calls], (), FLOOR, on_device=False)
+    assert found.reads == pytest.approx(31e-6)
+    assert found.read_lines[0].calls == 1
+
+
+def test_what_fills_messages_and_calls_collectives_is_no_computing() -> None:
+    x = torch.randn(512, 512)
+
+    def step(phase: int) -> None:
+        x + 1
+
+    found = traced(step, phases=(FORWARD, COMMUNICATION))
+    assert found is not None
+    assert found.operators == 1
+    assert found.messages > 0
+    launched = Call("all_reduce", "launch", "", 0.0, 5e-3, 0, 0)
+    assert kernel(launched, FLOOR) == 5e-3
+    summed = summarised([[call(), launched._replace(kernel=5e-3)]], (), FLOOR, on_device=False)
+    assert (summed.launches, summed.operators) == (5e-3, 1)
+    assert summed.host == pytest.approx(3e-6)
+
+
+def test_a_copy_costs_the_freeing_of_its_memory_too() -> None:
+    copied = call("clone", "copy", line="task.py:4")
+    tried = [copied._replace(other=seconds) for seconds in (1e-4, 3e-4)]
+    found = summarised([[copied, call()]], tried, FLOOR, on_device=False)
+    assert found.copies == pytest.approx(copied.kernel + 2e-4)
+    assert found.copy_lines[0].seconds == pytest.approx(found.copies)
+    assert found.other_part is None
+    x = torch.randn(2048, 1024)
+    seen = traced(lambda phase: x.t().contiguous(), other=torch.bfloat16)
+    assert seen is not None
+    assert seen.copies > 0
 
 
 def test_weights_are_known_by_their_place_and_gradients_by_their_shape() -> None:
@@ -122,9 +166,9 @@ def test_weights_are_known_by_their_place_and_gradients_by_their_shape() -> None
 
 
 def test_the_least_of_an_operator_is_not_nothing() -> None:
-    gap, seconds = least(Chronometer(torch.device("cpu"), 0.0))
-    assert gap > 0
-    assert seconds > 0
+    found = least(Chronometer(torch.device("cpu"), 0.0))
+    assert min(found) > 0
+    assert found.traces >= 0
 
 
 def test_kernels_are_found_by_their_label() -> None:

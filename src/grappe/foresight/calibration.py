@@ -17,13 +17,14 @@ from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.launch.world import cores
 
-FORM = 1
+FORM = 2
 """Number of the file's form; one of another form is measured anew."""
 LARGEST = 32 << 20  # bytes of the file
 MOST = 50_000  # operators in it
 DO = "measure it anew: grappe doctor --calibrate"
-KINDS = ("one", "replicate", "zero3", "zero1", "pipeline")
-"""Kinds of plans whose engine's own time is measured: one process, DDP, FSDP that frees parameters or not."""
+KINDS = ("one", "recompute", "replicate", "zero3", "zero1", "pipeline")
+"""Kinds of plans whose engine's own time is measured: one process, activation checkpointing, DDP, FSDP that frees
+parameters or not, pipelines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ class Overhead:
     update: float = 0.0
     """For each operator of the optimizer's step."""
     unit: float = 0.0
-    """For each unit of a sharded model, over a step of one microbatch: gathers and reductions of next to nothing."""
+    """For each unit, over one microbatch: of a sharded model gathers and reductions of next to nothing; under recompute
+    what is kept and restored to run it again."""
     busy: float = 0.0
     """So much more for each unit where cores are busy, so that threads that carry messages wait for one."""
     busy_from: float = 0.0
@@ -79,7 +81,7 @@ class Calibration:
     bandwidth: Mapping[str, float]
     """Bytes/s of a copy that no cache holds, read and written, by threads."""
     operators: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """By setting ("2x1": two threads, one process) and by call."""
+    """By setting ("2x1": two threads, one process; "1x2-saving": under a plan that saves memory) and by call."""
 
     def with_operators(self, setting: str, found: Mapping[str, float]) -> Calibration:
         """Returns a calibration that knows these calls, too."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from grappe.foresight.operators import Operator, Recording, Ref
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
+from grappe.profiling.memory import reused
 
 RUNS = (3, 30)  # of a recording, without the first
 EACH = 6  # times that a distinct call is run in one pass: more blocks of a model are as fast
@@ -30,12 +31,20 @@ class ReplayRequest:
     threads: int
     seconds: float
     """For all runs but the first two."""
+    keeps: bool = True
+    """Whether freed memory is kept for later, as in a training under a plan that does not save memory."""
     known: frozenset[str] = frozenset()
     run: None = None
 
 
 def replayed(
-    recording: Recording, *, threads: int, processes: int, seconds: float, known: frozenset[str] = frozenset()
+    recording: Recording,
+    *,
+    threads: int,
+    processes: int,
+    seconds: float,
+    keeps: bool = True,
+    known: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
     """Returns the median seconds of each distinct call, while so many processes on this machine do the same.
 
@@ -45,13 +54,16 @@ def replayed(
     Raises:
         ProcessDied: there was not enough memory.
     """
-    request = ReplayRequest(recording=recording, threads=threads, seconds=seconds, known=known)
+    request = ReplayRequest(recording=recording, threads=threads, seconds=seconds, keeps=keeps, known=known)
     return local("grappe.foresight.replay:worker", request, processes)
 
 
 def worker(request: ReplayRequest, process: ProcessRank, rendezvous_folder: Path) -> dict[str, float]:
     """Runs the recording several times; returns each distinct call's median seconds."""
     torch.set_num_threads(request.threads)
+    if request.keeps:
+        with reused():
+            pass
     found: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad():
         given = _given(request.recording)

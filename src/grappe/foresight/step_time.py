@@ -91,6 +91,8 @@ class Clock:
         if plan.pipeline > 1:
             return self._pipelined(plan, micro, trace.boundaries, data)
         passed = self._pass(micro, plan)
+        units = len(sketch.task.units(sketch.plain)) or 1
+        passed += units * self._recomputed(plan)
         compute = plan.microbatches * passed + self._accumulated(plan)
         compute += self.updated(plan) + self._overhead("one").step
         extra, communication = self._exchange.of(plan, passed, compute)
@@ -135,6 +137,10 @@ class Clock:
 
     def _part(self, part: Part, direction: str) -> float:
         return part.kernels + part.operators * getattr(self._overhead("one"), direction)
+
+    def _recomputed(self, plan: Plan) -> float:
+        """Returns the seconds in which the engine gets a unit ready to run again in backward."""
+        return self._overhead("recompute").unit if plan.recompute else 0.0
 
     def _accumulated(self, plan: Plan) -> float:
         """Computes the seconds in which later microbatches add to the gradients of the first."""
@@ -184,6 +190,7 @@ class Clock:
             ahead = kind == "forward"
             parts, way = (micro.forward, "forward") if ahead else (micro.backward, "backward")
             took = sum(self._part(parts.get(unit, Part()), way) for unit in stages[stage]) + own.unit
+            took += 0.0 if ahead else len(stages[stage]) * self._recomputed(plan)
             return took + (root[not ahead] if stage == len(stages) - 1 else 0.0)  # the loss
 
         def transfer(stage: int) -> float:
@@ -228,12 +235,12 @@ class Clock:
 
     def _known(self, recording: Recording, plan: Plan) -> Any:
         """Returns the seconds of a recording's operators; those not known yet are run."""
-        threads, processes = threads_of(plan), plan.processes
-        setting = f"{threads}x{processes}"
+        # A plan that saves memory gives freed blocks back, and takes their pages anew.
+        setting = f"{threads_of(plan)}x{plan.processes}" + "-saving" * plan.saves_memory
         known = self.calibration.operators.get(setting, {})
         new = set(recording.counts) - set(known)
         if new:
-            self._run(recording, threads, processes, setting, known)
+            self._run(recording, plan, setting, known)
             known = self.calibration.operators[setting]
         floor = self._exchange.bandwidth(plan)
 
@@ -243,12 +250,10 @@ class Clock:
 
         return seconds
 
-    def _run(
-        self, recording: Recording, threads: int, processes: int, setting: str, known: Mapping[str, float]
-    ) -> None:
+    def _run(self, recording: Recording, plan: Plan, setting: str, known: Mapping[str, float]) -> None:
         if self._left <= 0:
             raise PlanError("its operators were not run for lack of time: ask again, or for fewer plans")
-        needed, free = processes * recording.peak, memory.free()
+        needed, free = plan.processes * recording.peak, memory.free()
         if free is not None and needed > free * MEMORY:
             raise PlanError(
                 f"its operators were not run: they take {memory.size(needed)}, and {memory.size(free)} are free here"
@@ -256,9 +261,10 @@ class Clock:
         begun = time.monotonic()
         found = replayed(
             recording,
-            threads=threads,
-            processes=processes,
+            threads=threads_of(plan),
+            processes=plan.processes,
             seconds=min(3.0, self._left),
+            keeps=not plan.saves_memory,
             known=frozenset(known),
         )
         self._left -= time.monotonic() - begun

@@ -104,6 +104,15 @@ def test_scaling_says_what_one_more_would_bring() -> None:
     assert "more processes than 1 do not help" in said(alone, worse)
 
 
+@pytest.mark.parametrize("keys", ["schedule=1f1b", "schedule=gpipe", "schedule=interleaved,stages=2"])
+def test_pipelines_scale_like_other_plans(keys: str) -> None:
+    """A schedule is no plan of one process: what is compared without degrees is without it, too."""
+    alone = point(COMPUTE, plan="microbatches=4")
+    half = {name: seconds / 2 for name, seconds in COMPUTE.items()}
+    two = point(half, half, plan=f"pipeline=2,microbatches=4,{keys}")
+    assert "2 processes are 2.0 times as fast as 1" in said(alone, two)
+
+
 def test_more_threads_than_cores() -> None:
     crowd = point(COMPUTE, COMPUTE, plan="replicate=2", cores=2, threads=2)
     assert "2 processes with 2 threads each share 2 cores" in said(crowd)

@@ -9,7 +9,7 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.plan import Plan
-from grappe.profiling.operators import LineCost, Traced
+from grappe.profiling.operator_sums import LineCost, Traced
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point, Process, Trial
@@ -43,8 +43,8 @@ def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fi
     """A trace of a step of 100 ms: 98 ms of products, which take 97 ms at the reachable rate."""
     known: dict = {
         "clock": "host", "operators": 100.0, "flops": 0.097e12, "matrix": 0.098, "other_part": None, "copies": 0.0,
-        "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads_part": 0.0, "host_lines": (), "read_lines": (),
-        "copy_lines": (), **fields,
+        "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads": 0.0, "messages": 0.0, "launches": 0.0,
+        "host_lines": (), "read_lines": (), "copy_lines": (), **fields,
     }  # fmt: skip
     one = Seen(
         traced=Traced(**known),
@@ -104,7 +104,7 @@ def test_thousands_of_tiny_operators() -> None:
 
 
 def test_values_that_are_read() -> None:
-    slow = traces(matrix=0.01, flops=0.01e12, host=0.2, reads_part=0.8, read_lines=cost(calls=512))
+    slow = traces(matrix=0.01, flops=0.01e12, host=0.2, reads=0.072, read_lines=cost(calls=512))
     part, share, word = first(point(STEP), slow)
     assert (part, share) == ("values read by the host", pytest.approx(0.72))
     assert word.startswith("my_task.py:41 reads values (.item(), float(), .tolist()) 512 times a step")
@@ -174,6 +174,45 @@ def test_one_long_all_reduce() -> None:
     assert (part, share) == ("exposed communication", pytest.approx(0.5))
     assert word.startswith("the gradient of embed.weight is 95% of all bytes, and is sent in one piece")
     assert "larger batch_size" in first(point(waits, waits, plan="replicate=2"), traces(2))[2]
+
+
+def test_copies_into_messages_are_not_waited_for_and_calls_of_collectives_are_not_computed() -> None:
+    """Of 100 ms after the last gradient 30 are copies; of 100 ms of forward and backward 20 start collectives."""
+    waits = {**STEP, "communication": 0.1}
+    one = point(waits, waits, plan="shard=2")
+    fall = waterfall(one, traces(2, messages=0.03, launches=0.02, matrix=0.078), EVERY)
+    assert fall.share("copies for messages") == pytest.approx(0.15)
+    assert fall.share("exposed communication") == pytest.approx(0.45)
+    assert fall.share("not explained") == pytest.approx(0)
+    assert sum(fall.share(part) for part in PARTS) == pytest.approx(1)
+
+
+def test_stages_and_split_layers_send_no_gradients() -> None:
+    waits = {**STEP, "communication": 0.1}
+    huge = traces(2, seen={"largest": ("embed.weight", 95)})
+    for plan, word in (
+        ("pipeline=2,microbatches=4", "cut where less is sent"),
+        ("tensor=2", "a smaller tensor="),
+    ):
+        one = point(waits, waits, plan=plan)
+        found = remedies(waterfall(one, huge, EVERY), one, [one])
+        (said,) = [each.word for each in found if each.part == "exposed communication"]
+        assert said.startswith(word)
+
+
+def test_of_compiled_units_only_operators_are_divided() -> None:
+    one = point(STEP, plan="compile")
+    fall = waterfall(one, traces(matrix=0.05, flops=0.05e12, host=0.05), EVERY)
+    assert fall.share("host between kernels") == 0
+    assert fall.share("not explained") == pytest.approx(0.5)
+    assert "--profile" in next(each.word for each in remedies(fall, one, [one]))
+
+
+def test_an_evaluation_that_takes_little_is_left_alone() -> None:
+    every = Every(evaluation=24, save=1000)
+    fall = waterfall(point(STEP), traces(seen={"evaluation": 0.13}), every)
+    assert fall.share("evaluation") > 0.05
+    assert "evaluation" not in [one.part for one in remedies(fall, point(STEP), [])]
 
 
 def test_evaluations_that_are_too_frequent() -> None:

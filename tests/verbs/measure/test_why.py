@@ -9,6 +9,7 @@ import pytest
 from benchmarks.slownesses import Planted
 
 from grappe.verbs.measure import measure as verb
+from grappe.verbs.measure import verdict
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.table import write
 from grappe.verbs.measure.why import Why, why
@@ -25,6 +26,36 @@ def explained(task, plan: str = PLAN, **options) -> tuple[Why, list]:
     assert found.waterfall is not None, found.failure
     assert sum(found.waterfall.parts.values()) == pytest.approx(found.waterfall.seconds)
     return found, points
+
+
+PLANS = (
+    "shard=2,zero=1",
+    "pipeline=2,microbatches=4,schedule=gpipe",
+    "recompute,precision=bf16",
+    "offload=cpu",
+    "replicate=2,exact=4",
+    "engine=textbook,replicate=2",
+)
+
+
+def test_every_kind_of_plan_is_divided_and_has_a_verdict() -> None:
+    options = MeasureOptions(steps=3, repeats=1)
+    task = Planted(validation=64, width=32, layers=4)
+    points = verb.measure(
+        task, [f"device=cpu,threads=1,{one}" for one in PLANS], options=options, advise=False
+    )
+    assert [one.failure for one in points] == [""] * len(PLANS)
+    assert verdict.sentences(points)
+    for one in why(task, points, options=options):
+        assert one.waterfall is not None, one.failure
+        assert sum(one.waterfall.parts.values()) == pytest.approx(one.waterfall.seconds)
+        assert min(one.waterfall.parts.values()) >= -1e-12
+        pipeline = "pipeline" in one.plan
+        assert pipeline or not one.waterfall.parts["pipeline bubble"]
+        assert not (pipeline and any("gradient" in remedy.word for remedy in one.remedies))
+        seen = one.waterfall.traces.processes[0].traced
+        assert seen is not None and seen.flops > 0
+        assert seen.launches > 0 or "shard" not in one.plan  # FSDP calls collectives while it computes
 
 
 def test_tiny_operators_and_the_file_for_a_report(tmp_path: Path) -> None:

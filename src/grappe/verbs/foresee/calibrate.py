@@ -36,6 +36,14 @@ SMALL, LARGE = 32, 384
 STEPS = 60
 REPEATS = 3  # of what all else is compared with
 MOST = 8  # processes
+PLANS = (
+    ("recompute", "recompute"),
+    ("replicate", "replicate=2"),
+    ("zero3", "shard=2"),
+    ("zero1", "shard=2,zero=1"),
+    ("pipeline", "pipeline=2,microbatches=4"),
+)
+"""Kinds of plans, and the plan by which each is measured."""
 
 
 class Reference(Task):
@@ -97,13 +105,8 @@ def _with_engine(made: Calibration, note: Callable[[str], None]) -> Calibration:
     note("the engine's own time")
     with scratch("calibrate") as folder:
         made = dataclasses.replace(made, overheads={"one": _fitted(made, "threads=1", folder)})
-        if cores() > 1:
-            for kind, plan in (
-                ("replicate", "replicate=2"),
-                ("zero3", "shard=2"),
-                ("zero1", "shard=2,zero=1"),
-                ("pipeline", "pipeline=2,microbatches=4"),
-            ):
+        for kind, plan in PLANS:
+            if Plan.parse(plan).processes <= cores():
                 note(f"the engine's own time with {plan}")
                 found = _added(made, kind, plan + ",threads=1", folder)
                 made = dataclasses.replace(made, overheads={**made.overheads, kind: found})
@@ -142,6 +145,8 @@ def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
     sizes = [one.parameters if kind == "replicate" else one.depth for one in (few, many)]
     each = max(0.0, (many.step - few.step) / (sizes[1] - sizes[0]))
     step = max(0.0, few.step - each * sizes[0])
+    if kind == "recompute":
+        return Overhead(unit=each)
     if kind == "replicate":
         return Overhead(step=step, update=update, parameter=each)
     busy = _beyond(none, DEPTHS[1], LARGE, plan, folder)

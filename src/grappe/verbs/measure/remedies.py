@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grappe.data.loading import workers_needed
 from grappe.plan import Plan
-from grappe.profiling.operators import LineCost
+from grappe.profiling.operator_sums import LineCost
 from grappe.verbs.measure.points import Point
 from grappe.verbs.measure.verdict import MOST_WORKERS, slow_process
 from grappe.verbs.measure.waterfall import Waterfall
@@ -68,9 +68,9 @@ def _rarer(fall: Waterfall, part: str, every: int, option: str) -> Iterator[Reme
     taken = fall.parts[part]
     rest = fall.seconds - taken
     enough = math.ceil(taken * every / (ENOUGH * rest))
-    if enough > every:
-        saved = taken * (1 - every / enough)
-        yield Remedy(part=part, word=f"{option} {enough}", saves=saved / fall.seconds)
+    saved = taken * (1 - every / enough) / fall.seconds
+    if saved >= WORTH:
+        yield Remedy(part=part, word=f"{option} {enough}", saves=saved)
 
 
 def _watching(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
@@ -121,9 +121,13 @@ def _bubble(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
 
 
 def _communication(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
-    seen = fall.traces.processes[0]
+    seen, plan = fall.traces.processes[0], Plan.parse(fall.plan)
     name, size = seen.largest
-    if size > MOST_OF * seen.gradients:
+    if plan.data_parallel == 1 and plan.pipeline > 1:
+        word = "cut where less is sent from stage to stage (cuts)"
+    elif plan.data_parallel == 1:
+        word = "a smaller tensor=: each layer that is split waits for the others' parts"
+    elif size > MOST_OF * seen.gradients:
         word = (
             f"the gradient of {name} is {size / seen.gradients:.0%} of all bytes, and is sent in one piece: "
             "split that parameter, so that sending overlaps with backward"
@@ -133,8 +137,15 @@ def _communication(fall: Waterfall, point: Point, share: float) -> Iterator[Reme
     yield Remedy(part="exposed communication", word=word, saves=share, at_most=True)
 
 
+def _messages(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
+    yield Remedy(
+        part="copies for messages", word="a larger batch_size makes them rarer; one process needs none"
+    )
+
+
 def _update(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
-    yield Remedy(part="update", word="a larger batch_size makes updates rarer; zero=1 splits them")
+    split = "; shard= with zero=1 splits them" if Plan.parse(fall.plan).replicate > 1 else ""
+    yield Remedy(part="update", word=f"a larger batch_size makes updates rarer{split}")
 
 
 def _reads(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
@@ -183,7 +194,12 @@ def _precision(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
 
 
 def _unexplained(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
-    yield Remedy(part="not explained", word="measure again, while nothing else runs here")
+    compiled = Plan.parse(fall.plan).compile
+    word = (
+        "kernels that compile fused are in here: --profile shows them" if compiled
+        else "measure again, while nothing else runs here"
+    )  # fmt: skip
+    yield Remedy(part="not explained", word=word)
 
 
 REMEDIES: dict[str, Callable[[Waterfall, Point, float], Iterator[Remedy]]] = {
@@ -194,6 +210,7 @@ REMEDIES: dict[str, Callable[[Waterfall, Point, float], Iterator[Remedy]]] = {
     "transfers": _transfers,
     "imbalance": _imbalance,
     "pipeline bubble": _bubble,
+    "copies for messages": _messages,
     "exposed communication": _communication,
     "update": _update,
     "values read by the host": _reads,

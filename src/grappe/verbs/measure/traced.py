@@ -15,7 +15,8 @@ from grappe.launch.files import IN_RUN
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
-from grappe.profiling.operators import LineCost, OperatorTrace, Traced, least
+from grappe.profiling.operator_sums import Floor, LineCost, Traced
+from grappe.profiling.operators import OperatorTrace, least
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
 from grappe.sites.generations import unfit_precision
 from grappe.training.options import Options
@@ -145,7 +146,7 @@ class TraceWatcher(ClockWatcher):
         self._seen = 0
         self._untraced: list[tuple[int, float]] = []
         self._before = [0.0] * len(PHASES)
-        self._floor = (0.0, 0.0)
+        self._floor = Floor(gap=0.0, seconds=0.0, plain=0.0)
         self._trace: OperatorTrace | None = None
         self._kernels: Any = None
         self._folder = Path()
@@ -190,6 +191,8 @@ class TraceWatcher(ClockWatcher):
         self._trace.__exit__(None, None, None)
         if self._kernels is not None:
             self._kernels.stop()
+        # On a busy machine one of the two may be too long, and would leave nothing of quick operators.
+        self._floor = min(self._floor, least(self.chronometer), key=lambda one: one.traces)
 
     def ended(self, outcome: Outcome | None) -> None:
         if outcome is None:

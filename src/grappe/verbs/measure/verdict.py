@@ -207,7 +207,16 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
 
 def _alike(point: Point) -> Plan:
     """Returns the plan without its degrees: only points that agree in the rest show the effect of more processes."""
-    return dataclasses.replace(Plan.parse(point.plan), replicate=1, shard=1, zero=3, pipeline=1, tensor=1)
+    return dataclasses.replace(
+        Plan.parse(point.plan),
+        replicate=1,
+        shard=1,
+        zero=3,
+        pipeline=1,
+        schedule="1f1b",
+        stages=None,
+        tensor=1,
+    )
 
 
 def next_points(points: Sequence[Point]) -> list[tuple[Plan, int]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from grappe.parallel.pipeline.rules import idle_part
 from grappe.plan import Plan
-from grappe.profiling.operators import Traced
+from grappe.profiling.operator_sums import Traced
 from grappe.verbs.measure.points import Point, Process, Trial
 from grappe.verbs.measure.traced import Seen, Traces
 
@@ -20,6 +20,7 @@ PARTS = (
     "transfers",
     "imbalance",
     "pipeline bubble",
+    "copies for messages",
     "exposed communication",
     "update",
     "values read by the host",
@@ -33,6 +34,8 @@ PARTS = (
 )
 """In the order in which they are taken off; what is left at the end is useful."""
 USEFUL = PARTS[-1]
+OWN = PARTS[PARTS.index("values read by the host") :]
+"""Parts of forward and backward."""
 LEAST_PRECISION = 0.05  # of matrix products' time, below which another precision is no gain
 
 
@@ -81,9 +84,7 @@ def waterfall(point: Point, traces: Traces, every: Every) -> Waterfall:
     parts["watching"], parts["update"] = phases["watching"], phases["update"]
     parts["waiting for data"], parts["transfers"] = phases["data"], phases["transfer"]
     parts |= _waits(trial, counted, phases["communication"], plan)
-    computing = phases["forward"] + phases["backward"]
-    seen = [traces.processes[one.rank] for one in counted]
-    own, precision = computed(computing, seen, traces.reachable, plan.precision)
+    own, precision = _computing(phases["forward"] + phases["backward"], counted, parts, traces, plan)
     parts |= own
     return Waterfall(
         plan=point.plan,
@@ -127,30 +128,53 @@ def _waits(trial: Trial, counted: Sequence[Process], waited: float, plan: Plan) 
     }
 
 
+def _computing(
+    seconds: float, counted: Sequence[Process], parts: Mapping[str, float], traces: Traces, plan: Plan
+) -> tuple[dict[str, float], str]:
+    """Splits forward and backward of `seconds`, and what the trace saw of messages; returns as `computed` does."""
+    seen = [traces.processes[one.rank] for one in counted]
+    known = [one.traced for one in seen if one.traced is not None]
+    pace = _pace(seconds, seen)
+    called = min(seconds, pace * _mean(one.launches for one in known))
+    waited = parts["exposed communication"]
+    copied = min(waited, pace * _mean(one.messages for one in known))
+    own, precision = computed(seconds - called, seen, traces.reachable, plan.precision, pace=pace)
+    if plan.compile:  # kernels that were fused are no operators
+        own["not explained"] += own["host between kernels"]
+        own["host between kernels"] = 0.0
+    return {
+        **own,
+        "copies for messages": copied,
+        "exposed communication": waited - copied + called,
+    }, precision
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return statistics.fmean(known) if known else 0.0
+
+
 def computed(
-    seconds: float, seen: Sequence[Seen], reachable: Mapping[str, float], precision: str
+    seconds: float, seen: Sequence[Seen], reachable: Mapping[str, float], precision: str, *, pace: float
 ) -> tuple[dict[str, float], str]:
     """Splits forward and backward of `seconds`; returns the parts, and the quickest precision.
 
     Args:
         seen: of the processes that are counted.
         reachable: FLOP/s of a large matrix product, by precision.
+        pace: seconds of this process for a second of those.
     """
     traces = [one.traced for one in seen if one.traced is not None]
     if not traces:
-        return {"not explained": seconds}, precision
+        return {**dict.fromkeys(OWN, 0.0), "not explained": seconds}, precision
     on_device = traces[0].clock == "device"
-    untraced = statistics.fmean(one.computing for one in seen)
-    # Another process has another pace: by where its memory lies, say, or by what else its machine does.
-    pace = 1.0 if on_device or not untraced else seconds / untraced
     mean = {name: pace * statistics.fmean(getattr(one, name) for one in traces) for name in _SECONDS}
-    reads_part = statistics.fmean(one.reads_part for one in traces)
     flops = statistics.fmean(one.flops for one in traces)
-    kernels = sum(mean[name] for name in _SECONDS if name != "host")
+    kernels = sum(mean[name] for name in _KERNELS)
     scale = min(1.0, seconds / kernels) if kernels else 1.0  # what was timed without a trace counts
     between = max(0.0, seconds - kernels)
     host = between if on_device else min(between, mean["host"])
-    reading = host * reads_part
+    reading = min(host, mean["reads"])
     matrix = mean["matrix"] * scale
     best, saved = _other_precision(matrix, flops, traces, reachable, precision)
     useful = min(matrix - saved, flops / reachable[best])
@@ -166,7 +190,18 @@ def computed(
     }, best
 
 
-_SECONDS = ("host", "matrix", "copies", "casts", "elementwise")
+_KERNELS = ("matrix", "copies", "casts", "elementwise")
+_SECONDS = (*_KERNELS, "host", "reads")
+
+
+def _pace(seconds: float, seen: Sequence[Seen]) -> float:
+    """Compares the seconds of forward and backward with those of the traced processes.
+
+    Another process has another pace: by where its memory lies, say, or by what else its machine does. A GPU has none.
+    """
+    untraced = statistics.fmean(one.computing for one in seen)
+    on_device = any(one.traced is not None and one.traced.clock == "device" for one in seen)
+    return 1.0 if on_device or not untraced else seconds / untraced
 
 
 def _other_precision(
