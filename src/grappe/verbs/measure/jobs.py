@@ -13,7 +13,7 @@ from grappe.errors import RunError, UsageError
 from grappe.fields import split
 from grappe.plan import Plan
 from grappe.profiling.phases import WARMUP
-from grappe.training.options import Options, option_words
+from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.verbs.jobs import newest_job, submitted
 from grappe.verbs.measure.measure import Answer, point
@@ -64,7 +64,7 @@ def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submis
     options = Options(bare=True, steps=request.options.steps + WARMUP)
     return Submission(
         task=request.task,
-        arguments=(request.task, *fields, *option_words(options)),
+        arguments=(request.task, *fields, "--bare", "--steps", str(options.steps)),
         plans=(plan,),
         fields=fields,
         run=run,
