@@ -10,7 +10,7 @@ from grappe import sites
 from grappe.errors import PlanError
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, OF_PEAK, device_named, devices
 from grappe.foresight.gpu_time import gpu_time
-from grappe.foresight.operators import Operator, Ref
+from grappe.foresight.recording import Operator, Ref
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
 from tests.foresight.test_sketch import Small

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from grappe.foresight.fake_group import pretended
 from grappe.foresight.passes import order_of
-from grappe.foresight.pretended import pretended
 from grappe.parallel.pipeline.rules import RULES, stages_each
 from grappe.plan import Plan
 

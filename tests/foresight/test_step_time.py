@@ -12,7 +12,7 @@ from grappe.errors import PlanError
 from grappe.foresight import step_time
 from grappe.foresight.calibration import Calibration, Machine, Overhead
 from grappe.foresight.links import COLLECTIVES, MEETING
-from grappe.foresight.operators import Recording
+from grappe.foresight.recording import Recording
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import Clock
 from grappe.plan import Plan

@@ -6,10 +6,10 @@ import dataclasses
 
 from grappe.errors import PlanError
 from grappe.errors.user_code import naming_user_line
-from grappe.foresight import pipeline, pretended, whole
+from grappe.foresight import fake_group, pipeline_peaks, step_peaks
 from grappe.foresight.checkpoint import copied
 from grappe.foresight.memory import UNKNOWN, Peaks, States, states
-from grappe.foresight.parts import largest_rows, processes
+from grappe.foresight.partition import largest_rows, processes
 from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.slices import slices_of
@@ -102,10 +102,10 @@ def _needs(sketch: Sketch, plan: Plan, batch: int | None, gpu: bool) -> Needs:
 
 def _peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
     others = plan.tensor > 1 or slices_of(sketch.task, plan, samples, sketch.samples).ways > 1
-    if others and not pretended.possible():
+    if others and not fake_group.possible():
         return UNKNOWN
     if plan.offload != "none" and copies is NCCL:  # which of it a GPU holds, and when, was never measured
         return UNKNOWN
     if plan.pipeline > 1:
-        return pipeline.peaks(sketch, plan, samples, copies)
-    return whole.peaks(sketch, plan, samples, copies)
+        return pipeline_peaks.peaks(sketch, plan, samples, copies)
+    return step_peaks.peaks(sketch, plan, samples, copies)

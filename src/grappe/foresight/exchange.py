@@ -8,7 +8,7 @@ from grappe.errors import PlanError
 from grappe.foresight import links
 from grappe.foresight.calibration import Calibration, Overhead
 from grappe.foresight.parameters import Parameter
-from grappe.foresight.parts import threads_of
+from grappe.foresight.partition import threads_of
 from grappe.foresight.sharding import padded
 from grappe.launch.world import cores
 from grappe.plan import Plan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grappe.errors import PlanError
 from grappe.foresight.devices import LAUNCH, STEP, Device, kernels
-from grappe.foresight.operators import Recording
-from grappe.foresight.parts import largest_rows, precision_of
+from grappe.foresight.partition import largest_rows, precision_of
+from grappe.foresight.recording import Recording
 from grappe.foresight.sharding import rows_of
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import UNTIMED, StepTime

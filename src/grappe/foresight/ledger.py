@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from grappe.foresight.operators import Recorder
+from grappe.foresight.recording import Recorder
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 
 WAIT = "wait_tensor.default"

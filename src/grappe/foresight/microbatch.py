@@ -7,7 +7,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from grappe.foresight.operators import Operator, Recording
+from grappe.foresight.recording import Operator, Recording
 from grappe.foresight.trace import BACKWARD, DONE, FORWARD, LEFT, LOSS, ROOT, Trace
 
 Seconds = Callable[[Operator], float]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.foresight.operators import Operator, Recording, Ref
+from grappe.foresight.recording import Operator, Recording, Ref
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.profiling.memory import reused

@@ -15,11 +15,11 @@ from grappe.data.batch import Batch
 from grappe.errors import GrappeError, TaskError, user_code
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
+from grappe.foresight.fake_group import pretended
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.parameters import homes_of, stepped
-from grappe.foresight.pretended import pretended
+from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
 from grappe.foresight.slices import ALONE, Slices
-from grappe.foresight.staged import Boundaries, stages_of, traced_evaluation, traced_step
 from grappe.foresight.trace import CPU, Trace, traced, with_kernels
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World

@@ -13,11 +13,11 @@ from grappe.errors import PlanError
 from grappe.foresight.calibration import Calibration, Overhead, write
 from grappe.foresight.exchange import Exchange, kind_of
 from grappe.foresight.microbatch import MicrobatchTime, Part, microbatch_time, recording_seconds
-from grappe.foresight.operators import Operator, Recording
 from grappe.foresight.parameters import Parameter
-from grappe.foresight.parts import largest_rows, precision_of, stage_parameters, threads_of
+from grappe.foresight.partition import largest_rows, precision_of, stage_parameters, threads_of
 from grappe.foresight.passes import Kind
 from grappe.foresight.pipeline_time import orders_of, simulate
+from grappe.foresight.recording import Operator, Recording
 from grappe.foresight.replay import replayed
 from grappe.foresight.sharding import rows_of
 from grappe.foresight.sketch import Sketch

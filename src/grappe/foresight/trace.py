@@ -14,7 +14,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.foresight.ledger import Ledger, Mark
-from grappe.foresight.operators import Recorder, Recording
+from grappe.foresight.recording import Recorder, Recording
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from grappe.foresight.ledger import Ledger
-from grappe.foresight.operators import Recorder, Recording
+from grappe.foresight.recording import Recorder, Recording
 from grappe.foresight.trace import tensors_of
 from grappe.step.given import optimizer_of
 from grappe.task import Task

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import PlanError
-from grappe.foresight.operators import Operator, Recording
+from grappe.foresight.recording import Operator, Recording
 from grappe.plan import Plan
 
 OF_PEAK = 0.55

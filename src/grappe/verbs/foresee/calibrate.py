@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from grappe.data.arrays import Arrays
 from grappe.foresight import calibration as kept
 from grappe.foresight.calibration import Calibration, Machine, Overhead
-from grappe.foresight.general import SpeedRequest
 from grappe.foresight.links import LinkRequest
+from grappe.foresight.machine_speed import SpeedRequest
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import Clock
 from grappe.launch.folders import scratch
@@ -89,7 +89,7 @@ def calibrate(note: Callable[[str], None] = lambda line: None) -> Calibration:
     counts = sorted({2, min(cores(), MOST)} - {1}) if cores() > 1 else []
     note("cores and memory")
     threads = sorted({1, max(1, cores() // 2), cores()})
-    flops, bandwidth = local("grappe.foresight.general:worker", SpeedRequest(threads=threads), 1)
+    flops, bandwidth = local("grappe.foresight.machine_speed:worker", SpeedRequest(threads=threads), 1)
     made = Calibration(machine=Machine.here(), overheads={}, links={}, flops=flops, bandwidth=bandwidth)
     for count in counts:
         note(f"messages between {count} processes")

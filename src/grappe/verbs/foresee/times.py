@@ -14,7 +14,7 @@ from grappe.foresight import calibration as kept
 from grappe.foresight.calibration import Calibration
 from grappe.foresight.devices import device_named
 from grappe.foresight.gpu_time import gpu_time
-from grappe.foresight.parts import threads_of
+from grappe.foresight.partition import threads_of
 from grappe.foresight.search import Foreseen
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import Clock, StepTime

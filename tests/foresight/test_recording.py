@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.foresight.operators import Recording
+from grappe.foresight.recording import Recording
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
 from tests.foresight.test_sketch import Small

@@ -1,4 +1,4 @@
-"""Pretended: a world of several processes in which this one is alone: nothing is sent, and nothing arrives."""
+"""Fake group: a world of several processes in which this one is alone: nothing is sent, and nothing arrives."""
 
 from __future__ import annotations
 

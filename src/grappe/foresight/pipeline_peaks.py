@@ -1,4 +1,4 @@
-"""Pipeline: composes the peaks of a pipeline's processes from the passes that each of them runs."""
+"""Pipeline peaks: composes the peaks of a pipeline's processes from the passes that each of them runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from grappe.foresight.ledger import Mark
 from grappe.foresight.memory import UNKNOWN, Accumulating, Overlay, Peaks, peak, states
 from grappe.foresight.parameters import Parameter
-from grappe.foresight.parts import (
+from grappe.foresight.partition import (
     RANDOM_STATE,
     cut_of,
     evaluated_rows,

@@ -1,4 +1,4 @@
-"""Operators: records the operators that a step calls on fake tensors, with what each reads, writes and computes."""
+"""Recording: records the operators that a step calls on fake tensors, with what each reads, writes and computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staged: runs the passes of one process of a pipeline on fake tensors, as torch's schedules keep what they need."""
+"""Traces the passes of one process of a pipeline on fake tensors, with what torch's schedules keep."""
 
 from __future__ import annotations
 

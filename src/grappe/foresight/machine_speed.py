@@ -1,4 +1,4 @@
-"""General speed of this machine's cores: FLOP/s of a matrix product, bytes/s of memory."""
+"""Machine speed: FLOP/s of a matrix product, bytes/s of memory, of this machine's cores."""
 
 from __future__ import annotations
 

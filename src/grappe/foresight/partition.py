@@ -1,4 +1,4 @@
-"""Parts: splits a model's parameters over the processes of a plan: by stage, by the shard and the tensor axes."""
+"""Partition: splits a model's parameters over the processes of a plan: by stage, by the shard and the tensor axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole: composes the peaks of plans in which each process runs all units: replicated, sharded, offloaded, split."""
+"""Composes the peaks of plans in which each process runs all units: replicated, sharded, offloaded, split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grappe.foresight.memory import Accumulating, Overlay, Part, Peaks, peak, states
 from grappe.foresight.parameters import Parameter
-from grappe.foresight.parts import (
+from grappe.foresight.partition import (
     RANDOM_STATE,
     evaluated_rows,
     first_parameters,
