@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.foresee_time import measured, reference
-from grappe.verbs.foresee.foresee import foresee_times
+from grappe.verbs.foresee.foresee import foresee
 from grappe.verbs.foresee.times import best
 
 FILE = Path(__file__).parent.parent / "docs" / "foresee_choice.json"
@@ -44,7 +44,7 @@ def foreseen(choice: str) -> dict[str, Any]:
     task = reference(choice)
     given = task.value if task.value is not None else choice.split(maxsplit=1)[0]
     for _ in range(ASKED):
-        times = foresee_times(given, PLANS, fields=task.texts or None)
+        times = foresee(given, PLANS, fields=task.texts or None)
         if all(one.time is not None for one in times.plans):
             break
     chosen = best(times, "fastest")

@@ -70,13 +70,12 @@ def foresee(
         )
     from grappe.fields import split
     from grappe.verbs.foresee import table, time_table
-    from grappe.verbs.foresee.foresee import foresee_times, room_of
+    from grappe.verbs.foresee.foresee import foresee as verb
+    from grappe.verbs.foresee.foresee import room_of
 
     texts = split(fields)
     room = None if site is None else room_of(site)
-    times = foresee_times(
-        task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data
-    )
+    times = verb(task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data)
     if out is not None:
         time_table.write(times, out)
     found = [one.foreseen for one in times.plans]

@@ -32,7 +32,8 @@ def test_the_first_that_fits_is_named_or_what_to_change() -> None:
 
 
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
-    found = foresee("digits", ["compile", "tensor=2", "offload=cpu"], site="narval")
+    times = foresee("digits", ["compile", "tensor=2", "offload=cpu"], site="narval")
+    found = [one.foreseen for one in times.plans]
     assert "compile" in found[0].why and "tensor_plan" in found[1].why
     assert found[2].needs is not None and found[2].needs.peak is None
 
@@ -53,5 +54,5 @@ def test_the_exit_code_is_1_only_if_none_fits_for_sure(
 ) -> None:
     found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
     times = Times(plans=tuple(Timed(foreseen=one) for one in found))
-    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee_times", lambda *_, **__: times)
+    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: times)
     assert foreseeing.foresee("digits", site="narval") == code

@@ -15,7 +15,7 @@ from grappe.errors import UsageError
 from grappe.foresight.search import Foreseen
 from grappe.foresight.step_time import StepTime
 from grappe.verbs.foresee import calibrate, time_table, times
-from grappe.verbs.foresee.foresee import foresee_times
+from grappe.verbs.foresee.foresee import foresee
 from grappe.verbs.foresee.times import Cost, Timed, Times, best, gpu_or_not
 from tests.foresight.test_search import needing
 
@@ -64,12 +64,12 @@ def test_without_a_calibration_times_are_left_out_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = foresee_times("digits", [""])
+    found = foresee("digits", [""])
     assert found.plans[0].time is None and found.notes == (times.UNCALIBRATED,)
 
 
 def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path) -> None:
-    found = foresee_times("digits", ["", "replicate=4", "replicate=8"], site="narval")
+    found = foresee("digits", ["", "replicate=4", "replicate=8"], site="narval")
     one, four, eight = found.plans
     assert one.time is not None and one.cost is not None and four.time is not None
     assert not one.time.calibrated and one.time.spread == 0.5 and one.cost.kwh is not None

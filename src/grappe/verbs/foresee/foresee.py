@@ -14,8 +14,7 @@ from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 
 if TYPE_CHECKING:
-    from grappe.foresight.search import Foreseen, Room
-    from grappe.foresight.sketch import Sketch
+    from grappe.foresight.search import Room
     from grappe.sites.schema import Site
     from grappe.verbs.foresee.times import Times
 
@@ -59,60 +58,24 @@ def foresee(
     site: str | None = None,
     fields: Mapping[str, str] | None = None,
     data: Path | str | None = None,
-) -> list[Foreseen]:
-    """Foresees what each plan needs in memory at each batch size; without plans, some that train the same on `gpus`.
+) -> Times:
+    """Foresees each plan's memory and time at each batch size; without plans, some that train the same on `gpus`.
 
     Nothing is trained: the model is traced on tensors without memory. On a CPU the kernels that need memory of their
-    own are run once each, in a process of their own.
+    own are run once each, in a process of their own. Times are of this machine, from its calibration: operators that
+    it lacks are run; or of a site's GPU, from the data sheet.
 
     Raises:
         TaskError: the task cannot be traced.
         UsageError: no plan can be foreseen, or the site is not known.
     """
-    return _foreseen(task, plans, gpus, batch_size, site, fields, data, records=False)[1]
-
-
-def foresee_times(
-    task: Task | type[Task] | str,
-    plans: Sequence[Plan | str] = (),
-    *,
-    gpus: Sequence[int] = (),
-    batch_size: Sequence[int] = (),
-    site: str | None = None,
-    fields: Mapping[str, str] | None = None,
-    data: Path | str | None = None,
-) -> Times:
-    """Foresees the memory of each plan as `foresee` does, and the time of its steps.
-
-    On this machine, from its calibration: operators that it lacks are run. On a site's GPU from the data sheet.
-
-    Raises:
-        TaskError: the task cannot be traced.
-        UsageError: no plan can be foreseen, or the site is not known.
-    """
-    from grappe.sites import find
-    from grappe.verbs.foresee.times import timed
-
-    sketch, found = _foreseen(task, plans, gpus, batch_size, site, fields, data, records=True)
-    return timed(sketch, found, None if site is None else find(site))
-
-
-def _foreseen(
-    task: Task | type[Task] | str,
-    plans: Sequence[Plan | str],
-    gpus: Sequence[int],
-    batch_size: Sequence[int],
-    site: str | None,
-    fields: Mapping[str, str] | None,
-    data: Path | str | None,
-    *,
-    records: bool,
-) -> tuple[Sketch, list[Foreseen]]:
     from grappe.data.prepare import prepare
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen
     from grappe.foresight.sketch import Sketch
     from grappe.launch.world import cores
+    from grappe.sites import find
+    from grappe.verbs.foresee.times import timed
 
     room = None if site is None else room_of(site)
     wanted = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
@@ -120,11 +83,11 @@ def _foreseen(
     folder = data_folder(data)
     prepare(made, folder)
     # Operators are of no use where this machine has too few cores for any of the plans.
-    records = records and (room is not None or any(plan.processes <= cores() for plan in wanted))
+    records = room is not None or any(plan.processes <= cores() for plan in wanted)
     kernels = None if room else Kernels()
     sketch = Sketch(made, folder, foreach=room is not None, kernels=kernels, records=records)
     batches = batch_size or (made.batch_size,)
     found = [foreseen(sketch, plan, batch, room) for batch in batches for plan in wanted]
     if all(one.needs is None for one in found):
         raise UsageError("; ".join(dict.fromkeys(one.why for one in found)))
-    return sketch, found
+    return timed(sketch, found, None if site is None else find(site))

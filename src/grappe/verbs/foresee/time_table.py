@@ -12,7 +12,7 @@ from rich.table import Table
 from grappe.errors import UsageError
 from grappe.launch import files as safe
 from grappe.profiling.summary import duration
-from grappe.verbs.foresee.times import Aim, Timed, Times, best
+from grappe.verbs.foresee.times import Aim, Timed, Times, best, merit
 
 COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
 AIMS = {"fastest": "takes the least time", "cheapest": "costs least", "smallest": "needs the least memory"}
@@ -77,19 +77,14 @@ def _as_json(one: Timed) -> dict[str, Any]:
 
 def _close(times: Times, chosen: Timed, aim: Aim) -> str:
     """Names how many other plans may be as good, within what is not known."""
-    if aim == "smallest" or chosen.time is None or chosen.cost is None:
+    if aim == "smallest" or chosen.time is None:
         return ""
-    mine = chosen.cost.unit_hours if aim == "cheapest" else chosen.cost.hours
-    others = 0
-    for one in times.plans:
-        if (
-            one is not chosen
-            and one.time is not None
-            and one.cost is not None
-            and one.foreseen.fits is not False
-        ):
-            theirs = one.cost.unit_hours if aim == "cheapest" else one.cost.hours
-            others += theirs * (1 - one.time.spread) <= mine * (1 + chosen.time.spread)
+    most = merit(chosen, aim) * (1 + chosen.time.spread)
+    others = sum(
+        merit(one, aim) * (1 - one.time.spread) <= most
+        for one in times.plans
+        if one is not chosen and one.time is not None and one.foreseen.fits is not False
+    )
     return (
         f"; {others} other plan{'s' if others > 1 else ''} may be as good: grappe measure" if others else ""
     )

@@ -129,10 +129,11 @@ def best(times: Times, aim: Aim) -> Timed | None:
         known = [
             one for one in known if one.foreseen.needs is not None and one.foreseen.needs.most is not None
         ]
-    return min(known, key=lambda one: _merit(one, aim), default=None)
+    return min(known, key=lambda one: merit(one, aim), default=None)
 
 
-def _merit(one: Timed, aim: Aim) -> float:
+def merit(one: Timed, aim: Aim) -> float:
+    """Returns what a plan costs under an aim, the least being best: hours, hours of all cores or GPUs, or bytes."""
     assert one.time is not None and one.cost is not None
     if aim == "smallest":
         assert one.foreseen.needs is not None
