@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_the_update_is_recorded_on_the_shapes_of_a_part(sketch: Sketch) -> None:
     assert len(whole.operators) == len(half.operators) > 3
     assert max(one.moved for one in whole.operators) == 2 * max(one.moved for one in half.operators)
     assert update_recording(sketch.task, sketch.mode, []).operators == ()
+
+
+def test_a_clipped_gradient_is_measured_and_scaled_before_the_update(sketch: Sketch) -> None:
+    named = [("a", (8, 8), torch.float32)]
+    plain, clipped = (
+        [one.name for one in update_recording(task, sketch.mode, named).operators]
+        for task in (sketch.task, dataclasses.replace(sketch.task, clip=1.0))
+    )
+    assert clipped[-len(plain) :] == plain
+    assert any("_foreach_norm" in name or "norm" in name for name in clipped[: -len(plain)])
 
 
 def test_the_most_that_a_recording_takes_is_that_of_the_trace(sketch: Sketch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ def sketch() -> Sketch:
 def clock(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A machine of two cores, on which each operator takes EACH and messages LATENCY and SPEED."""
 
-    def replayed(recording: Recording, **_: object) -> dict[str, float]:
-        return dict.fromkeys(recording.counts, EACH)
+    def replayed(recordings: Sequence[Recording], **_: object) -> dict[str, float]:
+        return {key: EACH for one in recordings for key in one.counts}
 
     monkeypatch.setattr(step_time, "replayed", replayed)
     monkeypatch.setattr(step_time, "cores", lambda: 2)
@@ -88,9 +89,9 @@ def test_operators_are_timed_with_the_heap_of_their_plan(clock: Clock, monkeypat
     """A plan that saves memory gives freed blocks back; others keep them, and new tensors have their pages already."""
     kept = []
 
-    def replayed(recording: Recording, *, keeps: bool, **_: object) -> dict[str, float]:
+    def replayed(recordings: Sequence[Recording], *, keeps: bool, **_: object) -> dict[str, float]:
         kept.append(keeps)
-        return dict.fromkeys(recording.counts, EACH)
+        return {key: EACH for one in recordings for key in one.counts}
 
     monkeypatch.setattr(step_time, "replayed", replayed)
     clock.of(Plan.parse("replicate=2,threads=1"))
@@ -105,6 +106,14 @@ def test_replicas_sum_their_gradients_beyond_a_small_message(clock: Clock, sketc
     size = sum(one.size for one in sketch.parameters)
     found = clock.of(Plan.parse("replicate=2,threads=1"))
     assert found.communication == pytest.approx(size / SPEED, rel=0.02)
+
+
+def test_a_norm_over_shards_is_one_more_message(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [Plan.parse(text) for text in ("replicate=2,threads=1", "shard=2,threads=1")]
+    before = [clock.updated(plan) for plan in plans]
+    monkeypatch.setattr(step_time, "needs_norm", lambda task, plan: True)
+    after = [clock.updated(plan) for plan in plans]
+    assert after == pytest.approx([before[0], before[1] + LATENCY])
 
 
 def test_zero_3_sends_a_third_message_for_each_parameter(clock: Clock) -> None:
@@ -176,3 +185,9 @@ def test_operators_that_memory_has_no_room_for_are_not_run(
         PlanError, match=r"its operators were not run: they take [0-9.]+ MB, and 1 MB are free"
     ):
         clock.of(Plan.parse("threads=1"))
+
+
+def test_operators_are_counted_under_every_kind_of_plan(clock: Clock) -> None:
+    for text in ("threads=1", "shard=2,threads=1", "pipeline=2,microbatches=4,threads=1"):
+        forward, backward, update = clock.operators(Plan.parse(text))
+        assert 0 < forward[0] < backward[0] and update[0] > 0

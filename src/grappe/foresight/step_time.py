@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from grappe.errors import PlanError
 from grappe.foresight.calibration import Calibration, Overhead, write
-from grappe.foresight.exchange import Exchange, kind_of
+from grappe.foresight.exchange import SMALL, Exchange, kind_of
 from grappe.foresight.microbatch import MicrobatchTime, Part, microbatch_time, recording_seconds
 from grappe.foresight.parameters import Parameter
 from grappe.foresight.partition import largest_rows, precision_of, stage_parameters, threads_of
@@ -26,6 +26,7 @@ from grappe.launch.world import cores
 from grappe.parallel.pipeline.rules import RULES, stages_each
 from grappe.plan import Plan
 from grappe.profiling import memory
+from grappe.step.clip import needs_norm
 
 UNTIMED = ("tensor", "offload", "exact", "compile", "batchnorm")
 """Keys of plans whose time is not foreseen."""
@@ -86,7 +87,7 @@ class Clock:
         rows = largest_rows(sketch, plan, batch or sketch.task.batch_size)
         trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads)
         assert trace.recording is not None
-        micro = microbatch_time(trace, self._known(trace.recording, plan))
+        micro = microbatch_time(trace, self._known(plan, trace.recording, *self._updates_of(plan)))
         data = sketch.batches.seconds(rows * plan.microbatches)
         if plan.pipeline > 1:
             return self._pipelined(plan, micro, trace.boundaries, data)
@@ -104,20 +105,27 @@ class Clock:
         )
 
     def operators(self, plan: Plan) -> tuple[tuple[int, float], ...]:
-        """Returns the number of operators, and their kernels' seconds, of a forward, a backward and the update."""
+        """Returns the number of operators, and their kernels' seconds, of a forward, a backward and an update.
+
+        Under a pipeline the update is the first process's.
+        """
         sketch = self._sketch
         rows = largest_rows(sketch, plan, sketch.task.batch_size)
         trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads_of(plan))
         assert trace.recording is not None
-        ahead, back = microbatch_time(trace, self._known(trace.recording, plan)).whole
-        update = self._updated(plan, list(sketch.parameters))
-        return tuple((one.operators, one.kernels) for one in (ahead, back, update))
+        update = self._updates_of(plan)[0]
+        known = self._known(plan, trace.recording, update)
+        ahead, back = microbatch_time(trace, known).whole
+        parts = (ahead, back, recording_seconds(update, known))
+        return tuple((one.operators, one.kernels) for one in parts)
 
     def updated(self, plan: Plan) -> float:
-        """Returns the seconds of the optimizer's step, of the process that has most."""
-        if plan.pipeline == 1:
-            return self._update(plan, list(self._sketch.parameters))
-        return max(self._update(plan, list(own)) for own in stage_parameters(self._sketch, plan))
+        """Returns the seconds of clipping and the optimizer's step, of the process that has most."""
+        updates = self._updates_of(plan)
+        known = self._known(plan, *updates)
+        parts = [recording_seconds(one, known) for one in updates]
+        each = self._overhead(kind_of(plan)).update
+        return max(part.kernels + part.operators * each for part in parts) + self._norm_summed(plan)
 
     def keep(self) -> None:
         """Writes the calibration for the next command, if it has learned of operators.
@@ -150,17 +158,24 @@ class Clock:
         moved = 3 * sum(one.size for one in trained) / self._exchange.bandwidth(plan)
         return (plan.microbatches - 1) * (moved + len(trained) * self._overhead("one").backward)
 
-    def _update(self, plan: Plan, own: list[Parameter]) -> float:
-        part = self._updated(plan, own)
-        return part.kernels + part.operators * self._overhead(kind_of(plan)).update
+    def _updates_of(self, plan: Plan) -> list[Recording]:
+        """Records clipping and the optimizer's step, for each process of a pipeline."""
+        sketch = self._sketch
+        owned = [sketch.parameters] if plan.pipeline == 1 else stage_parameters(sketch, plan)
+        found = []
+        for own in owned:
+            key = tuple((one.name, self._shape(one, plan), _kind(one)) for one in own if one.trained)
+            if key not in self._updates:
+                self._updates[key] = update_recording(sketch.task, sketch.mode, key)
+            found.append(self._updates[key])
+        return found
 
-    def _updated(self, plan: Plan, own: list[Parameter]) -> Part:
-        named = [(one.name, self._shape(one, plan), _kind(one)) for one in own if one.trained]
-        key = tuple(named)
-        if key not in self._updates:
-            self._updates[key] = update_recording(self._sketch.task, self._sketch.mode, named)
-        recording = self._updates[key]
-        return recording_seconds(recording, self._known(recording, plan))
+    def _norm_summed(self, plan: Plan) -> float:
+        """Returns the seconds in which processes that have a part of the gradient each sum the squares of its norm."""
+        if not needs_norm(self._sketch.task, plan):
+            return 0.0
+        axes = [count for count in (plan.shard, plan.pipeline) if count > 1]
+        return sum(self._exchange.seconds("all_reduce", count, SMALL) for count in axes)
 
     def _shape(self, one: Parameter, plan: Plan) -> tuple[int, ...]:
         if plan.shard == 1 or not one.shape:
@@ -233,14 +248,13 @@ class Clock:
     def _overhead(self, kind: str) -> Overhead:
         return self.calibration.overheads.get(kind, Overhead())
 
-    def _known(self, recording: Recording, plan: Plan) -> Any:
-        """Returns the seconds of a recording's operators; those not known yet are run."""
+    def _known(self, plan: Plan, *recordings: Recording) -> Any:
+        """Returns the seconds of the operators of a step's recordings; if some are not known yet, they are run."""
         # A plan that saves memory gives freed blocks back, and takes their pages anew.
         setting = f"{threads_of(plan)}x{plan.processes}" + "-saving" * plan.saves_memory
         known = self.calibration.operators.get(setting, {})
-        new = set(recording.counts) - set(known)
-        if new:
-            self._run(recording, plan, setting, known)
+        if any(set(one.counts) - set(known) for one in recordings):
+            self._run(recordings, plan, setting, known)
             known = self.calibration.operators[setting]
         floor = self._exchange.bandwidth(plan)
 
@@ -250,17 +264,19 @@ class Clock:
 
         return seconds
 
-    def _run(self, recording: Recording, plan: Plan, setting: str, known: Mapping[str, float]) -> None:
+    def _run(
+        self, recordings: Sequence[Recording], plan: Plan, setting: str, known: Mapping[str, float]
+    ) -> None:
         if self._left <= 0:
             raise PlanError("its operators were not run for lack of time: ask again, or for fewer plans")
-        needed, free = plan.processes * recording.peak, memory.free()
+        needed, free = plan.processes * sum(one.peak for one in recordings), memory.free()
         if free is not None and needed > free * MEMORY:
             raise PlanError(
                 f"its operators were not run: they take {memory.size(needed)}, and {memory.size(free)} are free here"
             )
         begun = time.monotonic()
         found = replayed(
-            recording,
+            recordings,
             threads=threads_of(plan),
             processes=plan.processes,
             seconds=min(3.0, self._left),
