@@ -11,7 +11,7 @@ from grappe.foresight.recording import Operator, Recording
 from grappe.foresight.trace import BACKWARD, DONE, FORWARD, LEFT, LOSS, ROOT, Trace
 
 Seconds = Callable[[Operator], float]
-"""The seconds of an operator's kernel."""
+"""The seconds of an operator: of a view its call's, else its kernel's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def microbatch_time(trace: Trace, seconds: Seconds) -> MicrobatchTime:
     sums: dict[tuple[bool, int], list[float]] = defaultdict(lambda: [0.0, 0])
     for one in trace.recording.operators:
         entry = sums[one.mark <= loss, places[one.mark]]
-        entry[0] += 0.0 if one.view else seconds(one)
+        entry[0] += seconds(one)
         entry[1] += 1
     parts = {key: Part(kernels=took, operators=int(count)) for key, (took, count) in sums.items()}
     return MicrobatchTime(
@@ -57,7 +57,7 @@ def microbatch_time(trace: Trace, seconds: Seconds) -> MicrobatchTime:
 def recording_seconds(recording: Recording, seconds: Seconds) -> Part:
     """Adds up all operators of a recording."""
     return Part(
-        kernels=sum(seconds(one) for one in recording.operators if not one.view),
+        kernels=sum(seconds(one) for one in recording.operators),
         operators=len(recording.operators),
     )
 

@@ -90,8 +90,8 @@ class Recording:
 
     @functools.cached_property
     def counts(self) -> Counter[str]:
-        """Counts the distinct calls that compute something."""
-        return Counter(one.key for one in self.operators if not one.view)
+        """Counts the distinct calls, views too."""
+        return Counter(one.key for one in self.operators)
 
     @functools.cached_property
     def peak(self) -> int:

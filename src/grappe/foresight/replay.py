@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grappe.foresight.meeting import Meeting
 from grappe.foresight.recording import Operator, Recording, Ref
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
@@ -21,7 +22,6 @@ from grappe.profiling.memory import reused
 
 RUNS = (3, 30)  # of the recordings, without the first
 EACH = 6  # times that a distinct call is run in one pass: more blocks of a model are as fast
-MEET_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,17 +69,15 @@ def worker(request: ReplayRequest, process: ProcessRank, rendezvous_folder: Path
     if request.keeps:
         with reused():
             pass
-    runs: list[dict[str, list[float]]] = []
+    meeting = Meeting(process, rendezvous_folder)
     with torch.no_grad(), _without_denormals():
         given = [_given(recording) for recording in request.recordings]
-        _pass(request, given)  # kernels are chosen
-        _meet(process, rendezvous_folder)
+        _pass(request, given, meeting)  # kernels are chosen
         begun = time.perf_counter()
-        while len(runs) < RUNS[0] or (len(runs) < RUNS[1] and time.perf_counter() - begun < request.seconds):
-            runs.append(_pass(request, given))
-            if len(runs) == 1 and time.perf_counter() - begun > request.seconds:
-                break
-        _meet(process, rendezvous_folder, "after")
+        runs = [_pass(request, given, meeting)]
+        took = time.perf_counter() - begun
+        more = 0 if took > request.seconds else max(RUNS[0], min(RUNS[1], int(request.seconds / took))) - 1
+        runs += [_pass(request, given, meeting) for _ in range(meeting.agreed(more))]
     return _usual(runs)
 
 
@@ -93,16 +91,6 @@ def _usual(runs: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
     return {key: statistics.fmean(took for run in middle for took in run[key]) for key in middle[0]}
-
-
-def _meet(process: ProcessRank, folder: Path, name: str = "before") -> None:
-    """Waits for the other processes, so that all run at the same time."""
-    (folder / f"{name}-{process.rank}").touch()
-    limit = time.monotonic() + MEET_SECONDS
-    while time.monotonic() < limit and not all(
-        (folder / f"{name}-{rank}").exists() for rank in range(process.size)
-    ):
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager
@@ -138,10 +126,11 @@ def _kind(size: int, decimal: bool) -> torch.dtype:
     return torch.float32 if decimal and size % 4 == 0 else torch.uint8
 
 
-def _pass(request: ReplayRequest, given: Sequence[dict[int, Any]]) -> dict[str, list[float]]:
+def _pass(request: ReplayRequest, given: Sequence[dict[int, Any]], meeting: Meeting) -> dict[str, list[float]]:
     """Runs the recordings once; returns the seconds of each call that is not known yet."""
     seen, found = Counter[str](), dict[str, list[float]]()
     for recording, storages in zip(request.recordings, given, strict=True):
+        meeting.wait()  # as a training's processes do for each other's gradients
         _run(recording, dict(storages), seen, found)
     return {key: values for key, values in found.items() if key not in request.known}
 
@@ -152,8 +141,6 @@ def _run(
     clock, gone = time.perf_counter, list[Any]()
     for one in recording.operators:
         gone += [storages.pop(number, None) for number in one.ended]
-        if one.view:
-            continue
         key = one.key
         seen[key] += 1
         if seen[key] > EACH:

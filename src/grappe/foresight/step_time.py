@@ -260,7 +260,9 @@ class Clock:
 
         def seconds(one: Operator) -> float:
             found = known.get(one.key)
-            return one.moved / floor if found is None else found
+            if found is None:
+                return 0.0 if one.view else one.moved / floor
+            return found
 
         return seconds
 

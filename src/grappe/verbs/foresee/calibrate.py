@@ -31,6 +31,7 @@ from grappe.training.task_reference import TaskReference
 
 CLASSES, SAMPLES = 10, 2048
 DEPTHS = (3, 10)  # units of the reference tasks: what grows between them is a unit's or an operator's
+GROUPED = 2  # blocks of a unit where units and their parameters are told apart: half as many units, as many parameters
 SMALL, LARGE = 32, 384
 """Widths: of layers so small that an operator takes next to nothing, and of some that keep the cores busy."""
 STEPS = 60
@@ -51,19 +52,20 @@ class Reference(Task):
 
     batch_size: int = SMALL
     depth: int = DEPTHS[0]
+    blocks: int = 1
     width: int = SMALL
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.LayerNorm(self.width),
-                    nn.Linear(self.width, self.width),
-                    nn.GELU(),
-                    nn.Linear(self.width, self.width),
-                )
-                for _ in range(self.depth)
-            )
+            *(nn.Sequential(*(self._block() for _ in range(self.blocks))) for _ in range(self.depth))
+        )
+
+    def _block(self) -> nn.Module:
+        return nn.Sequential(
+            nn.LayerNorm(self.width),
+            nn.Linear(self.width, self.width),
+            nn.GELU(),
+            nn.Linear(self.width, self.width),
         )
 
     def data(self, split: str, folder: Path) -> Arrays:
@@ -149,11 +151,14 @@ def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
         return Overhead(unit=each)
     if kind == "replicate":
         return Overhead(step=step, update=update, parameter=each)
+    grouped = _beyond(none, DEPTHS[1] // GROUPED, SMALL, plan, folder, blocks=GROUPED)
     busy = _beyond(none, DEPTHS[1], LARGE, plan, folder)
+    unit = min(each, max(0.0, (many.step - grouped.step) / (many.depth - grouped.depth)))
     return Overhead(
         step=step,
-        unit=each,
+        unit=unit,
         update=update,
+        parameter=(each - unit) * many.depth / many.parameters,
         busy=max(0.0, (busy.step - step) / busy.depth - each),
         busy_from=busy.computing / busy.depth,
     )
@@ -190,8 +195,10 @@ class _Beyond(NamedTuple):
     """Of forward and backward."""
 
 
-def _beyond(made: Calibration, depth: int, width: int, plan: str, folder: Path) -> _Beyond:
-    phases, base = _reference(made, depth, width, plan, folder)
+def _beyond(
+    made: Calibration, depth: int, width: int, plan: str, folder: Path, *, blocks: int = 1
+) -> _Beyond:
+    phases, base = _reference(made, depth, width, plan, folder, blocks=blocks)
     operators, kernels = base.operators["update"]
     return _Beyond(
         depth=depth,
@@ -218,11 +225,12 @@ class _Base:
 
 
 def _reference(
-    made: Calibration, depth: int, width: int, plan: str, folder: Path
+    made: Calibration, depth: int, width: int, plan: str, folder: Path, *, blocks: int = 1
 ) -> tuple[dict[str, float], _Base]:
     """Trains a reference task for some steps; returns its median seconds by phase, and what is foreseen of it."""
-    task, parsed = Reference(depth=depth, width=width, batch_size=width), Plan.parse(plan)
-    run = folder / "-".join(map(str, (depth, width, *sorted(parsed.changed_keys()), parsed.zero)))
+    task = Reference(depth=depth, blocks=blocks, width=width, batch_size=width)
+    parsed = Plan.parse(plan)
+    run = folder / "-".join(map(str, (depth, blocks, width, *sorted(parsed.changed_keys()), parsed.zero)))
     request = Request(
         task=TaskReference.of(task),
         plan=parsed,
