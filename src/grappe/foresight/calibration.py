@@ -17,7 +17,7 @@ from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.launch.world import cores
 
-FORM = 4
+FORM = 5
 """Number of the file's form; one of another form is measured anew."""
 LARGEST = 32 << 20  # bytes of the file
 MOST = 50_000  # operators in it
@@ -65,6 +65,8 @@ class Overhead:
     """Seconds of a unit's forward and backward from which on it is all of that; below it is less in proportion."""
     parameter: float = 0.0
     """For each parameter whose gradient is reduced; of a sharded model over one microbatch."""
+    messages: float = 1.0
+    """Factor by which messages take longer than by themselves: of tensors that caches have not, beside computing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

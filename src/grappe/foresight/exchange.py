@@ -51,7 +51,7 @@ class Exchange:
             share = min(1.0, passed / units / own.busy_from) if own.busy_from else 0.0
             each = units * (own.unit + share * own.busy) + own.parameter * len(trained)
             extra = own.step + plan.microbatches * each
-        messages += self.waited(plan, compute)
+        messages = own.messages * messages + self.waited(plan, compute)
         if plan.processes * threads_of(plan) < cores():  # messages have cores of their own
             messages = max(0.0, messages - compute / 2)
         return extra, messages

@@ -126,7 +126,9 @@ def _kind(size: int, decimal: bool) -> torch.dtype:
     return torch.float32 if decimal and size % 4 == 0 else torch.uint8
 
 
-def _pass(request: ReplayRequest, given: Sequence[dict[int, Any]], meeting: Meeting) -> dict[str, list[float]]:
+def _pass(
+    request: ReplayRequest, given: Sequence[dict[int, Any]], meeting: Meeting
+) -> dict[str, list[float]]:
     """Runs the recordings once; returns the seconds of each call that is not known yet."""
     seen, found = Counter[str](), dict[str, list[float]]()
     for recording, storages in zip(request.recordings, given, strict=True):

@@ -29,11 +29,13 @@ from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 
-CLASSES, SAMPLES = 10, 2048
+CLASSES, SAMPLES = 10, 8192
 DEPTHS = (3, 10)  # units of the reference tasks: what grows between them is a unit's or an operator's
 GROUPED = 2  # blocks of a unit where units and their parameters are told apart: half as many units, as many parameters
 SMALL, LARGE = 32, 384
-"""Widths: of layers so small that an operator takes next to nothing, and of some that keep the cores busy."""
+"""Widths: of layers so small that an operator takes next to nothing, and of some whose messages are large."""
+BUSY = 128
+"""Width of layers that keep the cores busy for long, with small messages, by a batch of all samples."""
 STEPS = 60
 REPEATS = 3  # of what all else is compared with
 MOST = 8  # processes
@@ -120,7 +122,9 @@ def _fitted(made: Calibration, plan: str, folder: Path) -> Overhead:
     found = []
     for number in range(REPEATS):
         turn = folder / f"turn-{number}"
-        (small, first), (large, second) = (_reference(made, depth, SMALL, plan, turn) for depth in DEPTHS)
+        (small, first), (large, second) = (
+            _reference(made, Reference(depth=depth), plan, turn) for depth in DEPTHS
+        )
         each = {}
         for name in ("forward", "backward", "update"):
             (few, little), (many, much) = first.operators[name], second.operators[name]
@@ -149,19 +153,29 @@ def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
     step = max(0.0, few.step - each * sizes[0])
     if kind == "recompute":
         return Overhead(unit=each)
+    large = _beyond(none, DEPTHS[1], LARGE, plan, folder)
     if kind == "replicate":
-        return Overhead(step=step, update=update, parameter=each)
+        beyond = large.step - step - each * large.parameters
+        return Overhead(step=step, update=update, parameter=each, messages=_slowed(large, beyond))
     grouped = _beyond(none, DEPTHS[1] // GROUPED, SMALL, plan, folder, blocks=GROUPED)
-    busy = _beyond(none, DEPTHS[1], LARGE, plan, folder)
+    busy = _beyond(none, DEPTHS[0], BUSY, plan, folder, rows=SAMPLES)
     unit = min(each, max(0.0, (many.step - grouped.step) / (many.depth - grouped.depth)))
+    more = max(0.0, (busy.step - step) / busy.depth - each)
+    share = min(1.0, large.computing / large.depth / (busy.computing / busy.depth))
     return Overhead(
         step=step,
         unit=unit,
         update=update,
         parameter=(each - unit) * many.depth / many.parameters,
-        busy=max(0.0, (busy.step - step) / busy.depth - each),
+        busy=more,
         busy_from=busy.computing / busy.depth,
+        messages=_slowed(large, large.step - step - large.depth * (each + share * more)),
     )
+
+
+def _slowed(large: _Beyond, beyond: float) -> float:
+    """Computes by what factor messages take longer than by themselves, of the seconds beyond all else."""
+    return max(1.0, 1 + beyond / large.messages) if large.messages else 1.0
 
 
 def sentences(made: Calibration) -> list[str]:
@@ -193,12 +207,22 @@ class _Beyond(NamedTuple):
     """Number of the update's."""
     computing: float
     """Of forward and backward."""
+    messages: float
+    """Foreseen of its messages by themselves."""
 
 
 def _beyond(
-    made: Calibration, depth: int, width: int, plan: str, folder: Path, *, blocks: int = 1
+    made: Calibration,
+    depth: int,
+    width: int,
+    plan: str,
+    folder: Path,
+    *,
+    blocks: int = 1,
+    rows: int | None = None,
 ) -> _Beyond:
-    phases, base = _reference(made, depth, width, plan, folder, blocks=blocks)
+    task = Reference(depth=depth, blocks=blocks, width=width, batch_size=rows or width)
+    phases, base = _reference(made, task, plan, folder)
     operators, kernels = base.operators["update"]
     return _Beyond(
         depth=depth,
@@ -207,6 +231,7 @@ def _beyond(
         update=phases["update"] - kernels,
         operators=operators,
         computing=base.operators["forward"][1] + base.operators["backward"][1],
+        messages=base.messages,
     )
 
 
@@ -221,16 +246,15 @@ class _Base:
         self.data = sketch.batches.seconds(task.batch_size)
         foreseen = clock.of(plan)
         self.total, self.updated = foreseen.total, clock.updated(plan)
+        self.messages = foreseen.communication
         self.parameters = len(sketch.parameters)
 
 
-def _reference(
-    made: Calibration, depth: int, width: int, plan: str, folder: Path, *, blocks: int = 1
-) -> tuple[dict[str, float], _Base]:
+def _reference(made: Calibration, task: Reference, plan: str, folder: Path) -> tuple[dict[str, float], _Base]:
     """Trains a reference task for some steps; returns its median seconds by phase, and what is foreseen of it."""
-    task = Reference(depth=depth, blocks=blocks, width=width, batch_size=width)
     parsed = Plan.parse(plan)
-    run = folder / "-".join(map(str, (depth, blocks, width, *sorted(parsed.changed_keys()), parsed.zero)))
+    sizes = (task.depth, task.blocks, task.width, task.batch_size)
+    run = folder / "-".join(map(str, (*sizes, *sorted(parsed.changed_keys()), parsed.zero)))
     request = Request(
         task=TaskReference.of(task),
         plan=parsed,
