@@ -25,7 +25,7 @@ TURNS = 3
 ASKED = 4  # times at most: operators that one command had no time to run are run by the next
 CLOSE = 1.25  # times the best of the first turn, up to which a plan is measured in the other turns
 CHOICES = (
-    "digits batch_size=32", "digits", "digits batch_size=256", "digits batch_size=512", "digits batch_size=1024",
+    "digits batch_size=32", "digits", "digits batch_size=256", "digits batch_size=512", "digits batch_size=700",
     "pysource batch_size=2 megabytes=0.3", "pysource batch_size=8 megabytes=0.3",
     "pysource batch_size=32 width=64 depth=2 heads=2 megabytes=0.3",
     "mlp batch_size=16", "mlp", "mlp batch_size=512", "mlp batch_size=2048", "mlp batch_size=64 width=128",

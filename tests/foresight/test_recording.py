@@ -68,10 +68,18 @@ def test_a_clipped_gradient_is_measured_and_scaled_before_the_update(sketch: Ske
     assert any("_foreach_norm" in name or "norm" in name for name in clipped[: -len(plain)])
 
 
-def test_the_most_that_a_recording_takes_is_that_of_the_trace(sketch: Sketch) -> None:
+def test_the_most_that_a_recording_takes_is_that_of_the_trace_and_its_gradients(sketch: Sketch) -> None:
     trace = sketch.trace(ROWS)
     assert trace.recording is not None
     given = sum(size for _, size, _ in trace.recording.given)
     most = max(max(mark.peak, mark.level) for mark in trace.marks)
-    assert given < trace.recording.peak <= given + most
-    assert trace.recording.peak >= most
+    without = dataclasses.replace(trace.recording, gradients=frozenset())
+    assert given < without.peak <= given + most
+    assert without.peak >= most
+    gradients = sum(one.size for one in sketch.parameters)
+    assert without.peak < trace.recording.peak <= without.peak + gradients
+
+
+def test_each_parameter_has_a_gradient(sketch: Sketch) -> None:
+    trained = [one for one in sketch.parameters if one.trained]
+    assert len(of_trace(sketch).gradients) == len(trained)

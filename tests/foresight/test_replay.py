@@ -76,6 +76,26 @@ def test_an_output_that_is_not_computed_holds_numbers_that_are_quick_to_compute_
     assert not ((values > 0) & (values < torch.finfo(torch.float32).tiny)).any()
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_gradients_stay_until_the_end_of_the_step(holds: bool, tmp_path: Path, monkeypatch) -> None:
+    recording = Sketch(Small(), Path("data"), records=True).trace(4).recording
+    assert recording is not None and recording.gradients
+    left: list[set[int]] = []
+
+    def run(recording, storages, held, seen, found) -> None:
+        original(recording, storages, held, seen, found)
+        left.append(set(storages))
+
+    original = replay._run
+    monkeypatch.setattr(replay, "_run", run)
+    threads = torch.get_num_threads()
+    request = ReplayRequest(recordings=(recording,), threads=threads, seconds=0.0, holds=holds)
+    worker(request, ProcessRank(), tmp_path)
+    ended = recording.gradients & {number for one in recording.operators for number in one.ended}
+    assert ended
+    assert all(holds == (ended <= numbers) for numbers in left)
+
+
 def test_recordings_of_a_step_run_one_after_the_other(tmp_path: Path) -> None:
     sketch = Sketch(Small(), Path("data"), records=True)
     micro = sketch.trace(4).recording

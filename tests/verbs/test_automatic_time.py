@@ -59,6 +59,15 @@ def test_a_run_that_goes_on_has_less_left(folder: Path) -> None:
     assert ": 60 steps of 12.0 ms" in shown("train digits --run runs/mine --steps 150").time_note
 
 
+def test_a_training_behind_the_epochs_of_its_initial_weights_has_less_left(folder: Path) -> None:
+    made(folder / "runs")
+    begun = shown("train digits epochs=52 --from old.pt --epochs-done 2").time_note
+    assert ": 2,500 steps of 12.0 ms" in begun
+    step_folder(made(folder / "runs", "mine").checkpoints, 200).mkdir(parents=True)
+    resumed = shown("train digits epochs=52 --from old.pt --epochs-done 2 --run runs/mine").time_note
+    assert ": 2,400 steps of 12.0 ms" in resumed
+
+
 def test_what_a_site_does_not_give_is_said_with_what_follows(folder: Path) -> None:
     made(folder / "runs", costs=[cost(timing=cost()["timing"] | {"means": {"forward": 9.0}})])
     found = shown("train digits epochs=2000")

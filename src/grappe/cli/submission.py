@@ -79,6 +79,7 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
         plans=(plans,) if isinstance(plans, str) else tuple(plans),
         fields=tuple(found.get("fields", ())),
         run=found.get("run"),
+        epochs_done=found.get("epochs_done") or 0,
         data=str(data) if data is not None else None,
         parallel=found.get("parallel", 1),
         sampler=found.get("sampler", TPE) if words[0] == TUNE else "",

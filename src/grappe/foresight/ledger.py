@@ -60,6 +60,11 @@ class Ledger(TorchDispatchMode):
         self.marks.append(Mark(kind, which, self.now, max(self._peak, self.now)))
         self._peak = self.now
 
+    def gradient(self, tensor: Tensor) -> None:
+        """Notes a parameter's gradient."""
+        if self._recorder is not None and not hasattr(tensor, "to_local"):
+            self._recorder.gradient(tensor)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return (

@@ -87,6 +87,8 @@ class Recording:
     """Storages that were there before: number, bytes, whether they hold decimal numbers."""
     positive: bool = False
     """Whether those are above 0: some kernels take longer for the square root of less."""
+    gradients: frozenset[int] = frozenset()
+    """Storages of gradients: a training keeps them until the update, though the trace has taken them away."""
 
     @functools.cached_property
     def counts(self) -> Counter[str]:
@@ -95,11 +97,11 @@ class Recording:
 
     @functools.cached_property
     def peak(self) -> int:
-        """Computes the most bytes that its storages take at once."""
+        """Computes the most bytes that its storages take at once, with all gradients."""
         live = {number: size for number, size, _ in self.given}
         now = most = sum(live.values())
         for one in self.operators:
-            now -= sum(live.pop(number, 0) for number in one.ended)
+            now -= sum(live.pop(number, 0) for number in one.ended if number not in self.gradients)
             for ref in one.outputs:
                 if ref.storage not in live:
                     live[ref.storage] = ref.end
@@ -124,6 +126,7 @@ class Recorder:
         self._ends: dict[int, weakref.ref] = {}
         self._ended: list[int] = []
         self._given: dict[int, tuple[int, int, bool]] = {}
+        self._gradients: set[int] = set()
         self._next = 0
         self._operators: list[Operator] = []
         for tensor in known:
@@ -153,9 +156,17 @@ class Recorder:
         )
         self._ended.clear()
 
+    def gradient(self, tensor: Tensor) -> None:
+        """Records that a tensor is a parameter's gradient."""
+        self._gradients.add(self._number(tensor))
+
     def recording(self) -> Recording:
         """Returns what was recorded."""
-        return Recording(operators=tuple(self._operators), given=tuple(self._given.values()))
+        return Recording(
+            operators=tuple(self._operators),
+            given=tuple(self._given.values()),
+            gradients=frozenset(self._gradients),
+        )
 
     def _given_by(self, tensor: Tensor) -> int:
         new = self._next

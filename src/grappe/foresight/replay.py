@@ -35,6 +35,8 @@ class ReplayRequest:
     """For all runs but the first two."""
     keeps: bool = True
     """Whether freed memory is kept for later, as in a training under a plan that does not save memory."""
+    holds: bool = True
+    """Whether gradients stay until the update."""
     known: frozenset[str] = frozenset()
     """Calls that are not timed."""
     run: None = None
@@ -47,6 +49,7 @@ def replayed(
     processes: int,
     seconds: float,
     keeps: bool = True,
+    holds: bool = True,
     known: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
     """Returns the usual seconds of each distinct call, while so many processes on this machine do the same.
@@ -58,7 +61,12 @@ def replayed(
         ProcessDied: there was not enough memory.
     """
     request = ReplayRequest(
-        recordings=tuple(recordings), threads=threads, seconds=seconds, keeps=keeps, known=known
+        recordings=tuple(recordings),
+        threads=threads,
+        seconds=seconds,
+        keeps=keeps,
+        holds=holds,
+        known=known,
     )
     return local("grappe.foresight.replay:worker", request, processes)
 
@@ -90,7 +98,7 @@ def _usual(runs: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     ordered = sorted(runs, key=lambda run: sum(sum(values) for values in run.values()))
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
-    return {key: statistics.fmean(took for run in middle for took in run[key]) for key in middle[0]}
+    return {key: statistics.fmean(took for run in middle for took in run.get(key, ())) for key in middle[0]}
 
 
 @contextlib.contextmanager
@@ -130,19 +138,25 @@ def _pass(
     request: ReplayRequest, given: Sequence[dict[int, Any]], meeting: Meeting
 ) -> dict[str, list[float]]:
     """Runs the recordings once; returns the seconds of each call that is not known yet."""
-    seen, found = Counter[str](), dict[str, list[float]]()
+    seen, found, kept = Counter[str](), dict[str, list[float]](), list[dict[int, Any]]()
     for recording, storages in zip(request.recordings, given, strict=True):
         meeting.wait()  # as a training's processes do for each other's gradients
-        _run(recording, dict(storages), seen, found)
+        kept.append(dict(storages))
+        held = recording.gradients if request.holds else frozenset[int]()
+        _run(recording, kept[-1], held, seen, found)
     return {key: values for key, values in found.items() if key not in request.known}
 
 
 def _run(
-    recording: Recording, storages: dict[int, Any], seen: Counter[str], found: dict[str, list[float]]
+    recording: Recording,
+    storages: dict[int, Any],
+    held: frozenset[int],
+    seen: Counter[str],
+    found: dict[str, list[float]],
 ) -> None:
     clock, gone = time.perf_counter, list[Any]()
     for one in recording.operators:
-        gone += [storages.pop(number, None) for number in one.ended]
+        gone += [storages.pop(number, None) for number in one.ended if number not in held]
         key = one.key
         seen[key] += 1
         if seen[key] > EACH:

@@ -283,6 +283,7 @@ class Clock:
             processes=plan.processes,
             seconds=min(3.0, self._left),
             keeps=not plan.saves_memory,
+            holds=plan.shard == 1,  # else whole gradients end as soon as they are reduced
             known=frozenset(known),
         )
         self._left -= time.monotonic() - begun

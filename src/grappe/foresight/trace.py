@@ -199,6 +199,8 @@ def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> No
 
 
 def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        ledger.gradient(parameter.grad)
     parameter.grad = None
     ledger.mark(GRADIENT, number)
 

@@ -91,7 +91,7 @@ def with_time(submission: Submission, wish: ResourceRequest) -> tuple[ResourceRe
     known = _known(job)
     course = Course.of(
         submission.options,
-        done=steps_done(submission.run),
+        done=steps_done(submission.run) or submission.epochs_done * known.steps_per_epoch,
         epochs=job.task.epochs,
         steps_per_epoch=known.steps_per_epoch,
     )

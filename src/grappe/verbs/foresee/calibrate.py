@@ -143,22 +143,26 @@ def _fitted(made: Calibration, plan: str, folder: Path) -> Overhead:
 def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
     """Fits what a kind of plan adds to a single process's engine, for each unit, parameter and step."""
     none = dataclasses.replace(made, overheads={"one": made.overheads["one"]})
-    few, many = (_beyond(none, depth, SMALL, plan, folder) for depth in DEPTHS)
-    update = (many.update - few.update) / (many.operators - few.operators)
+
+    def beyond(depth: int, **sizes: int) -> _Beyond:
+        return _beyond(none, Reference(depth=depth, **sizes), plan, folder)
+
+    few, many = (beyond(depth) for depth in DEPTHS)
     if kind == "pipeline":  # a pass of a stage; what a unit takes is in its operators
         passes = 2 * (Plan.parse(plan).microbatches + 1)
         return Overhead(unit=max(0.0, (few.step + many.step) / 2 / passes))
     sizes = [one.parameters if kind == "replicate" else one.depth for one in (few, many)]
     each = max(0.0, (many.step - few.step) / (sizes[1] - sizes[0]))
-    step = max(0.0, few.step - each * sizes[0])
     if kind == "recompute":
         return Overhead(unit=each)
-    large = _beyond(none, DEPTHS[1], LARGE, plan, folder)
+    step = max(0.0, few.step - each * sizes[0])
+    update = (many.update - few.update) / (many.operators - few.operators)
+    large = beyond(DEPTHS[1], width=LARGE, batch_size=LARGE)
     if kind == "replicate":
-        beyond = large.step - step - each * large.parameters
-        return Overhead(step=step, update=update, parameter=each, messages=_slowed(large, beyond))
-    grouped = _beyond(none, DEPTHS[1] // GROUPED, SMALL, plan, folder, blocks=GROUPED)
-    busy = _beyond(none, DEPTHS[0], BUSY, plan, folder, rows=SAMPLES)
+        slowed = large.slowed(step + each * large.parameters)
+        return Overhead(step=step, update=update, parameter=each, messages=slowed)
+    grouped = beyond(DEPTHS[1] // GROUPED, blocks=GROUPED)
+    busy = beyond(DEPTHS[0], width=BUSY, batch_size=SAMPLES)
     unit = min(each, max(0.0, (many.step - grouped.step) / (many.depth - grouped.depth)))
     more = max(0.0, (busy.step - step) / busy.depth - each)
     share = min(1.0, large.computing / large.depth / (busy.computing / busy.depth))
@@ -169,13 +173,8 @@ def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
         parameter=(each - unit) * many.depth / many.parameters,
         busy=more,
         busy_from=busy.computing / busy.depth,
-        messages=_slowed(large, large.step - step - large.depth * (each + share * more)),
+        messages=large.slowed(step + large.depth * (each + share * more)),
     )
-
-
-def _slowed(large: _Beyond, beyond: float) -> float:
-    """Computes by what factor messages take longer than by themselves, of the seconds beyond all else."""
-    return max(1.0, 1 + beyond / large.messages) if large.messages else 1.0
 
 
 def sentences(made: Calibration) -> list[str]:
@@ -210,22 +209,16 @@ class _Beyond(NamedTuple):
     messages: float
     """Foreseen of its messages by themselves."""
 
+    def slowed(self, engine: float) -> float:
+        """Computes by what factor messages take longer than by themselves, of what the engine leaves of the seconds."""
+        return max(1.0, 1 + (self.step - engine) / self.messages) if self.messages else 1.0
 
-def _beyond(
-    made: Calibration,
-    depth: int,
-    width: int,
-    plan: str,
-    folder: Path,
-    *,
-    blocks: int = 1,
-    rows: int | None = None,
-) -> _Beyond:
-    task = Reference(depth=depth, blocks=blocks, width=width, batch_size=rows or width)
+
+def _beyond(made: Calibration, task: Reference, plan: str, folder: Path) -> _Beyond:
     phases, base = _reference(made, task, plan, folder)
     operators, kernels = base.operators["update"]
     return _Beyond(
-        depth=depth,
+        depth=task.depth,
         parameters=base.parameters,
         step=phases["step"] - phases["update"] - (base.total - base.updated),
         update=phases["update"] - kernels,
