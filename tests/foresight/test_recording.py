@@ -11,7 +11,7 @@ import torch
 from grappe.foresight.recording import Recording
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
-from tests.foresight.test_sketch import Small
+from tests.foresight.test_sketch import Normal, Small
 
 ROWS, WIDTH, CLASSES = 4, 8, 3
 
@@ -68,7 +68,8 @@ def test_a_clipped_gradient_is_measured_and_scaled_before_the_update(sketch: Ske
     assert any("_foreach_norm" in name or "norm" in name for name in clipped[: -len(plain)])
 
 
-def test_the_most_that_a_recording_takes_is_that_of_the_trace_and_its_gradients(sketch: Sketch) -> None:
+def test_the_most_that_a_recording_takes_is_that_of_the_trace_and_its_gradients() -> None:
+    sketch = Sketch(Normal(), Path("data"), records=True)
     trace = sketch.trace(ROWS)
     assert trace.recording is not None
     given = sum(size for _, size, _ in trace.recording.given)
@@ -77,9 +78,10 @@ def test_the_most_that_a_recording_takes_is_that_of_the_trace_and_its_gradients(
     assert given < without.peak <= given + most
     assert without.peak >= most
     gradients = sum(one.size for one in sketch.parameters)
-    assert without.peak < trace.recording.peak <= without.peak + gradients
+    assert without.peak <= trace.recording.peak <= without.peak + gradients
 
 
-def test_each_parameter_has_a_gradient(sketch: Sketch) -> None:
+def test_each_parameter_has_a_gradient() -> None:
+    sketch = Sketch(Normal(), Path("data"), records=True)
     trained = [one for one in sketch.parameters if one.trained]
     assert len(of_trace(sketch).gradients) == len(trained)

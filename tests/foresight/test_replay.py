@@ -78,7 +78,7 @@ def test_an_output_that_is_not_computed_holds_numbers_that_are_quick_to_compute_
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_gradients_stay_until_the_end_of_the_step(holds: bool, tmp_path: Path, monkeypatch) -> None:
-    recording = Sketch(Small(), Path("data"), records=True).trace(4).recording
+    recording = Sketch(Normal(), Path("data"), records=True).trace(4).recording
     assert recording is not None and recording.gradients
     left: list[set[int]] = []
 

@@ -63,7 +63,7 @@ def test_one_process_takes_its_operators_the_engine_and_the_data(clock: Clock, s
     assert found.compute == pytest.approx(EACH * (kernels(sketch, 64) + update) + ONE.step)
     assert (found.data, found.communication, found.bubble) == (0.25, 0.0, 0.0)
     assert found.total == pytest.approx(found.compute + 0.25)
-    assert clock.learned and set(clock.calibration.operators) == {"1x1"}
+    assert clock.learned and set(clock.calibration.operators) == {"1x1-holding"}
 
 
 def test_microbatches_and_recomputation_take_their_operators(clock: Clock, sketch: Sketch) -> None:

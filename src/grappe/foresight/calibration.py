@@ -83,7 +83,8 @@ class Calibration:
     bandwidth: Mapping[str, float]
     """Bytes/s of a copy that no cache holds, read and written, by threads."""
     operators: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """By setting ("2x1": two threads, one process; "1x2-saving": under a plan that saves memory) and by call."""
+    """By setting ("2x1-holding": two threads, one process, where gradients stay until the update; "1x2-saving": under a
+    plan that saves memory) and by call."""
 
     def with_operators(self, setting: str, found: Mapping[str, float]) -> Calibration:
         """Returns a calibration that knows these calls, too."""

@@ -252,6 +252,7 @@ class Clock:
         """Returns the seconds of the operators of a step's recordings; if some are not known yet, they are run."""
         # A plan that saves memory gives freed blocks back, and takes their pages anew.
         setting = f"{threads_of(plan)}x{plan.processes}" + "-saving" * plan.saves_memory
+        setting += "-holding" * _holds_gradients(plan)
         known = self.calibration.operators.get(setting, {})
         if any(set(one.counts) - set(known) for one in recordings):
             self._run(recordings, plan, setting, known)
@@ -283,12 +284,17 @@ class Clock:
             processes=plan.processes,
             seconds=min(3.0, self._left),
             keeps=not plan.saves_memory,
-            holds=plan.shard == 1,  # else whole gradients end as soon as they are reduced
+            holds=_holds_gradients(plan),
             known=frozenset(known),
         )
         self._left -= time.monotonic() - begun
         self.calibration = self.calibration.with_operators(setting, found)
         self.learned = True
+
+
+def _holds_gradients(plan: Plan) -> bool:
+    """Returns whether gradients stay as backward has made them: they are neither reduced nor added to others."""
+    return plan.replicate == plan.shard == plan.microbatches == 1
 
 
 def _kind(one: Parameter) -> torch.dtype:
