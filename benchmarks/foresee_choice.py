@@ -3,7 +3,8 @@
 Twenty choices (a task and a batch size) among plans that train the same on two cores. Each is foreseen as the command
 does it, then every plan is trained a second, by turns; those that are close, three times. Needs a machine without
 other programs, and `grappe doctor --calibrate` before. With a number of seconds it stops after them, and goes on when
-it is called again; texts choose tasks, and `--again` measures them anew.
+it is called again; texts choose tasks, `--again` measures them anew, and `--predict` foresees them anew and measures
+what is then lacking.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.foresee_choice", description=__doc__)
     parser.add_argument("only", nargs="*", help="seconds, and texts of which a choice has one")
     parser.add_argument("--again", action="store_true", help="measure these choices anew")
+    parser.add_argument("--predict", action="store_true", help="foresee these choices anew")
     parser.add_argument("--file", type=Path, default=FILE)
     given = parser.parse_args()
     limit = float(next((one for one in given.only if one.isdigit()), "1e9"))
@@ -87,13 +89,16 @@ def main() -> None:
             continue
         if time.monotonic() - begun > limit:
             break
-        _choice(choice, found, given.file, again=given.again)
+        if given.again:
+            found.pop(choice, None)
+        _choice(choice, found, given.file, predict=given.predict)
     _say(found)
 
 
-def _choice(choice: str, found: Found, file: Path, *, again: bool) -> None:
-    if again or choice not in found:
-        found[choice] = foreseen(choice)
+def _choice(choice: str, found: Found, file: Path, *, predict: bool) -> None:
+    if predict or choice not in found:
+        measured_before = found.get(choice, {}).get("measured", {})
+        found[choice] = {**foreseen(choice), "measured": measured_before}
     cell = found[choice]
     for turn in range(TURNS):
         for plan in wanted(cell, turn):
