@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,15 @@ def test_gradients_stay_until_the_end_of_the_step(holds: bool, tmp_path: Path, m
     ended = recording.gradients & {number for one in recording.operators for number in one.ended}
     assert ended
     assert all(holds == (ended <= numbers) for numbers in left)
+
+
+def test_a_call_that_returns_nothing_has_a_time(tmp_path: Path) -> None:
+    sketch = Sketch(Small(), Path("data"), records=True)
+    clipped = dataclasses.replace(sketch.task, clip=1.0)
+    recording = update_recording(clipped, sketch.mode, [("a", (8, 8), torch.float32)])
+    request = ReplayRequest(recordings=(recording,), threads=torch.get_num_threads(), seconds=0.0)
+    assert any(key.startswith("aten._foreach_mul_") for key in recording.counts)
+    assert set(worker(request, ProcessRank(), tmp_path)) == set(recording.counts)
 
 
 def test_recordings_of_a_step_run_one_after_the_other(tmp_path: Path) -> None:

@@ -191,3 +191,21 @@ def test_operators_are_counted_under_every_kind_of_plan(clock: Clock) -> None:
     for text in ("threads=1", "shard=2,threads=1", "pipeline=2,microbatches=4,threads=1"):
         forward, backward, update = clock.operators(Plan.parse(text))
         assert 0 < forward[0] < backward[0] and update[0] > 0
+
+
+def test_a_call_that_cannot_be_run_is_run_once_and_estimated(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+
+    def replayed(recordings: Sequence[Recording], **_: object) -> dict[str, float]:
+        runs.append(len(recordings))
+        return {key: EACH for one in recordings for key in one.counts if not key.startswith("aten.addmm")}
+
+    monkeypatch.setattr(step_time, "replayed", replayed)
+    first = clock.of(Plan.parse("threads=1"))
+    again = clock.of(Plan.parse("threads=1"))
+    assert len(runs) == 1 and first == again
+    products = [key for key in clock.calibration.operators["1x1-holding"] if key.startswith("aten.addmm")]
+    assert products
+    assert all(0 < clock.calibration.operators["1x1-holding"][key] < EACH for key in products)

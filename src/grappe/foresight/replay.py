@@ -170,11 +170,9 @@ def _run(
         try:
             output = function(*arguments, **keywords)
         except (RuntimeError, IndexError, NotImplementedError):
-            output = None
-        took = clock() - begun
-        if output is None:
             _left(one, storages)
             continue
+        took = clock() - begun
         found.setdefault(key, []).append(took)
         del arguments, keywords
         for ref, leaf in zip(one.outputs, _leaves(output), strict=False):

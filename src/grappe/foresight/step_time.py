@@ -257,15 +257,7 @@ class Clock:
         if any(set(one.counts) - set(known) for one in recordings):
             self._run(recordings, plan, setting, known)
             known = self.calibration.operators[setting]
-        floor = self._exchange.bandwidth(plan)
-
-        def seconds(one: Operator) -> float:
-            found = known.get(one.key)
-            if found is None:
-                return 0.0 if one.view else one.moved / floor
-            return found
-
-        return seconds
+        return lambda one: known[one.key]
 
     def _run(
         self, recordings: Sequence[Recording], plan: Plan, setting: str, known: Mapping[str, float]
@@ -288,7 +280,14 @@ class Clock:
             known=frozenset(known),
         )
         self._left -= time.monotonic() - begun
-        self.calibration = self.calibration.with_operators(setting, found)
+        floor = self._exchange.bandwidth(plan)
+        cannot_run = {
+            one.key: 0.0 if one.view else one.moved / floor
+            for recording in recordings
+            for one in recording.operators
+            if one.key not in known and one.key not in found
+        }
+        self.calibration = self.calibration.with_operators(setting, {**cannot_run, **found})
         self.learned = True
 
 

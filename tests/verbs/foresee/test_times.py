@@ -12,6 +12,7 @@ import pytest
 
 from grappe.cli import foreseeing
 from grappe.errors import UsageError
+from grappe.foresight.calibration import Calibration, Machine, Overhead
 from grappe.foresight.search import Foreseen
 from grappe.foresight.step_time import StepTime
 from grappe.verbs.foresee import calibrate, time_table, times
@@ -43,6 +44,14 @@ PLANS = Times(
 def test_the_best_plan_depends_on_the_aim_and_fits(aim: Any, found: str) -> None:
     chosen = best(PLANS, aim)
     assert chosen is not None and chosen.foreseen.plan == found
+
+
+def test_of_times_that_are_closer_than_they_are_known_it_is_the_one_of_fewest_processes() -> None:
+    plans = (plan("replicate=2", 1.0, 2, 1), plan("", 1.04, 1, 1), plan("microbatches=2", 1.03, 1, 1))
+    chosen = best(Times(plans=plans), "fastest")
+    assert chosen is not None and chosen.foreseen.plan == "microbatches=2"
+    chosen = best(Times(plans=(plans[0], plan("", 1.06, 1, 1))), "fastest")
+    assert chosen is not None and chosen.foreseen.plan == "replicate=2"
 
 
 def test_the_sentence_names_the_best_and_how_many_may_be_as_good() -> None:
@@ -107,7 +116,8 @@ def test_the_verdict_on_a_gpu(
 def test_the_engines_own_time_is_what_grows_beyond_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine that takes 10 microseconds an operator and 200 a step, that is found."""
 
-    def reference(made: object, depth: int, *_: object) -> tuple[dict[str, float], Any]:
+    def reference(made: object, task: calibrate.Reference, *_: object) -> tuple[dict[str, float], Any]:
+        depth = task.depth
         operators = dict.fromkeys(("forward", "backward", "update"), (10 * depth, 3e-3 * depth))
         phases = {name: took + 10e-6 * count for name, (count, took) in operators.items()}
         base = SimpleNamespace(data=1e-4, operators=operators)
@@ -117,3 +127,31 @@ def test_the_engines_own_time_is_what_grows_beyond_the_operators(monkeypatch: py
     found = calibrate._fitted(None, "", Path())  # type: ignore[arg-type]
     assert (found.forward, found.backward, found.update) == pytest.approx((10e-6,) * 3)
     assert found.step == pytest.approx(200e-6)
+
+
+def test_what_shards_add_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine on which units, parameters, busy cores and messages take so much each, that is found."""
+    busy_from, spent = 12e-3, {calibrate.SMALL: 0.0, calibrate.LARGE: 3e-3, calibrate.BUSY: 12e-3}
+
+    def beyond(made: object, task: calibrate.Reference, *_: object) -> calibrate._Beyond:
+        parameters, computing = 6 * task.depth * task.blocks, spent[task.width]
+        messages = 40e-3 if task.width == calibrate.LARGE else 0.0
+        unit = 3e-3 + 2e-3 * computing / busy_from
+        return calibrate._Beyond(
+            depth=task.depth,
+            parameters=parameters,
+            step=1e-3 + task.depth * unit + 50e-6 * parameters + 0.5 * messages,
+            update=10e-6 * parameters,
+            operators=parameters,
+            computing=task.depth * computing,
+            messages=messages,
+        )
+
+    monkeypatch.setattr(calibrate, "_beyond", beyond)
+    one = Calibration(machine=Machine.here(), overheads={"one": Overhead()}, links={}, flops={}, bandwidth={})
+    found = calibrate._added(one, "zero3", "shard=2,threads=1", Path())
+    assert (found.step, found.unit, found.parameter) == pytest.approx((1e-3, 3e-3, 50e-6))
+    assert (found.busy, found.busy_from) == pytest.approx((2e-3, busy_from))
+    assert (found.messages, found.update) == pytest.approx((1.5, 10e-6))
+    replicas = calibrate._added(one, "replicate", "replicate=2,threads=1", Path())
+    assert replicas.parameter > 0 and replicas.messages > 1

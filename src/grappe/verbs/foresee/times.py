@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Aim = Literal["fastest", "cheapest", "smallest"]
 REFERENCE = "V100, 16 GB"
 """The GPU that a model is compared with where no site is named: the slowest that sites have."""
+CLOSE = 0.05  # of a time: half of what is foreseen is further off
 BUSY = 0.3  # of a step, below which a GPU is not worth its queue
 UNCALIBRATED = "times are not foreseen before this machine is measured, once: grappe doctor --calibrate"
 
@@ -123,13 +124,20 @@ def gpu_or_not(clock: Clock, sketch: Sketch, name: str = REFERENCE) -> str | Non
 
 
 def best(times: Times, aim: Aim) -> Timed | None:
-    """Chooses the plan that is best under an aim, of those that fit as far as is known; None: no time is known."""
+    """Chooses the plan that is best under an aim, of those that fit as far as is known; None: no time is known.
+
+    Of plans whose times are closer than those are known, it is one of the fewest processes.
+    """
     known = [one for one in times.plans if one.time is not None and one.foreseen.fits is not False]
     if aim == "smallest":
         known = [
             one for one in known if one.foreseen.needs is not None and one.foreseen.needs.most is not None
         ]
-    return min(known, key=lambda one: merit(one, aim), default=None)
+    if aim == "smallest" or not known:
+        return min(known, key=lambda one: merit(one, aim), default=None)
+    least = min(merit(one, aim) for one in known)
+    close = [one for one in known if merit(one, aim) <= least * (1 + CLOSE)]
+    return min(close, key=lambda one: (one.foreseen.processes, merit(one, aim)))
 
 
 def merit(one: Timed, aim: Aim) -> float:
