@@ -124,13 +124,21 @@ def foreseen_limits() -> str:
 def foreseen_time() -> str:
     """A line for every task and plan of docs/foresee_time.json, which `python -m benchmarks.foresee_time` measures."""
     lines = ["| task | plan | step, measured | predicted | off by |", "|---|---|---|---|---|"]
-    errors: dict[str, list[float]] = {name: [] for name in ("one process", "two processes", "pipelines", "all")}
+    errors: dict[str, list[float]] = {
+        name: [] for name in ("one process", "two processes", "pipelines", "all")
+    }
     for key, cell in json.loads((ROOT / "docs" / "foresee_time.json").read_text()).items():
         task, _, plan = key.partition(" | ")
         measured, predicted = cell["measured"]["step"], cell["predicted"]["total"]
         error = predicted / measured - 1
         parsed = Plan.parse(plan)
-        kind = "pipelines" if parsed.pipeline > 1 else "one process" if parsed.processes == 1 else "two processes"
+        kind = (
+            "pipelines"
+            if parsed.pipeline > 1
+            else "one process"
+            if parsed.processes == 1
+            else "two processes"
+        )
         for name in (kind, "all"):
             errors[name].append(abs(error))
         lines.append(

@@ -17,7 +17,7 @@ from grappe.foresight.parameters import Parameter
 from grappe.foresight.partition import largest_rows, precision_of, stage_parameters, threads_of
 from grappe.foresight.passes import Kind
 from grappe.foresight.pipeline_time import orders_of, simulate
-from grappe.foresight.recording import Operator, Recording
+from grappe.foresight.recording import Recording
 from grappe.foresight.replay import replayed
 from grappe.foresight.sharding import rows_of
 from grappe.foresight.sketch import Sketch
