@@ -47,7 +47,7 @@ ELSEWHERE = {
     "engines/deepspeed/settings.py": "the settings file that the user names in the plan",
     "foresight/calibration.py": "the user's own caches, and /proc/cpuinfo",
     "foresight/devices/__init__.py": "the installation's own data sheets",
-    "foresight/replay.py": "the folder where processes meet",
+    "foresight/meeting.py": "the folder where processes meet",
     "launch/child.py": "a link in a folder of this start's own, private to the user",
     "launch/orphan.py": "the pipe of the process that has started this one, in /proc",
     "launch/folders.py": "the user's own folder",

@@ -7,7 +7,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grappe.launch.output import UserStream
@@ -88,6 +88,9 @@ def test_a_pace_goes_on(steps: int, each: float, done: int, took: float, left: i
     step=st.floats(1.0, 30.0),
     evaluation=st.floats(0.0, 300.0),
 )
+@example(
+    start=135, steps=200, step=1.0, evaluation=21.0
+)  # the line comes with a step that is evaluated after it
 def test_a_steady_training_ends_when_it_is_said(
     start: int, steps: int, step: float, evaluation: float
 ) -> None:

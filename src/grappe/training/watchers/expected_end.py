@@ -85,7 +85,7 @@ class ExpectedEnd:
         if self._at - self._first[1] - self._evaluation_seconds < AFTER_SECONDS or step == self._first[0]:
             return None
         self._decided = True
-        left = self._left()
+        left = self._left(step - 1)  # an evaluation of this step is to come
         self._shown = self._at - self._began + left > SOON_SECONDS and step < self._info.last_step
         return self._line(left) if self._shown else None
 
@@ -98,10 +98,10 @@ class ExpectedEnd:
         self._at = now
         if not self._shown or step >= self._info.last_step:
             return ""
-        return f"  end {self._when(now + self._left())}"
+        return f"  end {self._when(now + self._left(step))}"
 
-    def _left(self) -> float:
-        """Computes the seconds to the last step of this start."""
+    def _left(self, evaluated: int) -> float:
+        """Computes the seconds to the last step of this start, with the evaluations behind the step `evaluated`."""
         assert self._info is not None and self._first is not None
         first, since = self._first
         pace = Pace(
@@ -111,7 +111,7 @@ class ExpectedEnd:
             evaluation_seconds=self._evaluation_seconds,
         )
         last = self._info.last_step
-        return pace.seconds(last - self._step, occasions_left(self._step, last, self._every))
+        return pace.seconds(last - self._step, occasions_left(evaluated, last, self._every))
 
     def _line(self, left: float) -> str:
         assert self._info is not None
