@@ -37,6 +37,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder)
 
 
+@pytest.fixture(autouse=True)
+def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the calibration of the machine that runs the tests alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+
+
 def untraced(*_: object) -> str:
     raise AssertionError("it was traced again")
 
@@ -64,7 +70,7 @@ def test_a_run_is_traced_once_and_again_when_it_has_changed(
 
 
 @pytest.fixture
-def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def calibrated(tmp_path: Path, uncalibrated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     write_calibration(MADE)
 
