@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torchmetrics
 
+from grappe import train
+from grappe.errors import OutOfMemory
 from grappe.training.options import Options
 from tests.parity.structured import Texts
 from tests.processes import Pool
@@ -17,6 +19,18 @@ class Scored(Texts):
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": torchmetrics.classification.MulticlassAccuracy(3)}
+
+
+class Short(Texts):
+    """Metrics for which there is no memory left."""
+
+    def metrics(self) -> dict[str, torchmetrics.Metric]:
+        raise MemoryError
+
+
+def test_memory_that_evaluation_lacks_is_said_as_memory(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="out of memory in process 0"):
+        train(Short(), run=tmp_path / "run", options=Options(steps=2))
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2,microbatches=2"])
