@@ -23,6 +23,7 @@ from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
 from grappe.launch.output import user_stream
+from grappe.launch.preload import import_quietly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
@@ -32,7 +33,7 @@ from grappe.profiling.memory import resident, reused
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.training_scores import TrainingScores
-from grappe.task import Task
+from grappe.task import Task, overrides
 from grappe.training.average import WeightAverage
 from grappe.training.datasets import Data, loaders, read
 from grappe.training.evaluation import Evaluation
@@ -91,7 +92,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         if process.launcher == "grappe":
             log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
-        memory, baseline = explained(process.rank), resident()
+        memory, baseline = explained(process.rank), _resident_before_model(task, options)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loading = loaders(task, data, plan, world, opened, None if options.bare else chronometer)
         watched = waits_counted(chronometer)
@@ -226,6 +227,13 @@ def _also(request: Request, chronometer: Chronometer) -> tuple[Watcher, ...]:
         if isinstance(watcher, ClockWatcher):
             watcher.chronometer = chronometer
     return request.also
+
+
+def _resident_before_model(task: Task, options: Options) -> int:
+    """Returns the bytes of this process, with the library of metrics: 145 MB that are no part of what a model takes."""
+    if not options.bare and overrides(task, "metrics"):
+        import_quietly("torchmetrics")
+    return resident()
 
 
 def _settle_heap(request: Request) -> None:
