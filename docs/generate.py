@@ -132,14 +132,8 @@ def foreseen_time() -> str:
         measured, predicted = cell["measured"]["step"], cell["predicted"]["total"]
         error = predicted / measured - 1
         parsed = Plan.parse(plan)
-        kind = (
-            "pipelines"
-            if parsed.pipeline > 1
-            else "one process"
-            if parsed.processes == 1
-            else "two processes"
-        )
-        for name in (kind, "all"):
+        several = "pipelines" if parsed.pipeline > 1 else "two processes"
+        for name in ("one process" if parsed.processes == 1 else several, "all"):
             errors[name].append(abs(error))
         lines.append(
             f"| `{task}` | `{plan or 'one process'}` | {1e3 * measured:.1f} ms | {1e3 * predicted:.1f} | {error:+.0%} |"
