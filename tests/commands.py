@@ -68,10 +68,19 @@ class Command:
 
     def close(self) -> None:
         """Ends all of it."""
-        for pid in self.members():
-            os.kill(pid, signal.SIGKILL)
+        send(self.members(), signal.SIGKILL)
         self.process.communicate()
         shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def send(pids: list[int], number: signal.Signals) -> bool:
+    """Sends a signal to each; returns whether any still lived: the end of one may be the end of others."""
+    sent = False
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            sent = True
+    return sent
 
 
 def until(true: Callable[[], object], what: str) -> None:

@@ -26,8 +26,7 @@ from pathlib import Path
 
 from grappe.training.run import Run
 from grappe.verbs.tune.study import open_study
-from tests.commands import GRAPPE, Command, until
-from tests.faults.victims import killed
+from tests.commands import GRAPPE, Command, send, until
 
 ROOT = Path(__file__).parents[2]
 LINE = str(ROOT / "tests/verbs/tune/line.py")
@@ -182,7 +181,7 @@ def _strike(drill: Drill, study: Path, figures: Figures, dice: random.Random) ->
         subprocess.run(["scancel", job], check=False)
         figures.cancelled += 1
         return True
-    struck = killed(victims)
+    struck = send(victims, signal.SIGKILL)
     figures.trials += struck
     return struck
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, Command, send
 from tests.patience import PATIENCE_SECONDS
 
 SOAK = "GRAPPE_SOAK" in os.environ
@@ -65,11 +65,7 @@ def strike(command: Command, run: Path, generator: random.Random) -> bool:
     time.sleep(generator.random() * 0.3)
     victims = command.members()
     whom = victims if generator.random() < 0.5 else [generator.choice(victims)]
-    for pid in whom:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    send(whom, signal.SIGKILL)
     return bool(whom)
 
 

@@ -6,7 +6,6 @@ The other node is this machine with a host name and process ids of its own (name
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import pytest
 
 from grappe.checkpoint.lease import FILE, STALE_SECONDS
 from grappe.training.run import Run
-from tests.commands import GRAPPE, SLOW, Command, until
+from tests.commands import GRAPPE, SLOW, Command, send, until
 from tests.faults.resume_cell import hashes
 
 OTHER = (
@@ -87,8 +86,7 @@ def test_a_node_that_fell_silent_is_replaced_after_a_minute(start: Start, tmp_pa
     run = tmp_path / "run"
     first = start(other=True, pause=0.2)
     until(lambda: step_of(run) >= 4, "the other node has saved")
-    for pid in first.members():
-        os.kill(pid, signal.SIGKILL)
+    send(first.members(), signal.SIGKILL)
     code, _, err = start(other=False, pause=0).end()
     assert code != 0 and "wait a minute if it is dead" in err  # its pid means nothing here
     a_minute_passes(run)
@@ -102,14 +100,12 @@ def test_a_node_that_wakes_up_writes_nothing_more(start: Start, tmp_path: Path) 
     first = start(other=True, pause=0.2)
     until(lambda: step_of(run) >= 4, "the other node has saved")
     stopped = first.members()
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+    send(stopped, signal.SIGSTOP)
     a_minute_passes(run)
     second = start(other=False, pause=0.2)
     before = step_of(run)
     until(lambda: step_of(run) > before, "this node has saved")
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
+    send(stopped, signal.SIGCONT)
     code, _, err = first.end()
     assert code not in (0, 75) and "this process writes nothing more" in err and "Traceback" not in err
     code, _, err = second.end()

@@ -1,10 +1,8 @@
-"""The living processes of a command by what they are, and their death."""
+"""The living processes of a command by what they are."""
 
 from __future__ import annotations
 
 import collections
-import os
-import signal
 from pathlib import Path
 
 from tests.commands import Command
@@ -39,15 +37,3 @@ def _status(pid: int) -> tuple[int, str]:
         return int(stat[1]), Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except (OSError, IndexError):
         return 0, ""
-
-
-def killed(victims: list[int]) -> bool:
-    """Kills; returns whether any of them still lived."""
-    struck = False
-    for pid in victims:
-        try:
-            os.kill(pid, signal.SIGKILL)
-            struck = True
-        except ProcessLookupError:
-            continue
-    return struck

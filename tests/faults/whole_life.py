@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,10 +29,10 @@ from pathlib import Path
 from grappe.checkpoint.format import latest
 from grappe.cli.exit import BUG
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, Command, send
 from tests.faults.pressure import waited
 from tests.faults.resume_cell import curves, hashes_of
-from tests.faults.victims import ROLES, killed, roles
+from tests.faults.victims import ROLES, roles
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{Path(__file__).with_name('life.py')}:Life"
@@ -159,7 +160,7 @@ class Life:
         role = self._random.choices(names, [ROLES[name] for name in names])[0]
         victims = living[role] if role == "all" else [self._random.choice(living[role])]
         phase = _phase(self._folder / "run")
-        if not killed(victims):
+        if not send(victims, signal.SIGKILL):
             return False
         began, before = time.monotonic(), waited()
         self._wait(one, role)
@@ -180,7 +181,7 @@ class Life:
             if time.monotonic() > until:
                 left = roles(one)
                 self.findings.append(f"{role} killed: {left} lived on for {LEFT_SECONDS:.0f} s")
-                killed(one.members())  # they would keep the output open
+                send(one.members(), signal.SIGKILL)  # they would keep the output open
                 one.process.wait()
                 return
             time.sleep(0.1)

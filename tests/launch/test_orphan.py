@@ -19,7 +19,7 @@ from grappe.errors import ProcessDied
 from grappe.launch import rendezvous
 from grappe.launch.rank import ProcessRank
 from grappe.training.run import Run
-from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
+from tests.commands import GRAPPE, SLOW, Command, pids_in_training, send, until
 
 PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
 O_ASYNC = 0o20000
@@ -84,10 +84,9 @@ def data_workers(command: Command, ranks: list[int]) -> list[int]:
 
 def freeze_and_kill(command: Command) -> None:
     """The others get no turn any more, as on a machine that is loaded without end; then the command is killed."""
-    for pid in command.members():
-        # Python's resource tracker does no work, and only waits for the end of the others.
-        if pid != command.process.pid and "resource_tracker" not in line(pid):
-            os.kill(pid, signal.SIGSTOP)
+    # Python's resource tracker does no work, and only waits for the end of the others.
+    working = [pid for pid in command.members() if "resource_tracker" not in line(pid)]
+    send([pid for pid in working if pid != command.process.pid], signal.SIGSTOP)
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
 
@@ -128,8 +127,7 @@ def test_a_server_killed_while_processes_start_is_named(
 ) -> None:
     command = start("--run", "run", "--steps", "2", "pause=0", *PLAN)
     until(lambda: moment(command), "they start")
-    for pid in servers(command):
-        os.kill(pid, signal.SIGKILL)
+    send(servers(command), signal.SIGKILL)
     code, _, error = command.end()
     assert BUG not in error
     assert "Traceback" not in error
