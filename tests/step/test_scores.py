@@ -1,0 +1,46 @@
+"""The scores of an evaluation: their numbers are kept without holes in the heap."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import torch
+
+from grappe.step.scores import BLOCK, Column
+
+HEAP = """
+import torch
+from grappe.profiling.memory import data_size, reused
+from grappe.step.scores import Column
+from grappe.tasks.pysource import PySource
+
+task = PySource(width=256, depth=2, heads=4)
+model, column = task.model(), Column(torch.device("cpu"))
+with reused(), torch.no_grad():
+    for number in range(60):
+        inputs, targets = (torch.randint(0, 256, (16, 128)) for _ in range(2))
+        column.append(task.loss(task.forward(model, inputs), targets).sum())
+        if number == 20:
+            before = data_size()
+print(data_size() - before)
+"""
+
+
+def test_numbers_come_back_as_they_were_over_several_blocks() -> None:
+    column = Column(torch.device("cpu"))
+    numbers = [math.pi * number for number in range(2 * BLOCK + 3)]
+    for number in numbers:
+        column.append(torch.tensor(number) if number % 2 < 1 else number)
+    kept = [float(torch.tensor(number)) if number % 2 < 1 else number for number in numbers]
+    assert column.tolist() == kept
+
+
+def test_no_number_is_an_empty_list() -> None:
+    assert Column(torch.device("cpu")).tolist() == []
+
+
+def test_numbers_that_are_kept_leave_the_heap_of_an_evaluation_as_it_was() -> None:
+    done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 << 20  # one microbatch's
