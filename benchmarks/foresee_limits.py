@@ -32,7 +32,7 @@ SHARES = (1.0, 0.95, 0.9, 0.8)
 """Of what a plan is taken to need, with the reserve of a tenth: 0.909 is the foreseen peak itself."""
 LOW = 600_000_000
 """Bytes that none of the trainings has room in."""
-SHORT = ("out of memory", "starts no further process or thread")
+SHORT = ("out of memory", "starts no further process or thread", "get no more memory")
 BEFORE = re.compile(r"([0-9.]+) ([MG]B) from before the model")
 UNITS = {"MB": 10**6, "GB": 10**9}
 TASKS = (

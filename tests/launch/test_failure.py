@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from grappe.launch.child import Report
 from grappe.launch.failure import explanation
@@ -38,3 +41,15 @@ def test_one_that_was_killed_comes_before_all() -> None:
     lost = failed(1, kind="crashed", error="RuntimeError", message=PEER, when=1.0)
     killed = failed(0, exit_code=-signal.SIGKILL, kind="silent", when=2.0)
     assert str(explanation([lost, killed])).startswith("process 0 of 2 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGSEGV, -signal.SIGABRT])
+def test_a_silent_end_where_memory_is_limited_names_the_limit(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    silent = failed(0, exit_code=code, kind="silent")
+    assert "memory" not in str(explanation([silent]))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1))
+    assert "no more memory, which is limited here: see `ulimit -d`)" in str(explanation([silent]))
+    crashed = failed(0, kind="crashed", exit_code=code, error="ZeroDivisionError", message="division by zero")
+    assert code < 0 or "memory" not in str(explanation([crashed]))

@@ -25,7 +25,7 @@ def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
         error = getattr(errors, first.report.error, GrappeError)(first.report.message)
         error.details = first.report.details
         return error
-    died = ProcessDied(f"{first.name} {_how_it_ended(first)}{hint(first.exit_code)}{last_lines(first.log)}")
+    died = ProcessDied(f"{first.name} {_how_it_ended(first)}{last_lines(first.log)}")
     died.killed = first.exit_code == -signal.SIGKILL
     return died
 
@@ -44,13 +44,13 @@ def _how_late(one: LocalProcess) -> tuple[bool, bool, float]:
 
 def _how_it_ended(process: LocalProcess) -> str:
     if process.exit_code < 0:
-        return f"was killed by {signal_name(-process.exit_code)}"
+        return f"was killed by {signal_name(-process.exit_code)}{hint(process.exit_code)}"
     # What multiprocessing says where the server cannot tell any more.
     if process.exit_code == UNKNOWN and (end := server_end()):
         return f"was ended with what had started it: {end}"
     if process.report.kind == "crashed":
         return f"failed with {process.report.error}"
-    return f"ended by itself with exit code {process.exit_code}"
+    return f"ended by itself with exit code {process.exit_code}{hint(process.exit_code)}"
 
 
 def last_lines(log: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import signal
 import sys
 import types
@@ -20,6 +21,9 @@ from grappe.launch.rank import ProcessRank
 from grappe.private_api.multiprocessing import forkserver_exit_code
 
 NAME = "grappe-rank-"
+LIMITS = {resource.RLIMIT_DATA: "`ulimit -d`", resource.RLIMIT_AS: "`ulimit -v`"}
+REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
+"""Exit codes of libraries that got no memory and cannot say so: libgomp's is 1; oneDNN uses the address 0."""
 
 
 class LocalProcess:
@@ -118,9 +122,12 @@ def signal_name(number: int) -> str:
 
 def hint(code: int) -> str:
     """Says what an exit code mostly comes from, ready to follow a message."""
-    if code != -signal.SIGKILL:
+    if code == -signal.SIGKILL:
+        return " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
+    limited = [name for kind, name in LIMITS.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]
+    if code not in REFUSED or not limited:
         return ""
-    return " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
+    return f" (libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)})"
 
 
 @contextlib.contextmanager
