@@ -22,6 +22,7 @@ from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World, join
 from grappe.plan import Plan
+from grappe.profiling import memory_limit
 from tests.commands import until
 
 ALONE = World(process=ProcessRank(), device=torch.device("cpu"))
@@ -287,6 +288,38 @@ def test_without_memory_for_a_copy_pieces_are_given_as_they_are(monkeypatch: pyt
     given, copied = snapshots.take(iter(pieces))
     assert not copied and buffers == ["a", "b"]
     assert all(mine.data is theirs.data for mine, theirs in zip(given, pieces, strict=True))
+
+
+def test_copies_that_leave_a_step_no_room_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, pieces = Snapshots(), [Piece(name, torch.ones(2), (2,), (0,)) for name in "ab"]
+    asked = list[tuple[int, int, bool]]()
+
+    def has_room(size: int, processes: int, *, peak_known: bool) -> bool:
+        asked.append((size, processes, peak_known))
+        return peak_known
+
+    monkeypatch.setattr(memory_limit, "has_room", has_room)
+    assert not snapshots.take(pieces, 2, peak_known=False)[1]
+    assert snapshots.take(pieces, 2)[1] and snapshots.take(pieces, 2)[1]
+    assert asked == [(16, 2, False), (16, 2, True)]  # what is kept needs no more room
+
+
+def test_without_memory_for_a_thread_the_training_writes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = saver(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert save(to, 1) is None
+        assert latest(tmp_path).step == 1  # type: ignore[union-attr]
+        shutil.rmtree(tmp_path)
+        assert save(to, 2) is None
+    tmp_path.mkdir()
+    assert "step 2 could not be saved" in str(save(to, 3))
+    assert to.wait() is None
+    assert names(tmp_path) == ["step-000003"]
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_failure_is_noted_before_anybody_is_told_that_the_part_is_written(tmp_path) -> None:

@@ -12,13 +12,19 @@ import pytest
 
 from grappe.launch.child import Report
 from grappe.launch.failure import explanation
+from grappe.launch.local_process import hint
 
 PEER = "Connection closed by peer [127.0.0.1]:5000"
 
 
-def failed(rank: int, exit_code: int = 1, **report: Any) -> Any:
-    name = f"process {rank} of 2"
-    return SimpleNamespace(name=name, exit_code=exit_code, report=Report(**report), log=Path("none"))
+def failed(rank: int, exit_code: int = 1, likely_cause: str = "", **report: Any) -> Any:
+    return SimpleNamespace(
+        name=f"process {rank} of 2",
+        exit_code=exit_code,
+        likely_cause=likely_cause,
+        report=Report(**report),
+        log=Path("none"),
+    )
 
 
 def test_the_first_to_report_is_named() -> None:
@@ -47,9 +53,12 @@ def test_one_that_was_killed_comes_before_all() -> None:
 def test_a_silent_end_where_memory_is_limited_names_the_limit(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    silent = failed(0, exit_code=code, kind="silent")
-    assert "memory" not in str(explanation([silent]))
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1))
-    assert "no more memory, which is limited here: see `ulimit -d`)" in str(explanation([silent]))
-    crashed = failed(0, kind="crashed", exit_code=code, error="ZeroDivisionError", message="division by zero")
-    assert code < 0 or "memory" not in str(explanation([crashed]))
+    assert hint(code) == ""
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1)
+    )
+    assert "no more memory, which is limited here: see `ulimit -d`)" in hint(code)
+    silent = failed(0, exit_code=code, kind="silent", likely_cause=hint(code))
+    assert "`ulimit -d`" in str(explanation([silent]))
+    crashed = failed(0, kind="crashed", exit_code=1, error="ZeroDivisionError", likely_cause=hint(1))
+    assert "ulimit" not in str(explanation([crashed]))

@@ -13,6 +13,7 @@ from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 
 TASK = str(Path(__file__).parents[1] / "short_source.py")
+NARROW = str(Path(__file__).parents[1] / "narrow.py")
 LIMIT_MB = 900  # of RLIMIT_DATA; Python and torch have 350 of them, connections to other processes 110
 
 
@@ -71,3 +72,16 @@ def test_two_processes_can(tmp_path: Path, plan: str) -> None:
     held = [one["held"] for one in run.read_description()["costs"]]
     assert 300e6 < sum(one["parameters"] for one in held) + sum(one["gradients"] for one in held) < 310e6
     assert all(one["optimizer"] == approx(2 * one["parameters"], rel=0.01) for one in held)
+
+
+def test_checkpoints_copies_leave_a_step_its_memory(tmp_path: Path) -> None:
+    words = ("--plan", "device=cpu,threads=1", "--steps", "3", "--save-every", "1", "--run", "run")
+    command = Command(GRAPPE, "train", f"{NARROW}:Narrow", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
+    try:
+        code, _, err = command.end()
+    finally:
+        command.close()
+    assert (code, err) == (0, "")
+    found = Run(tmp_path / "run").latest()
+    assert found is not None and found.step == 3
+    assert "the training waits for it" in (tmp_path / "run/logs/rank-0.log").read_text()

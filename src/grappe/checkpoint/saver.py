@@ -57,7 +57,14 @@ class Saver:
         self._folder, self._world, self._token = folder, world, token
         self._keep, self._may_commit = keep, may_commit
         self._snapshots = Snapshots()
+        self._first: int | None = None
+        """The step of the first save."""
+        self._said = False
+        """Whether the log has the reason why the training waits for its checkpoints."""
+        self._saving = False
+        """Whether a save's end is not known yet."""
         self._thread: threading.Thread | None = None
+        """The thread that writes; None also where it could not be started."""
         self._beside: Path | None = None
         self._error: str | None = None
         self._abandoned = threading.Event()
@@ -81,33 +88,55 @@ class Saver:
             The error of the save before this one, on any process; None: that save is committed.
         """
         before = self.wait()
-        pieces, streamed, waits = list(pieces_to_write(tensors, own, self._world)), None, False
+        given, streamed, copied = list(pieces_to_write(tensors, own, self._world)), None, True
         self._written.clear()
         self._abandoned.clear()
         self._beside = beside = self._folder / f".step-{step:06d}.{self._token}"
+        pieces = given
+        if self._first is None:
+            self._first = step
         if stream is None:
-            pieces, copied = self._snapshots.take(pieces)
-            waits = not copied  # for want of memory: the training must not go on before they are written
+            # The first step makes the optimizer's state, so that only the second one needs all that a step needs.
+            known = step >= self._first + 2
+            pieces, copied = self._snapshots.take(given, self._world.process.local_size, peak_known=known)
         else:
-            streamed = self._stream(beside, pieces, own, stream)
-        arguments = (step, pieces, dict(values), streamed)
+            streamed = self._stream(beside, given, own, stream)
+        self._saving = True
+        try:
+            self._start(step, pieces, dict(values), streamed)
+        except RuntimeError:  # for want of memory for a thread
+            self._snapshots.clear()
+            self._write(step, given, dict(values), streamed)
+            return before
+        if not copied:  # for want of memory: the training must not go on before they are written
+            self._written.wait()
+            self._say_why()
+        return before
+
+    def _say_why(self) -> None:
+        if not self._said and self._world.rank == 0:
+            print(
+                "a checkpoint is written without a copy in memory, which has no room: the training waits for it"
+            )
+            self._said = True
+
+    def _start(self, *arguments: Any) -> None:
         thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
         thread.start()
         self._thread = thread
-        if waits:
-            self._written.wait()
-        return before
 
     def wait(self) -> str | None:
         """Waits for the running save, if there is one; returns that save's error, on any process."""
-        if self._thread is None:
+        if not self._saving:
             return None
+        self._saving = False
         self._written.wait()
         problems = [problem for problem in self._world.gather(self._error) if problem]
         if problems:
             self._abandoned.set()
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         problem = self._world.share(problems[0] if problems else self._error)
         self._error = None
         if problem is not None and self._beside is not None and self._world.rank == 0:

@@ -11,7 +11,7 @@ from grappe.errors import GrappeError, ProcessDied, RunError
 from grappe.launch import child
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
-from grappe.launch.local_process import LocalProcess, hint, server_end, signal_name
+from grappe.launch.local_process import LocalProcess, server_end, signal_name
 
 LAST_LINES = 12
 UNKNOWN = 255  # exit code
@@ -44,13 +44,13 @@ def _how_late(one: LocalProcess) -> tuple[bool, bool, float]:
 
 def _how_it_ended(process: LocalProcess) -> str:
     if process.exit_code < 0:
-        return f"was killed by {signal_name(-process.exit_code)}{hint(process.exit_code)}"
+        return f"was killed by {signal_name(-process.exit_code)}{process.likely_cause}"
     # What multiprocessing says where the server cannot tell any more.
     if process.exit_code == UNKNOWN and (end := server_end()):
         return f"was ended with what had started it: {end}"
     if process.report.kind == "crashed":
         return f"failed with {process.report.error}"
-    return f"ended by itself with exit code {process.exit_code}{hint(process.exit_code)}"
+    return f"ended by itself with exit code {process.exit_code}{process.likely_cause}"
 
 
 def last_lines(log: Path) -> str:

@@ -19,6 +19,7 @@ from grappe.launch import child
 from grappe.launch.child import Report, Terminal
 from grappe.launch.rank import ProcessRank
 from grappe.private_api.multiprocessing import forkserver_exit_code
+from grappe.profiling import memory, memory_limit
 
 NAME = "grappe-rank-"
 LIMITS = {resource.RLIMIT_DATA: "`ulimit -d`", resource.RLIMIT_AS: "`ulimit -v`"}
@@ -35,9 +36,12 @@ class LocalProcess:
         self.report = Report(kind="none yet")
         self.process: Any = None
         self._ended = False
+        self._killed_before = 0
+        """Number of processes that the kernel had killed in this control group for its memory's sake."""
 
     def start(self, payload: bytes, rendezvous_folder: Path, context: BaseContext) -> None:
         """Starts the process by `context`'s method."""
+        self._killed_before = _killed_for_memory()
         self.pipe, theirs = context.Pipe(duplex=False)
         terminal = _terminal() if self._rank.rank == 0 else None
         self.process = context.Process(  # type: ignore[attr-defined]
@@ -86,6 +90,17 @@ class LocalProcess:
     def exit_code(self) -> int:
         """The process's exit code; negative: the signal that killed it."""
         return self.process.exitcode or 0
+
+    @property
+    def likely_cause(self) -> str:
+        """What an exit code mostly comes from, ready to follow a message."""
+        group = memory_limit.control_group()
+        if self.exit_code == -signal.SIGKILL and group is not None and group.killed > self._killed_before:
+            return (
+                f" (the system did, as the processes of this job or container may have {memory.size(group.size)} of "
+                "memory together, and needed more: grappe foresee shows plans that need less)"
+            )
+        return hint(self.exit_code)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process, if it is alive."""
@@ -139,6 +154,11 @@ def without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def _killed_for_memory() -> int:
+    group = memory_limit.control_group()
+    return group.killed if group is not None else 0
 
 
 def _terminal() -> Terminal | None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 STATUS = Path("/proc/self/status")
-MEMINFO = Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 CEILING = 32 << 20  # bytes: as high as glibc lets its threshold for mmap rise by itself
 
@@ -77,12 +76,9 @@ def resident() -> int:
     return _status("VmRSS:")
 
 
-def free(meminfo: Path = MEMINFO) -> int | None:
-    """Returns the bytes of the host's memory that programs can still have; None if the system does not report them."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return None
+def below_peak() -> int:
+    """Returns the bytes by which this process's resident memory is below its peak so far."""
+    return max(0, _status("VmHWM:") - _status("VmRSS:"))
 
 
 def _status(name: str) -> int:

@@ -16,7 +16,6 @@ from grappe.step.training_scores import TrainingScores
 from grappe.training.average import WeightAverage
 from grappe.training.first_step import refusing_late_parameters
 from grappe.training.options import Options
-from grappe.training.out_of_memory import is_out_of_memory
 from grappe.training.patience import Patience
 from grappe.training.sample_log import LoggedLoader
 from grappe.training.watchdog import Watchdog
@@ -78,7 +77,7 @@ class Evaluation:
             with self._chronometer.during(phases.EVALUATION), refusing_late_parameters():
                 self._engine.evaluate(batches, min(order.batch_size, order.length))
         except Exception as error:
-            if isinstance(error, GrappeError) or not is_users(error) or is_out_of_memory(error):
+            if isinstance(error, GrappeError) or not is_users(error):
                 raise  # what a task's part must give is said without where it was seen first
             raise TaskError(
                 f"evaluation fails (one batch of it is tried before the first step): {sentence(error, self._task)}"

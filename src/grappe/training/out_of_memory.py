@@ -71,7 +71,8 @@ def explained(rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         reserve.clear()
-        if not is_out_of_memory(error):
+        # What the task's own method raised is the cause of an error that names the method.
+        if not is_out_of_memory(error) and not (error.__cause__ and is_out_of_memory(error.__cause__)):
             raise
         held = memory.found_by_kind()  # while the traceback still keeps it alive
         other = max(0, memory.data_size() - before - sum(held.values()))
@@ -197,6 +198,8 @@ def _limit() -> tuple[int, str, bool]:
     """Returns a process's memory limit, the origin of the limit, and whether it is a GPU's."""
     import torch
 
+    from grappe.profiling import memory_limit
+
     soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if soft != resource.RLIM_INFINITY:
         return soft, "RLIMIT_DATA, see `ulimit -d`", False
@@ -206,6 +209,9 @@ def _limit() -> tuple[int, str, bool]:
             "this GPU's memory",
             True,
         )
+    group = memory_limit.control_group()
+    if group is not None and group.size < _machine():
+        return group.size, "the memory of this job, or container", False
     return _machine(), "this machine's memory", False
 
 

@@ -82,17 +82,13 @@ def test_cores() -> None:
     assert "OMP_NUM_THREADS=999" in words(cpus.check(machine(environment={"OMP_NUM_THREADS": "999"})))
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_memory() -> None:
     assert "shared memory" in words(host_memory.of_shared(64 << 20, None))
     assert not list(host_memory.of_shared(64 << 20, 0))
     assert "may use 4.3 GB" in words(host_memory.of_limit(4 << 30, 8))
     assert not list(host_memory.of_limit(None, 8))
     assert "grows by" in words(host_memory.of_growth(1 << 30))
     assert not list(host_memory.of_growth(host_memory.growth()))
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert host_memory.limit(tmp_path) == 1000
 
 
 def test_gpus() -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from grappe.profiling.memory_limit import control_group
 from grappe.verbs.doctor.finding import Finding, Machine, error, warning
 
 SHARED = Path("/dev/shm")
@@ -21,7 +22,8 @@ def check(machine: Machine) -> Iterator[Finding]:
     if machine.is_node_leader:
         if SHARED.is_dir():
             yield from of_shared(shutil.disk_usage(SHARED).free, machine.plan.workers)
-        yield from of_limit(limit(), machine.process.local_size)
+        group = control_group()
+        yield from of_limit(group.size if group else None, machine.process.local_size)
         if machine.process.rank == 0:
             yield from of_growth(growth())
 
@@ -54,17 +56,6 @@ def of_growth(grown: int) -> Iterator[Finding]:
             "the job will be killed when it is used up",
             "install a newer torch (before 1.0.1 it leaks on CPUs with AVX512)",
         )
-
-
-def limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the memory limit of this process's control group (version 2 or 1) in bytes; None without a limit."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
 
 
 def growth() -> int:

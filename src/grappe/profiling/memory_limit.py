@@ -1,0 +1,111 @@
+"""Memory limit: how much more this process may take, of its control group, of RLIMIT_DATA and of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from grappe.profiling import memory
+
+MEMINFO = Path("/proc/meminfo")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+SMALL_PART = 50
+UNLIMITED = 1 << 60  # bytes: version 1 writes a number near 2**63 where there is no limit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ControlGroup:
+    """A control group whose memory is limited: of a Slurm job (`--mem`), or a container.
+
+    The kernel kills one of its processes where they need more.
+    """
+
+    size: int
+    """Bytes that its processes may have together."""
+    free: int
+    """Bytes that they can still have; files' cached pages, which the kernel gives up first, are among them."""
+    killed: int
+    """Number of processes that the kernel has killed for its sake."""
+
+
+def control_group(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> ControlGroup | None:
+    """Returns the control group that leaves this process the least memory, of version 2 or 1; None: none limits it."""
+    found = [group for folder in _folders(root, own) if (group := _group(folder)) is not None]
+    return min(found, key=lambda one: one.free, default=None)
+
+
+def free(meminfo: Path = MEMINFO) -> int | None:
+    """Returns the bytes that the processes here can still have together; None if the system does not report them."""
+    left = []
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        left.append(_numbers(meminfo)["MemAvailable:"] * 1024)
+    group = control_group()
+    if group is not None:
+        left.append(group.free)
+    return min(left, default=None)
+
+
+def has_room(size: int, processes: int = 1, *, peak_known: bool = True) -> bool:
+    """Returns whether this process may take `size` bytes more, and then as much as it ever had besides.
+
+    What it ever had is what a step needs, and the next one will.
+
+    Args:
+        processes: the number of processes here that do the same.
+        peak_known: whether this process has reached its peak; if not, `size` must be a small part of what is left.
+    """
+    needed = size + memory.below_peak() if peak_known else SMALL_PART * size
+    own = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if own != resource.RLIM_INFINITY and memory.data_size() + needed > own:
+        return False
+    left = free()
+    return left is None or needed * processes <= left
+
+
+def _folders(root: Path, own: Path) -> Iterator[Path]:
+    """Yields the folders of this process's control group and of those above it, as far as they can be seen."""
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = [line.split(":", 2) for line in own.read_text().splitlines() if line.count(":") >= 2]
+    paths = {
+        "": "",
+        "memory": "",
+        **{name: path for _, several, path in lines for name in several.split(",")},
+    }
+    for base, path in ((root, paths[""]), (root / "memory", paths["memory"])):
+        folder = base.joinpath(*[part for part in path.split("/") if part])
+        # In a container, the path may be that outside of it.
+        yield from (
+            one for one in (folder, *folder.parents) if one.is_relative_to(base) and ".." not in one.parts
+        )
+
+
+def _group(folder: Path) -> ControlGroup | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        if (folder / "memory.max").exists():
+            size, used = (_number(folder / f"memory.{name}") for name in ("max", "current"))
+            stat, prefix, events = _numbers(folder / "memory.stat"), "", folder / "memory.events"
+        else:
+            size, used = (_number(folder / f"memory.{name}_in_bytes") for name in ("limit", "usage"))
+            stat, prefix, events = _numbers(folder / "memory.stat"), "total_", folder / "memory.oom_control"
+        if size >= UNLIMITED:
+            return None
+        cached = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
+        killed = _numbers(events).get("oom_kill", 0) if events.exists() else 0
+        return ControlGroup(size=size, free=max(0, size - used + cached), killed=killed)
+    return None
+
+
+def _number(file: Path) -> int:
+    text = file.read_text().strip()
+    return UNLIMITED if text == "max" else int(text)
+
+
+def _numbers(file: Path) -> Mapping[str, int]:
+    """Reads lines of a name, a number, and perhaps its unit."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -1,0 +1,102 @@
+"""The limits of memory: of a control group as Linux writes them, of RLIMIT_DATA, and of the machine."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from grappe.profiling import memory, memory_limit
+from grappe.profiling.memory_limit import ControlGroup, control_group, free, has_room
+
+V2 = {
+    "memory.max": "1000",
+    "memory.current": "700",
+    "memory.stat": "anon 500\ninactive_file 30\nactive_file 20\n",
+}
+V1 = {
+    "memory.limit_in_bytes": "1000",
+    "memory.usage_in_bytes": "700",
+    "memory.stat": "inactive_file 1\nactive_file 2\ntotal_inactive_file 30\ntotal_active_file 20\n",
+    "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+}
+
+
+def write(folder: Path, files: dict[str, str], **changed: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(changed.get(name.partition(".")[2], text) + "\n")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own"
+    file.write_text("9:memory:/slurm/job_7/step_0\n2:cpu,cpuacct:/elsewhere\n0::/system.slice/job_7\n")
+    return file
+
+
+def test_version_2_is_that_of_the_job_or_of_a_folder_above_it(tmp_path: Path, own: Path) -> None:
+    root = tmp_path / "cgroup"
+    assert control_group(root, own) is None
+    write(root / "system.slice" / "job_7", V2)
+    (root / "system.slice" / "job_7" / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
+    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=1)
+    write(root / "system.slice", V2, max="800")
+    assert control_group(root, own) == ControlGroup(size=800, free=150, killed=0)
+    write(root / "system.slice", V2, max="max")
+    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=1)
+
+
+def test_version_1_is_that_of_the_job(tmp_path: Path, own: Path) -> None:
+    root = tmp_path / "cgroup"
+    write(root / "memory" / "slurm" / "job_7" / "step_0", V1)
+    write(root / "memory", V1, limit_in_bytes=str(2**63 - 4096))
+    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=3)
+
+
+def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path, own: Path) -> None:
+    root = tmp_path / "cgroup"
+    write(root, V2)
+    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=0)
+    own.write_text("0::/../../outside\n")
+    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=0)
+    assert control_group(root, tmp_path / "none") == ControlGroup(size=1000, free=350, killed=0)
+
+
+def test_what_is_damaged_or_absent_limits_nothing(tmp_path: Path, own: Path) -> None:
+    write(tmp_path / "cgroup", V2, max="many")
+    assert control_group(tmp_path / "cgroup", own) is None
+    assert control_group(tmp_path / "none", own) is None
+
+
+def test_free_is_the_least_of_the_machine_and_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = tmp_path / "meminfo"
+    machine.write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\n")
+    monkeypatch.setattr(memory_limit, "control_group", lambda: None)
+    assert free(machine) == 2048
+    assert free(tmp_path / "none") is None
+    monkeypatch.setattr(memory_limit, "control_group", lambda: ControlGroup(size=3000, free=350, killed=0))
+    assert free(machine) == free(tmp_path / "none") == 350
+
+
+def test_room_is_for_what_is_asked_and_for_the_highest_use_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limit, "free", lambda: 1000)
+    monkeypatch.setattr(memory, "below_peak", lambda: 300)
+    assert has_room(700) and not has_room(701)
+    assert has_room(200, 2) and not has_room(201, 2)
+    assert has_room(20, peak_known=False) and not has_room(21, peak_known=False)
+    monkeypatch.setattr(memory_limit, "free", lambda: None)
+    assert has_room(10**15)
+    monkeypatch.setattr(memory, "data_size", lambda: 5000)
+    monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda kind: (6000, resource.RLIM_INFINITY))
+    assert has_room(700) and not has_room(701)
+
+
+def test_below_the_peak_is_what_was_given_back() -> None:
+    block = bytearray(64 << 20)
+    before = memory.below_peak()
+    del block
+    assert memory.below_peak() >= before + (60 << 20)
