@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
+from grappe.errors.refused_memory import is_out_of_memory
+from grappe.errors.user_code import user_call
 from grappe.foresight.search import Room
 from grappe.foresight.sketch import Sketch
+from grappe.launch.fork import run_in_fork
 from grappe.plan import Plan
 from grappe.training import out_of_memory
-from grappe.training.out_of_memory import Short, Shortage, advised, explained, is_out_of_memory
+from grappe.training.out_of_memory import Short, Shortage, advised, explained
 from tests.foresight.test_sketch import Looks
 from tests.short_source import Short as Source
 
@@ -125,5 +128,16 @@ def test_a_thread_without_room_is_short_of_memory_where_memory_is_limited(
     def limit(kind: int) -> tuple[int, int]:
         return (10**9 if kind == limited_kind else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
-    monkeypatch.setattr(out_of_memory.resource, "getrlimit", limit)
+    monkeypatch.setattr(resource, "getrlimit", limit)
     assert is_out_of_memory(RuntimeError("can't start new thread")) == (limited_kind is not None)
+
+
+def test_a_method_of_the_task_without_memory_is_short_of_memory(tmp_path: Path) -> None:
+    class Short:
+        def model(self) -> None:
+            raise MemoryError
+
+    with pytest.raises(OutOfMemory, match=r"Short\.model\(\) ran out of memory: MemoryError"):
+        run_in_fork(lambda: user_call(Short(), "model"))
+    with pytest.raises(OutOfMemory, match="out of memory in process 3, which may take"), explained(3):
+        user_call(Short(), "model")

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grappe.errors import GrappeError, TaskError
+from grappe.errors import GrappeError, OutOfMemory, TaskError
+from grappe.errors.refused_memory import is_out_of_memory
 from grappe.errors.remedies import OVERWRITTEN, WITHOUT_GRADIENT, remedy
 
 PACKAGE = Path(__file__).parent.parent
@@ -183,10 +184,21 @@ def naming_user_line(task: object) -> Iterator[None]:
 
 
 def user_call(task: object, method: str, *arguments: Any) -> Any:
-    """Calls a method of the task; an exception in the method becomes one message that names the line."""
+    """Calls a method of the task; an exception in the method becomes one message that names the line.
+
+    Raises:
+        OutOfMemory: the method got no more memory.
+        TaskError: it failed for another reason.
+    """
+    called = f"{type(task).__name__}.{method}()"
     try:
         return getattr(task, method)(*arguments)
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{type(task).__name__}.{method}() failed: {sentence(error)}") from error
+        if is_out_of_memory(error):
+            raise OutOfMemory(
+                f"{called} ran out of memory: {sentence(error)}. Give the process more (the job's --mem, `ulimit -d`), "
+                "or make the model smaller"
+            ) from error
+        raise TaskError(f"{called} failed: {sentence(error)}") from error

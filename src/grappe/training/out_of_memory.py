@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import GrappeError, OutOfMemory
+from grappe.errors.refused_memory import is_out_of_memory
 from grappe.plan import Plan
 from grappe.task import Task
 
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
     from grappe.foresight.search import Room
     from grappe.foresight.sketch import Sketch
 
-THREAD = "can't start new thread"
-WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "Cannot allocate memory",
-    "bad_alloc",
-    THREAD,
-)
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 CONNECTION_BYTES = 110_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
@@ -77,21 +69,6 @@ def explained(rank: int) -> Iterator[None]:
         held = memory.found_by_kind()  # while the traceback still keeps it alive
         other = max(0, memory.data_size() - before - sum(held.values()))
         raise Short(Shortage(rank=rank, held=held, other=other, before=before)) from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether `error` is an out-of-memory error, of a CPU or a GPU."""
-    import torch
-
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    known = isinstance(error, RuntimeError | OSError) and not isinstance(error, GrappeError)
-    # Without a limit of the address space, or of data, a thread's stack always has room: then it is threads that are
-    # limited.
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    roomy = all(limit == resource.RLIM_INFINITY for limit in limits)
-    words = [one for one in WORDS if not (one == THREAD and roomy)]
-    return known and any(one in str(error) for one in words)
 
 
 def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
