@@ -1,7 +1,7 @@
 """Whether what is called fitting runs under that limit of memory: `python -m benchmarks.foresee_limits`.
 
-The limit is RLIMIT_DATA, which `ulimit -d` sets: what a process has before its model, and a share of what grappe takes
-the plan to need, its reserve of a tenth included. At a share of 1 a plan is called fitting; below, too big.
+The limit is RLIMIT_DATA, which `ulimit -d` sets: a share of what grappe takes a process of the plan to need, all in
+all. At a share of 1 a plan is called fitting; below, too big. A checkpoint is saved after each step.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from grappe.foresight.kernels import Kernels
 from grappe.foresight.search import Room
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
+from grappe.training.out_of_memory import MARGIN, Shortage
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 
 FILE = Path(__file__).parent.parent / "docs" / "foresee_limits.json"
 STEPS = 3
-SHARES = (1.0, 0.95, 0.9, 0.8)
-"""Of what a plan is taken to need, with the reserve of a tenth: 0.909 is the foreseen peak itself."""
+SHARES = (1.0, 0.95, 0.9, 0.85)
+"""Of what a process is taken to need."""
 LOW = 600_000_000
 """Bytes that none of the trainings has room in."""
 SHORT = ("out of memory", "starts no further process or thread", "get no more memory")
-BEFORE = re.compile(r"([0-9.]+) ([MG]B) from before the model")
-UNITS = {"MB": 10**6, "GB": 10**9}
+KEPT = re.compile(r"([0-9.]+) ([kMG]?B) kept by libraries, and ([0-9.]+) ([MG]B) from before the model")
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 TASKS = (
     "benchmarks/mlp_task.py:Mlp width=3072",
-    "pysource width=512 depth=8 heads=8 batch_size=8",
+    "pysource width=512 depth=8 heads=8 batch_size=8 megabytes=0.3",
     "coatnet batch_size=16",
 )
 PLANS = (
@@ -47,14 +48,18 @@ PLANS = (
 
 
 def besides(task: str, plan: str) -> int:
-    """Returns the bytes that a process has before its model, as the message says under a limit that is too low."""
-    for limit in range(LOW, 2 * LOW, LOW // 10):  # where a thread or a process has no room, it is not said
-        found = BEFORE.search(under(task, plan, limit))
+    """Returns the bytes that a process has besides what torch allocates, as grappe reckons after a first evaluation.
+
+    They are in the message under a limit that is too low, but not so low that the evaluation has no room.
+    """
+    for limit in range(LOW, 3 * LOW, LOW // 10):
+        found = KEPT.search(under(task, plan, limit))
         if found is not None:
             break
     else:
         raise RuntimeError(f"{task}, {plan}: no message of what was there before the model")
-    return int(float(found[1]) * UNITS[found[2]])
+    libraries, before = (int(float(found[one]) * UNITS[found[one + 1]]) for one in (1, 3))
+    return Shortage(rank=0, held={}, other=0, before=before, libraries=libraries).besides
 
 
 def under(task: str, plan: str, limit: int) -> str:
@@ -74,6 +79,8 @@ def under(task: str, plan: str, limit: int) -> str:
             plan,
             "--steps",
             str(STEPS),
+            "--save-every",
+            "1",
         ]
         done = subprocess.run(
             [*command, "--run", f"{folder}/run"],
@@ -107,12 +114,12 @@ def main() -> None:
             continue
         if needs.most is None:
             continue
-        room = Room(whose="", size=0, besides=besides(task, plan), gpu=False)
+        room = Room(whose="", size=0, besides=besides(task, plan), margin=MARGIN, gpu=False)
         taken = room.needed(needs.most)
-        limits = {share: room.besides + int(share * (taken - room.besides)) for share in SHARES}
+        limits = {share: int(share * taken) for share in SHARES}
         found[key] = {
-            "before": room.besides,
             "peak": needs.most,
+            "needed": taken,
             "ran": {str(share): not under(task, plan, limit) for share, limit in limits.items()},
         }
         print(key, found[key], flush=True)

@@ -100,21 +100,21 @@ def foreseen_limits() -> str:
     cells = json.loads((ROOT / "docs" / "foresee_limits.json").read_text())
     shares = sorted({share for cell in cells.values() for share in cell["ran"]}, key=float, reverse=True)
     columns = " | ".join(f"ran at {share}" for share in shares)
-    lines = [f"| task | plan | foreseen peak | {columns} |", "|---" * (3 + len(shares)) + "|"]
+    lines = [f"| task | plan | foreseen peak | taken to need | {columns} |", "|---" * (4 + len(shares)) + "|"]
     for key, cell in cells.items():
         task, _, plan = key.partition(" | ")
         ran = " | ".join("yes" if cell["ran"][share] else "no" for share in shares)
-        lines.append(f"| `{task}` | `{plan or 'one process'}` | {cell['peak'] / 1e6:.0f} MB | {ran} |")
+        sizes = " | ".join(f"{cell[name] / 1e6:.0f} MB" for name in ("peak", "needed"))
+        lines.append(f"| `{task}` | `{plan or 'one process'}` | {sizes} | {ran} |")
     failed = sum(not cell["ran"]["1.0"] for cell in cells.values())
-    within, below = (
-        sum(cell["ran"][share] for cell in cells.values() for share in shares if low <= float(share) < high)
-        for low, high in ((RESERVED, 1.0), (0.0, RESERVED))
-    )
-    tried = sum(float(share) < RESERVED for cell in cells.values() for share in cell["ran"])
+    small = [
+        (share, sum(cell["ran"][share] for cell in cells.values())) for share in shares if share != "1.0"
+    ]
+    too_big = ", ".join(f"{ran} of {len(cells)} at {float(share):.0%}" for share, ran in small)
     return "\n".join(
         [
-            f"Of {len(cells)} plans called fitting, {failed} failed. Called too big, and ran: {within} of {len(cells)} "
-            f"within the reserve of a tenth, {below} of {tried} below the foreseen peak.",
+            f"Of {len(cells)} plans called fitting, {failed} failed. Called too big, and ran: {too_big} of what they "
+            "are taken to need.",
             "",
             *lines,
         ]
@@ -265,7 +265,6 @@ def _measured(part: str) -> dict[str, Any]:
     return json.loads((ROOT / "docs" / "gallery.json").read_text()).get(part, {})
 
 
-RESERVED = 1 / 1.1
 """Share of what a plan is taken to need that is its foreseen peak; the rest is a reserve."""
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},

@@ -13,6 +13,8 @@ import pytest
 from grappe.launch.child import Report
 from grappe.launch.failure import explanation
 from grappe.launch.local_process import hint
+from grappe.profiling import memory_limit
+from grappe.profiling.memory_limit import ControlGroup
 
 PEER = "Connection closed by peer [127.0.0.1]:5000"
 
@@ -62,3 +64,12 @@ def test_a_silent_end_where_memory_is_limited_names_the_limit(
     assert "`ulimit -d`" in str(explanation([silent]))
     crashed = failed(0, kind="crashed", exit_code=1, error="ZeroDivisionError", likely_cause=hint(1))
     assert "ulimit" not in str(explanation([crashed]))
+
+
+def test_a_kill_at_the_limit_of_a_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ControlGroup(size=4_000_000_000, free=0, killed=2)
+    monkeypatch.setattr(memory_limit, "control_group", lambda: group)
+    assert "this job or container may have 4.0 GB of memory together" in hint(-signal.SIGKILL, 1)
+    for before in (2, None):  # somebody else killed it
+        assert "see `dmesg`" in hint(-signal.SIGKILL, before)
+    assert hint(-signal.SIGTERM, 1) == ""

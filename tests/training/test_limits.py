@@ -14,7 +14,7 @@ from tests.commands import GRAPPE, Command
 
 TASK = str(Path(__file__).parents[1] / "short_source.py")
 NARROW = str(Path(__file__).parents[1] / "narrow.py")
-LIMIT_MB = 900  # of RLIMIT_DATA; Python and torch have 350 of them, connections to other processes 110
+LIMIT_MB = 900  # of RLIMIT_DATA; Python and torch have 350 of them, connections to other processes 80
 
 
 def train(folder: Path, plan: str) -> tuple[int, str, str]:

@@ -6,15 +6,15 @@ import resource
 
 from grappe.errors import GrappeError
 
-THREAD = "can't start new thread"
 WORDS = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "Cannot allocate memory",
     "bad_alloc",
-    THREAD,
 )
+WHERE_LIMITED = ("can't start new thread", "could not create a primitive")
+"""Python's words and oneDNN's, for which there are other reasons where memory is not limited."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -27,6 +27,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     # Without a limit of the address space, or of data, a thread's stack always has room: then it is threads that are
     # limited.
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    roomy = all(limit == resource.RLIM_INFINITY for limit in limits)
-    words = [one for one in WORDS if not (one == THREAD and roomy)]
-    return known and any(one in str(error) for one in words)
+    limited = any(limit != resource.RLIM_INFINITY for limit in limits)
+    return known and any(one in str(error) for one in (*WORDS, *(WHERE_LIMITED if limited else ())))

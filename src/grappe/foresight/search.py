@@ -34,6 +34,8 @@ class Room:
     """Bytes."""
     besides: int = CONTEXT_BYTES
     """Bytes of it that a process takes beside what torch allocates."""
+    margin: float = MARGIN
+    """Factor for a peak."""
     shared: bool = False
     """Whether all processes of a plan have it together, and get more than there is: checkpoints' copies count then.
     Elsewhere they are left out where memory is refused."""
@@ -49,7 +51,7 @@ class Room:
 
     def needed(self, peak: int) -> int:
         """Computes the bytes that a process with this peak takes, with a margin."""
-        return int(peak * MARGIN) + self.besides
+        return int(peak * self.margin) + self.besides
 
     def taken(self, needs: Needs) -> int:
         """Computes the bytes that a process takes, at least."""

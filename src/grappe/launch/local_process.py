@@ -94,13 +94,7 @@ class LocalProcess:
     @property
     def likely_cause(self) -> str:
         """What an exit code mostly comes from, ready to follow a message."""
-        group = memory_limit.control_group()
-        if self.exit_code == -signal.SIGKILL and group is not None and group.killed > self._killed_before:
-            return (
-                f" (the system did, as the processes of this job or container may have {memory.size(group.size)} of "
-                "memory together, and needed more: grappe foresee shows plans that need less)"
-            )
-        return hint(self.exit_code)
+        return hint(self.exit_code, self._killed_before)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process, if it is alive."""
@@ -135,8 +129,19 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def hint(code: int) -> str:
-    """Says what an exit code mostly comes from, ready to follow a message."""
+def hint(code: int, killed_before: int | None = None) -> str:
+    """Says what an exit code mostly comes from, ready to follow a message.
+
+    Args:
+        killed_before: how many processes of this control group the system had killed for its memory's sake, when this
+            one was started; None: not known.
+    """
+    group = memory_limit.control_group()
+    if code == -signal.SIGKILL and group and killed_before is not None and group.killed > killed_before:
+        return (
+            f" (the system did, as the processes of this job or container may have {memory.size(group.size)} of "
+            "memory together, and needed more: grappe foresee shows plans that need less)"
+        )
     if code == -signal.SIGKILL:
         return " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
     limited = [name for kind, name in LIMITS.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from grappe.foresight.sketch import Sketch
 
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
-CONNECTION_BYTES = 110_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
+CONNECTION_BYTES = 80_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
+STACKS_BYTES = 17_000_000  # of the threads that start later: autograd's, and one that writes
+LIBRARIES_BYTES = 25_000_000
+"""What libraries keep from their first forward on, where it is not measured."""
+MARGIN = 1.03
+"""Of a peak on a CPU whose freed memory goes back at once: what lies between blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,30 @@ class Shortage:
     """Bytes of activations and others."""
     before: int
     """Bytes from before the model."""
+    libraries: int | None = None
+    """Bytes that libraries keep from their first forward on: buffers, compiled kernels; None: not measured."""
+
+    @property
+    def besides(self) -> int:
+        """Computes the bytes of a process besides what torch allocates; a backward's kernels keep as much again."""
+        kept = LIBRARIES_BYTES if self.libraries is None else self.libraries
+        return self.before + RESERVE_BYTES + STACKS_BYTES + 2 * kept
+
+
+class FirstUse:
+    """Measures what libraries keep from their first use on."""
+
+    libraries: int | None = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context of the first evaluation, of which nothing else stays; it is measured where freed memory goes back."""
+        from grappe.profiling import memory
+
+        began = memory.data_size()
+        yield
+        if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+            self.libraries = max(0, memory.data_size() - began)
 
 
 class Short(OutOfMemory):
@@ -48,8 +77,11 @@ class Short(OutOfMemory):
 
 
 @contextlib.contextmanager
-def explained(rank: int) -> Iterator[None]:
+def explained(rank: int) -> Iterator[FirstUse]:
     """Explains an out-of-memory error: what used the memory.
+
+    Yields:
+        What measures the first evaluation.
 
     Raises:
         Short: there was one.
@@ -58,9 +90,9 @@ def explained(rank: int) -> Iterator[None]:
 
     memory.heed_limit()
     before = memory.data_size()
-    reserve = [bytearray(RESERVE_BYTES)]
+    reserve, first_use = [bytearray(RESERVE_BYTES)], FirstUse()
     try:
-        yield
+        yield first_use
     except Exception as error:
         reserve.clear()
         # What the task's own method raised is the cause of an error that names the method.
@@ -68,7 +100,8 @@ def explained(rank: int) -> Iterator[None]:
             raise
         held = memory.found_by_kind()  # while the traceback still keeps it alive
         other = max(0, memory.data_size() - before - sum(held.values()))
-        raise Short(Shortage(rank=rank, held=held, other=other, before=before)) from None
+        libraries = first_use.libraries
+        raise Short(Shortage(rank=rank, held=held, other=other, before=before, libraries=libraries)) from None
 
 
 def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
@@ -149,10 +182,15 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
         return room, room
     soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
     room = Room(
-        whose=whose, size=limit, besides=shortage.before, shared=soft == resource.RLIM_INFINITY, gpu=False
+        whose=whose,
+        size=limit,
+        besides=shortage.besides,
+        margin=MARGIN,
+        shared=soft == resource.RLIM_INFINITY,
+        gpu=False,
     )
     alone = CONNECTION_BYTES if plan.processes == 1 else 0
-    return room, dataclasses.replace(room, besides=shortage.before + alone)
+    return room, dataclasses.replace(room, besides=shortage.besides + alone)
 
 
 def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
@@ -164,9 +202,15 @@ def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
         held, whole = shortage.held[kind], states.get(kind, 0)
         missing = f" (of {size(whole)})" if held < 0.9 * whole else ""
         parts.append(f"{size(held)} of {word}{missing}")
+    other, libraries = shortage.other, ""
+    if shortage.libraries is not None:
+        other, libraries = (
+            max(0, other - shortage.libraries),
+            f", {size(shortage.libraries)} kept by libraries",
+        )
     return (
         f"out of memory in process {shortage.rank}, which may take {size(limit)} ({whose}). It held "
-        f"{', '.join(parts)}, {size(shortage.other)} of activations and others, and "
+        f"{', '.join(parts)}, {size(other)} of activations and others{libraries}, and "
         f"{size(shortage.before)} from before the model"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from grappe.data.batch import Batch
@@ -62,11 +63,12 @@ class Training:
         training_scores: TrainingScores,
         print_every: int | None,
         headspace: Callable[[StepTimes], Headspace],
+        first_use: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.engine, self.chronometer, self.saving = engine, chronometer, saving
         self._loader, self._info, self._world, self._evaluation = loader, info, world, evaluation
         self._watchers, self._watchdog, self._stop_signal = watchers, watchdog, stop_signal
-        self._average, self._headspace = average, headspace
+        self._average, self._headspace, self._first_use = average, headspace, first_use
         self._training_scores, self._print_every = training_scores, print_every or math.inf
         self._evaluate_every = evaluation.every or math.inf
         self._save_every = saving.every or math.inf
@@ -93,7 +95,8 @@ class Training:
             if self._evaluation.owed:
                 self._evaluate(start)
             elif not start:
-                self._evaluation.rehearse()
+                with self._first_use():
+                    self._evaluation.rehearse()
             self.engine.train(self._timed(self._loader.batches(start, last)), self.after)
             self.chronometer.finish()
             self._settle()

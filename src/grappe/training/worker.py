@@ -98,7 +98,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         watched = waits_counted(chronometer)
         with (
             naming_user_line(task),
-            memory,
+            memory as first_use,
             chronometer,
             watched,
             inside(None),
@@ -209,6 +209,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 headspace=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.sources.tuned
                 ),
+                first_use=first_use,
             )
             hook = GradientsHook(watchers, lambda: training.step, chronometer)
             with hook, naming_overwritten(task, batches, plan):
