@@ -202,16 +202,12 @@ def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
         held, whole = shortage.held[kind], states.get(kind, 0)
         missing = f" (of {size(whole)})" if held < 0.9 * whole else ""
         parts.append(f"{size(held)} of {word}{missing}")
-    other, libraries = shortage.other, ""
+    parts.append(f"{size(max(0, shortage.other - (shortage.libraries or 0)))} of activations and others")
     if shortage.libraries is not None:
-        other, libraries = (
-            max(0, other - shortage.libraries),
-            f", {size(shortage.libraries)} kept by libraries",
-        )
+        parts.append(f"{size(shortage.libraries)} kept by libraries")
     return (
         f"out of memory in process {shortage.rank}, which may take {size(limit)} ({whose}). It held "
-        f"{', '.join(parts)}, {size(other)} of activations and others{libraries}, and "
-        f"{size(shortage.before)} from before the model"
+        f"{', '.join(parts)}, and {size(shortage.before)} from before the model"
     )
 
 
