@@ -1,0 +1,85 @@
+"""A control group with little memory, as a Slurm job has it: a step keeps its room beside checkpoints' copies."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe.training.run import Run
+from tests.commands import GRAPPE, Command
+
+TASK = str(Path(__file__).parents[2] / "benchmarks" / "mlp_task.py")
+ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # version 1, version 2
+MB = 1_000_000
+
+
+@pytest.fixture
+def grouped(tmp_path: Path) -> Iterator[Callable[[int], tuple[int, str]]]:
+    """Trains three steps, with a checkpoint after each, in a group of so many bytes; returns exit code and error."""
+    made: list[Path] = []
+
+    def train(size: int) -> tuple[int, str]:
+        group = _group(size)
+        if group is None:
+            pytest.skip("control groups of memory cannot be made here")
+        made.append(group)
+        words = f"{TASK}:Mlp width=3072 --plan device=cpu,threads=1 --steps 3 --save-every 1 --run run"
+        line = f'echo $$ > {group}/cgroup.procs; exec "$0" train {words}'
+        command = Command("bash", "-c", line, GRAPPE, cwd=tmp_path, OMP_NUM_THREADS="1")
+        try:
+            code, _, err = command.end()
+        finally:
+            command.close()
+        return code, err
+
+    yield train
+    for group in made:
+        _remove(group)
+
+
+def test_copies_leave_a_step_its_memory(grouped: Callable[[int], tuple[int, str]], tmp_path: Path) -> None:
+    """A step takes 690 MB besides 350 that are there before, a copy 450, and the group has no room for all three."""
+    assert grouped(1350 * MB) == (0, "")
+    found = Run(tmp_path / "run").latest()
+    assert found is not None and found.step == 3
+    assert "the training waits for it" in (tmp_path / "run/logs/rank-0.log").read_text()
+
+
+def test_a_kill_at_the_groups_limit_is_named(
+    grouped: Callable[[int], tuple[int, str]], tmp_path: Path
+) -> None:
+    code, err = grouped(800 * MB)
+    assert code == 1 and "Traceback" not in err
+    assert re.search(r"killed by SIGKILL \(the system did, .* may have 800 MB of memory together", err), err
+    found = Run(tmp_path / "run").latest()
+    assert found is not None and found.step == 0, "the model as it was made is there"
+
+
+def _group(size: int) -> Path | None:
+    for root, file in zip(ROOTS, ("memory.limit_in_bytes", "memory.max"), strict=True):
+        group = root / f"grappe-test-{uuid.uuid4().hex[:8]}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / file).write_text(str(size))
+        except OSError:  # not one of memory
+            _remove(group)
+            continue
+        return group
+    return None
+
+
+def _remove(group: Path) -> None:
+    for _ in range(100):
+        try:
+            group.rmdir()
+            break
+        except OSError:  # its processes are not quite gone
+            time.sleep(0.05)
