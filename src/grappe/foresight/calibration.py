@@ -17,14 +17,14 @@ from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.launch.world import cores
 
-FORM = 5
+FORM = 6
 """Number of the file's form; one of another form is measured anew."""
 LARGEST = 32 << 20  # bytes of the file
 MOST = 50_000  # operators in it
 DO = "measure it anew: grappe doctor --calibrate"
-KINDS = ("one", "recompute", "replicate", "zero3", "zero1", "pipeline")
+KINDS = ("one", "recompute", "replicate", "zero3", "zero1", "pipeline", "interleaved")
 """Kinds of plans whose engine's own time is measured: one process, activation checkpointing, DDP, FSDP that frees
-parameters or not, pipelines."""
+parameters or not, pipelines of one stage a process, and of several."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,21 @@ class Overhead:
     """For each operator of the optimizer's step."""
     unit: float = 0.0
     """For each unit, over one microbatch: of a sharded model gathers and reductions of next to nothing; under recompute
-    what is kept and restored to run it again."""
+    what is kept and restored to run it again; of a pipeline for each pass of a stage."""
     busy: float = 0.0
-    """So much more for each unit where cores are busy, so that threads that carry messages wait for one."""
+    """So much more for each unit, or pass, where cores are busy, so that threads that carry messages wait for one."""
     busy_from: float = 0.0
-    """Seconds of a unit's forward and backward from which on it is all of that; below it is less in proportion."""
+    """Seconds of a unit's forward and backward, or of a pass, from which on it is all of that; below it is less in
+    proportion."""
     parameter: float = 0.0
     """For each parameter whose gradient is reduced; of a sharded model over one microbatch."""
     messages: float = 1.0
     """Factor by which messages take longer than by themselves: of tensors that caches have not, beside computing."""
+
+    def unit_beside(self, computing: float) -> float:
+        """Computes the seconds for a unit, or a pass, which computes for so many seconds."""
+        share = min(1.0, computing / self.busy_from) if self.busy_from else 0.0
+        return self.unit + share * self.busy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,7 @@ class Exchange:
             extra = own.step + own.parameter * len(trained)
         else:
             messages, units = self._sharded(plan)
-            share = min(1.0, passed / units / own.busy_from) if own.busy_from else 0.0
-            each = units * (own.unit + share * own.busy) + own.parameter * len(trained)
+            each = units * own.unit_beside(passed / units) + own.parameter * len(trained)
             extra = own.step + plan.microbatches * each
         messages = own.messages * messages + self.waited(plan, compute)
         if plan.processes * threads_of(plan) < cores():  # messages have cores of their own

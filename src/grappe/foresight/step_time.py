@@ -195,7 +195,7 @@ class Clock:
                 f"schedule={plan.schedule}: its time is not foreseen; grappe measure runs any plan"
             )
         stages = _units_of_stages(sketch, plan, each)
-        own, exchange = self._overhead("pipeline"), self._exchange
+        own, exchange = self._overhead("pipeline" if each == 1 else "interleaved"), self._exchange
         root = [
             self._part(one.get(-1, Part()), way)
             for one, way in ((micro.forward, "forward"), (micro.backward, "backward"))
@@ -204,9 +204,10 @@ class Clock:
         def seconds(kind: Kind, stage: int) -> float:
             ahead = kind == "forward"
             parts, way = (micro.forward, "forward") if ahead else (micro.backward, "backward")
-            took = sum(self._part(parts.get(unit, Part()), way) for unit in stages[stage]) + own.unit
+            took = sum(self._part(parts.get(unit, Part()), way) for unit in stages[stage])
             took += 0.0 if ahead else len(stages[stage]) * self._recomputed(plan)
-            return took + (root[not ahead] if stage == len(stages) - 1 else 0.0)  # the loss
+            took += root[not ahead] if stage == len(stages) - 1 else 0.0  # the loss
+            return took + own.unit_beside(took)
 
         def transfer(stage: int) -> float:
             size = boundaries[max(stages[stage])] if stages[stage] else 0

@@ -155,3 +155,35 @@ def test_what_shards_add_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.messages, found.update) == pytest.approx((1.5, 10e-6))
     replicas = calibrate._added(one, "replicate", "replicate=2,threads=1", Path())
     assert replicas.parameter > 0 and replicas.messages > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "passes", "stages"),
+    [
+        ("pipeline", "pipeline=2,microbatches=4", 10, 2),
+        ("interleaved", "pipeline=2,microbatches=4,schedule=interleaved", 18, 4),
+    ],
+)
+def test_what_a_pass_of_a_pipeline_takes_is_found(
+    monkeypatch: pytest.MonkeyPatch, kind: str, plan: str, passes: int, stages: int
+) -> None:
+    """Of a machine that takes 0.2 ms for each pass on the longest way, and 0.7 where cores are busy."""
+
+    def beyond(made: object, task: calibrate.Reference, *_: object) -> calibrate._Beyond:
+        busy = task.width == calibrate.BUSY
+        return calibrate._Beyond(
+            depth=task.depth,
+            parameters=6 * task.depth,
+            step=passes * (0.7e-3 if busy else 0.2e-3),
+            update=0.0,
+            operators=1,
+            computing=40e-3 if busy else 0.1e-3,
+            messages=0.0,
+        )
+
+    monkeypatch.setattr(calibrate, "_beyond", beyond)
+    one = Calibration(machine=Machine.here(), overheads={"one": Overhead()}, links={}, flops={}, bandwidth={})
+    found = calibrate._added(one, kind, f"{plan},threads=1", Path())
+    assert (found.unit, found.busy) == pytest.approx((0.2e-3, 0.5e-3))
+    assert found.busy_from == pytest.approx(40e-3 / (2 * stages))
+    assert found.unit_beside(found.busy_from / 2) == pytest.approx(0.45e-3)

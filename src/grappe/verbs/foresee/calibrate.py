@@ -22,6 +22,7 @@ from grappe.foresight.step_time import Clock
 from grappe.launch.folders import scratch
 from grappe.launch.local import local, start_server
 from grappe.launch.world import cores
+from grappe.parallel.pipeline.rules import stages_each
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.training.options import Options
@@ -45,6 +46,7 @@ PLANS = (
     ("zero3", "shard=2"),
     ("zero1", "shard=2,zero=1"),
     ("pipeline", "pipeline=2,microbatches=4"),
+    ("interleaved", "pipeline=2,microbatches=4,schedule=interleaved"),
 )
 """Kinds of plans, and the plan by which each is measured."""
 
@@ -147,10 +149,9 @@ def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
     def beyond(depth: int, **sizes: int) -> _Beyond:
         return _beyond(none, Reference(depth=depth, **sizes), plan, folder)
 
+    if Plan.parse(plan).pipeline > 1:
+        return _of_passes(beyond, Plan.parse(plan))
     few, many = (beyond(depth) for depth in DEPTHS)
-    if kind == "pipeline":  # a pass of a stage; what a unit takes is in its operators
-        passes = 2 * (Plan.parse(plan).microbatches + 1)
-        return Overhead(unit=max(0.0, (few.step + many.step) / 2 / passes))
     sizes = [one.parameters if kind == "replicate" else one.depth for one in (few, many)]
     each = max(0.0, (many.step - few.step) / (sizes[1] - sizes[0]))
     if kind == "recompute":
@@ -174,6 +175,19 @@ def _added(made: Calibration, kind: str, plan: str, folder: Path) -> Overhead:
         busy=more,
         busy_from=busy.computing / busy.depth,
         messages=large.slowed(step + large.depth * (each + share * more)),
+    )
+
+
+def _of_passes(beyond: Callable[..., _Beyond], plan: Plan) -> Overhead:
+    """Fits what a pass of a stage takes beyond its operators, of those on the longest way through a pipeline."""
+    each = stages_each(plan)
+    passes = 2 * (plan.microbatches * each + plan.pipeline - 1)
+    small, busy = beyond(DEPTHS[1]), beyond(DEPTHS[1], width=BUSY, batch_size=SAMPLES // 2)
+    unit = max(0.0, small.step / passes)
+    return Overhead(
+        unit=unit,
+        busy=max(0.0, busy.step / passes - unit),
+        busy_from=busy.computing / (2 * each * plan.pipeline),
     )
 
 
