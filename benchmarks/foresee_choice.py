@@ -1,6 +1,7 @@
 """The plan that `grappe foresee` chooses beside the quickest one measured: `python -m benchmarks.foresee_choice`.
 
-Twenty choices (a task and a batch size) among plans that train the same on two cores. Each is foreseen as the command
+Twenty choices (a task and a batch size) among plans that train the same on two cores, and twenty more that were
+listed when the rules of choosing had been made. Each is foreseen as the command
 does it, then every plan is trained a second, by turns; those that are close, three times. Needs a machine without
 other programs, and `grappe doctor --calibrate` before. With a number of seconds it stops after them, and goes on when
 it is called again; texts choose tasks, `--again` measures them anew, and `--predict` foresees them anew and measures
@@ -25,7 +26,7 @@ SECONDS = 1.0  # of a training's steps
 TURNS = 3
 ASKED = 4  # times at most: operators that one command had no time to run are run by the next
 CLOSE = 1.25  # times the best of the first turn, up to which a plan is measured in the other turns
-CHOICES = (
+FIRST = (
     "digits batch_size=32", "digits", "digits batch_size=256", "digits batch_size=512", "digits batch_size=700",
     "pysource batch_size=2 megabytes=0.3", "pysource batch_size=8 megabytes=0.3",
     "pysource batch_size=32 width=64 depth=2 heads=2 megabytes=0.3",
@@ -34,6 +35,17 @@ CHOICES = (
     "cnn batch_size=8", "cnn", "cnn batch_size=64 width=16", "cnn batch_size=128 width=16",
     "coatnet batch_size=8",
 )  # fmt: skip
+SECOND = (
+    "digits batch_size=16", "digits batch_size=128", "digits batch_size=384",
+    "pysource batch_size=4 megabytes=0.3", "pysource batch_size=16 context=64 megabytes=0.3",
+    "pysource batch_size=8 width=256 depth=2 heads=4 megabytes=0.3",
+    "pysource batch_size=64 width=32 depth=1 heads=1 megabytes=0.3",
+    "mlp batch_size=4", "mlp batch_size=128", "mlp batch_size=1024", "mlp batch_size=256 width=256",
+    "mlp batch_size=2048 width=256", "mlp batch_size=16 width=1024", "mlp batch_size=256 width=1024",
+    "cnn batch_size=16", "cnn batch_size=32 width=8", "cnn batch_size=256 width=8", "cnn batch_size=32 width=24",
+    "coatnet batch_size=4", "coatnet batch_size=16",
+)  # fmt: skip
+CHOICES = (*FIRST, *SECOND)
 PLANS = (
     "", "threads=1", "replicate=2", "shard=2", "shard=2,zero=1", "microbatches=2", "replicate=2,microbatches=2",
 )  # fmt: skip
