@@ -61,9 +61,10 @@ class Overhead:
     what is kept and restored to run it again; of a pipeline for each pass of a stage."""
     busy: float = 0.0
     """So much more for each unit, or pass, where cores are busy, so that threads that carry messages wait for one."""
+    busy_after: float = 0.0
+    """Seconds of a unit's forward and backward, or of a pass, up to which it is nothing of that."""
     busy_from: float = 0.0
-    """Seconds of a unit's forward and backward, or of a pass, from which on it is all of that; below it is less in
-    proportion."""
+    """Such seconds from which on it is all of that; in between it is in proportion."""
     parameter: float = 0.0
     """For each parameter whose gradient is reduced; of a sharded model over one microbatch."""
     messages: float = 1.0
@@ -71,8 +72,8 @@ class Overhead:
 
     def unit_beside(self, computing: float) -> float:
         """Computes the seconds for a unit, or a pass, which computes for so many seconds."""
-        share = min(1.0, computing / self.busy_from) if self.busy_from else 0.0
-        return self.unit + share * self.busy
+        over, span = computing - self.busy_after, self.busy_from - self.busy_after
+        return self.unit + (min(1.0, max(0.0, over / span)) if span > 0 else 0.0) * self.busy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -170,14 +170,14 @@ def test_what_a_pass_of_a_pipeline_takes_is_found(
     """Of a machine that takes 0.2 ms for each pass on the longest way, and 0.7 where cores are busy."""
 
     def beyond(made: object, task: calibrate.Reference, *_: object) -> calibrate._Beyond:
-        busy = task.width == calibrate.BUSY
+        busy = task.batch_size == calibrate.SAMPLES // 2
         return calibrate._Beyond(
             depth=task.depth,
             parameters=6 * task.depth,
             step=passes * (0.7e-3 if busy else 0.2e-3),
             update=0.0,
             operators=1,
-            computing=40e-3 if busy else 0.1e-3,
+            computing=40e-3 if busy else 8e-3,
             messages=0.0,
         )
 
@@ -185,5 +185,6 @@ def test_what_a_pass_of_a_pipeline_takes_is_found(
     one = Calibration(machine=Machine.here(), overheads={"one": Overhead()}, links={}, flops={}, bandwidth={})
     found = calibrate._added(one, kind, f"{plan},threads=1", Path())
     assert (found.unit, found.busy) == pytest.approx((0.2e-3, 0.5e-3))
-    assert found.busy_from == pytest.approx(40e-3 / (2 * stages))
-    assert found.unit_beside(found.busy_from / 2) == pytest.approx(0.45e-3)
+    assert (found.busy_after, found.busy_from) == pytest.approx((8e-3 / (2 * stages), 40e-3 / (2 * stages)))
+    for computing, took in ((0.0, 0.2e-3), (8e-3, 0.2e-3), (24e-3, 0.45e-3), (40e-3, 0.7e-3), (1.0, 0.7e-3)):
+        assert found.unit_beside(computing / (2 * stages)) == pytest.approx(took)

@@ -182,12 +182,20 @@ def _of_passes(beyond: Callable[..., _Beyond], plan: Plan) -> Overhead:
     """Fits what a pass of a stage takes beyond its operators, of those on the longest way through a pipeline."""
     each = stages_each(plan)
     passes = 2 * (plan.microbatches * each + plan.pipeline - 1)
-    small, busy = beyond(DEPTHS[1]), beyond(DEPTHS[1], width=BUSY, batch_size=SAMPLES // 2)
-    unit = max(0.0, small.step / passes)
+    few, some, many = (
+        beyond(DEPTHS[1], **sizes)
+        for sizes in (
+            {},
+            {"width": BUSY, "batch_size": SAMPLES // 8},
+            {"width": BUSY, "batch_size": SAMPLES // 2},
+        )
+    )
+    unit = max(0.0, (few.step + some.step) / 2 / passes)
     return Overhead(
         unit=unit,
-        busy=max(0.0, busy.step / passes - unit),
-        busy_from=busy.computing / (2 * each * plan.pipeline),
+        busy=max(0.0, many.step / passes - unit),
+        busy_after=some.computing / (2 * each * plan.pipeline),
+        busy_from=many.computing / (2 * each * plan.pipeline),
     )
 
 
