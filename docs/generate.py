@@ -18,6 +18,7 @@ from grappe.verbs.catalogue import plan_markdown
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "grappe"
 NEAR = 2  # per cent, by which a chosen plan may be slower than the quickest one
+BEFORE_RULES = 20  # choices that were known when the rules of choosing were made
 
 
 def rooms() -> str:
@@ -161,11 +162,12 @@ def foreseen_choice() -> str:
         names = " | ".join(f"`{one or 'one process'}`" for one in plans)
         lines.append(f"| `{choice}` | {names} | {chosen} | {quickest} | {cell['loss']:.1f} % |")
     losses = [cell["loss"] for cell in found.values()]
-    near = sum(loss <= NEAR for loss in losses)
-    lines.append(
-        f"| **{near} of {len(losses)} within {NEAR} %** | | | | | {statistics.median(losses):.1f} % in the median, "
-        f"{max(losses):.1f} % at worst |"
-    )
+    for name, part in (("the first", losses[:BEFORE_RULES]), ("those listed later", losses[BEFORE_RULES:])):
+        near = sum(loss <= NEAR for loss in part)
+        lines.append(
+            f"| **{name}: {near} of {len(part)} within {NEAR} %** | | | | | {statistics.median(part):.1f} % in the median, "
+            f"{max(part):.1f} % at worst |"
+        )
     return "\n".join(lines)
 
 
