@@ -165,8 +165,8 @@ def foreseen_choice() -> str:
     for name, part in (("the first", losses[:BEFORE_RULES]), ("those listed later", losses[BEFORE_RULES:])):
         near = sum(loss <= NEAR for loss in part)
         lines.append(
-            f"| **{name}: {near} of {len(part)} within {NEAR} %** | | | | | {statistics.median(part):.1f} % in the median, "
-            f"{max(part):.1f} % at worst |"
+            f"| **{name}: {near} of {len(part)} within {NEAR} %** | | | | | "
+            f"{statistics.median(part):.1f} % in the median, {max(part):.1f} % at worst |"
         )
     return "\n".join(lines)
 

@@ -190,7 +190,9 @@ def _of_passes(beyond: Callable[..., _Beyond], plan: Plan) -> Overhead:
             {"width": BUSY, "batch_size": SAMPLES // 2},
         )
     )
-    unit = max(0.0, min(few.step, some.step) / passes)  # what other programs take makes it longer, never shorter
+    unit = max(
+        0.0, min(few.step, some.step) / passes
+    )  # what other programs take makes it longer, never shorter
     return Overhead(
         unit=unit,
         busy=max(0.0, many.step / passes - unit),
