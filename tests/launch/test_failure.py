@@ -67,8 +67,9 @@ def test_a_silent_end_where_memory_is_limited_names_the_limit(
 
 
 def test_a_kill_at_the_limit_of_a_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = ControlGroup(size=4_000_000_000, free=0, killed=2)
+    group = ControlGroup(size=4_000_000_000, free=0)
     monkeypatch.setattr(memory_limit, "control_group", lambda: group)
+    monkeypatch.setattr(memory_limit, "killed", lambda: 2)
     assert "this job or container may have 4.0 GB of memory together" in hint(-signal.SIGKILL, 1)
     for before in (2, None):  # somebody else killed it
         assert "see `dmesg`" in hint(-signal.SIGKILL, before)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grappe.profiling import memory, memory_limit
-from grappe.profiling.memory_limit import ControlGroup, control_group, free, has_room
+from grappe.profiling.memory_limit import ControlGroup, control_group, free, has_room, killed
 
 V2 = {
     "memory.max": "1000",
@@ -40,28 +40,37 @@ def test_version_2_is_that_of_the_job_or_of_a_folder_above_it(tmp_path: Path, ow
     root = tmp_path / "cgroup"
     assert control_group(root, own) is None
     write(root / "system.slice" / "job_7", V2)
-    (root / "system.slice" / "job_7" / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
-    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=1)
+    assert control_group(root, own) == ControlGroup(size=1000, free=350)
     write(root / "system.slice", V2, max="800")
-    assert control_group(root, own) == ControlGroup(size=800, free=150, killed=0)
+    assert control_group(root, own) == ControlGroup(size=800, free=150)
     write(root / "system.slice", V2, max="max")
-    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=1)
+    assert control_group(root, own) == ControlGroup(size=1000, free=350)
 
 
 def test_version_1_is_that_of_the_job(tmp_path: Path, own: Path) -> None:
     root = tmp_path / "cgroup"
     write(root / "memory" / "slurm" / "job_7" / "step_0", V1)
     write(root / "memory", V1, limit_in_bytes=str(2**63 - 4096))
-    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=3)
+    assert control_group(root, own) == ControlGroup(size=1000, free=350)
+
+
+def test_kills_are_counted_wherever_they_are_noted(tmp_path: Path, own: Path) -> None:
+    root = tmp_path / "cgroup"
+    assert killed(root, own) == 0
+    write(root / "memory" / "slurm" / "job_7" / "step_0", V1)  # of which the job's group above knows nothing
+    write(root / "memory" / "slurm" / "job_7", V1, oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 0")
+    assert killed(root, own) == 3
+    write(root / "system.slice" / "job_7", {"memory.events": "low 0\noom 2\noom_kill 1\n"})
+    assert killed(root, own) == 4
 
 
 def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path, own: Path) -> None:
     root = tmp_path / "cgroup"
     write(root, V2)
-    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=0)
+    assert control_group(root, own) == ControlGroup(size=1000, free=350)
     own.write_text("0::/../../outside\n")
-    assert control_group(root, own) == ControlGroup(size=1000, free=350, killed=0)
-    assert control_group(root, tmp_path / "none") == ControlGroup(size=1000, free=350, killed=0)
+    assert control_group(root, own) == ControlGroup(size=1000, free=350)
+    assert control_group(root, tmp_path / "none") == ControlGroup(size=1000, free=350)
 
 
 def test_what_is_damaged_or_absent_limits_nothing(tmp_path: Path, own: Path) -> None:
@@ -78,7 +87,7 @@ def test_free_is_the_least_of_the_machine_and_the_group(
     monkeypatch.setattr(memory_limit, "control_group", lambda: None)
     assert free(machine) == 2048
     assert free(tmp_path / "none") is None
-    monkeypatch.setattr(memory_limit, "control_group", lambda: ControlGroup(size=3000, free=350, killed=0))
+    monkeypatch.setattr(memory_limit, "control_group", lambda: ControlGroup(size=3000, free=350))
     assert free(machine) == free(tmp_path / "none") == 350
 
 

@@ -107,7 +107,7 @@ class Saver:
         except RuntimeError:  # for want of memory for a thread
             self._snapshots.clear()
             self._write(step, given, dict(values), streamed)
-            return before
+            copied = False
         if not copied:  # for want of memory: the training must not go on before they are written
             self._written.wait()
             self._say_why()

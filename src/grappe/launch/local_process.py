@@ -37,11 +37,11 @@ class LocalProcess:
         self.process: Any = None
         self._ended = False
         self._killed_before = 0
-        """Number of processes that the kernel had killed in this control group for its memory's sake."""
+        """Number of processes that the kernel had killed for want of memory when this one was started."""
 
     def start(self, payload: bytes, rendezvous_folder: Path, context: BaseContext) -> None:
         """Starts the process by `context`'s method."""
-        self._killed_before = _killed_for_memory()
+        self._killed_before = memory_limit.killed()
         self.pipe, theirs = context.Pipe(duplex=False)
         terminal = _terminal() if self._rank.rank == 0 else None
         self.process = context.Process(  # type: ignore[attr-defined]
@@ -133,11 +133,12 @@ def hint(code: int, killed_before: int | None = None) -> str:
     """Says what an exit code mostly comes from, ready to follow a message.
 
     Args:
-        killed_before: how many processes of this control group the system had killed for its memory's sake, when this
-            one was started; None: not known.
+        killed_before: how many processes the system had killed for want of memory when this one was started; None: not
+            known.
     """
     group = memory_limit.control_group()
-    if code == -signal.SIGKILL and group and killed_before is not None and group.killed > killed_before:
+    short = killed_before is not None and memory_limit.killed() > killed_before
+    if code == -signal.SIGKILL and group and short:
         return (
             f" (the system did, as the processes of this job or container may have {memory.size(group.size)} of "
             "memory together, and needed more: grappe foresee shows plans that need less)"
@@ -159,11 +160,6 @@ def without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _killed_for_memory() -> int:
-    group = memory_limit.control_group()
-    return group.killed if group is not None else 0
 
 
 def _terminal() -> Terminal | None:

@@ -14,6 +14,7 @@ MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 SMALL_PART = 50
+"""By how much more must be left for a size that is small beside it."""
 UNLIMITED = 1 << 60  # bytes: version 1 writes a number near 2**63 where there is no limit
 
 
@@ -28,14 +29,25 @@ class ControlGroup:
     """Bytes that its processes may have together."""
     free: int
     """Bytes that they can still have; files' cached pages, which the kernel gives up first, are among them."""
-    killed: int
-    """Number of processes that the kernel has killed for its sake."""
 
 
 def control_group(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> ControlGroup | None:
     """Returns the control group that leaves this process the least memory, of version 2 or 1; None: none limits it."""
     found = [group for folder in _folders(root, own) if (group := _group(folder)) is not None]
     return min(found, key=lambda one: one.free, default=None)
+
+
+def killed(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+    """Counts the processes that the kernel has killed for want of memory in this process's control groups.
+
+    In version 1 the group of the killed process counts, be it limited or one above it; in version 2 all of them do.
+    """
+    count = 0
+    for folder in _folders(root, own):
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError, ValueError):
+                count += _numbers(folder / name).get("oom_kill", 0)
+    return count
 
 
 def free(meminfo: Path = MEMINFO) -> int | None:
@@ -86,17 +98,15 @@ def _folders(root: Path, own: Path) -> Iterator[Path]:
 
 def _group(folder: Path) -> ControlGroup | None:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        if (folder / "memory.max").exists():
-            size, used = (_number(folder / f"memory.{name}") for name in ("max", "current"))
-            stat, prefix, events = _numbers(folder / "memory.stat"), "", folder / "memory.events"
-        else:
-            size, used = (_number(folder / f"memory.{name}_in_bytes") for name in ("limit", "usage"))
-            stat, prefix, events = _numbers(folder / "memory.stat"), "total_", folder / "memory.oom_control"
-        if size >= UNLIMITED:
-            return None
-        cached = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
-        killed = _numbers(events).get("oom_kill", 0) if events.exists() else 0
-        return ControlGroup(size=size, free=max(0, size - used + cached), killed=killed)
+        second = (folder / "memory.max").exists()
+        names, prefix = (
+            (("max", "current"), "") if second else (("limit_in_bytes", "usage_in_bytes"), "total_")
+        )
+        size, used = (_number(folder / f"memory.{name}") for name in names)
+        if size < UNLIMITED:
+            stat = _numbers(folder / "memory.stat")
+            cached = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
+            return ControlGroup(size=size, free=max(0, size - used + cached))
     return None
 
 
