@@ -28,6 +28,7 @@ from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
 from grappe.launch import files as safe
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
+from grappe.launch.terminal import say
 from grappe.launch.world import World
 
 POLL_SECONDS = 0.01
@@ -115,7 +116,7 @@ class Saver:
 
     def _say_why(self) -> None:
         if not self._said and self._world.rank == 0:
-            print(
+            say(
                 "a checkpoint is written without a copy in memory, which has no room: the training waits for it"
             )
             self._said = True

@@ -93,7 +93,7 @@ class LocalProcess:
 
     @property
     def likely_cause(self) -> str:
-        """What an exit code mostly comes from, ready to follow a message."""
+        """The likely cause of the process's end, ready to follow a message; "" if there is none to name."""
         return hint(self.exit_code, self._killed_before)
 
     def signal(self, number: int) -> None:
