@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from grappe.engines.deepspeed import library
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 
-TASK = str(Path(__file__).parents[1] / "short_source.py")
-NARROW = str(Path(__file__).parents[1] / "narrow.py")
+ROOT = Path(__file__).parents[2]
+TASK = str(ROOT / "tests" / "short_source.py")
+NARROW = str(ROOT / "tests" / "narrow.py")
 LIMIT_MB = 900  # of RLIMIT_DATA; Python and torch have 350 of them, connections to other processes 80
 
 
@@ -76,7 +78,9 @@ def test_two_processes_can(tmp_path: Path, plan: str) -> None:
 
 def test_checkpoints_copies_leave_a_step_its_memory(tmp_path: Path) -> None:
     words = ("--plan", "device=cpu,threads=1", "--steps", "3", "--save-every", "1", "--run", "run")
-    command = Command(GRAPPE, "train", f"{NARROW}:Narrow", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    line = (GRAPPE, "train", f"{NARROW}:Narrow", *words)
+    command = Command(*line, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=path)
     try:
         code, _, err = command.end()
     finally:
