@@ -141,3 +141,5 @@ def test_a_method_of_the_task_without_memory_is_short_of_memory(tmp_path: Path) 
         run_in_fork(lambda: user_call(Short(), "model"))
     with pytest.raises(OutOfMemory, match="out of memory in process 3, which may take"), explained(3):
         user_call(Short(), "model")
+    with pytest.raises(OutOfMemory, match="the process that makes the model ran out of memory: MemoryError"):
+        run_in_fork(Short().model)

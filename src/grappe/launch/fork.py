@@ -9,7 +9,8 @@ import traceback
 from collections.abc import Callable
 
 from grappe import errors
-from grappe.errors import GrappeError, TaskError, user_code
+from grappe.errors import GrappeError, OutOfMemory, TaskError, user_code
+from grappe.errors.refused_memory import is_out_of_memory
 from grappe.launch.limits import Limits
 from grappe.launch.orphan import end_with_forking_parent
 
@@ -89,6 +90,9 @@ def _message_of(work: Callable[[], str | None]) -> str:
         message = f"{type(error).__name__}\n{error}"
     except BaseException as error:
         traceback.print_exc()
+        if is_out_of_memory(error):
+            problem = f"the process that makes the model ran out of memory: {user_code.sentence(error)}"
+            return f"{OutOfMemory.__name__}\n{problem}"
         message = f"TaskError\nthe model cannot be made: {user_code.sentence(error)}"
     finally:
         sys.stdout.flush()
