@@ -91,8 +91,10 @@ def _message_of(work: Callable[[], str | None]) -> str:
     except BaseException as error:
         traceback.print_exc()
         if is_out_of_memory(error):
-            problem = f"the process that makes the model ran out of memory: {user_code.sentence(error)}"
-            return f"{OutOfMemory.__name__}\n{problem}"
+            short = OutOfMemory(
+                f"the process that makes the model ran out of memory: {user_code.sentence(error)}"
+            )
+            return f"{type(short).__name__}\n{short}"
         message = f"TaskError\nthe model cannot be made: {user_code.sentence(error)}"
     finally:
         sys.stdout.flush()
