@@ -19,11 +19,11 @@ from grappe.profiling.memory_limit import ControlGroup
 PEER = "Connection closed by peer [127.0.0.1]:5000"
 
 
-def failed(rank: int, exit_code: int = 1, likely_cause: str = "", **report: Any) -> Any:
+def failed(rank: int, exit_code: int = 1, why: str = "", **report: Any) -> Any:
     return SimpleNamespace(
         name=f"process {rank} of 2",
         exit_code=exit_code,
-        likely_cause=likely_cause,
+        why=why,
         report=Report(**report),
         log=Path("none"),
     )
@@ -59,10 +59,10 @@ def test_a_silent_end_where_memory_is_limited_names_the_limit(
     monkeypatch.setattr(
         resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1)
     )
-    assert "no more memory, which is limited here: see `ulimit -d`)" in hint(code)
-    silent = failed(0, exit_code=code, kind="silent", likely_cause=hint(code))
+    assert "no more memory, which is limited here: see `ulimit -d`" in hint(code)
+    silent = failed(0, exit_code=code, kind="silent", why=hint(code))
     assert "`ulimit -d`" in str(explanation([silent]))
-    crashed = failed(0, kind="crashed", exit_code=1, error="ZeroDivisionError", likely_cause=hint(1))
+    crashed = failed(0, kind="crashed", exit_code=1, error="ZeroDivisionError", why=hint(1))
     assert "ulimit" not in str(explanation([crashed]))
 
 

@@ -43,14 +43,21 @@ def _how_late(one: LocalProcess) -> tuple[bool, bool, float]:
 
 
 def _how_it_ended(process: LocalProcess) -> str:
+    why = process.why
     if process.exit_code < 0:
-        return f"was killed by {signal_name(-process.exit_code)}{process.likely_cause}"
+        name = signal_name(-process.exit_code)
+        return f"was killed by {name} ({why})" if why else f"was killed by {name}"
     # What multiprocessing says where the server cannot tell any more.
     if process.exit_code == UNKNOWN and (end := server_end()):
         return f"was ended with what had started it: {end}"
     if process.report.kind == "crashed":
         return f"failed with {process.report.error}"
-    return f"ended by itself with exit code {process.exit_code}{process.likely_cause}"
+    number = process.exit_code
+    return (
+        f"ended by itself with exit code {number} ({why})"
+        if why
+        else f"ended by itself with exit code {number}"
+    )
 
 
 def last_lines(log: Path) -> str:

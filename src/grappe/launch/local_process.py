@@ -92,8 +92,8 @@ class LocalProcess:
         return self.process.exitcode or 0
 
     @property
-    def likely_cause(self) -> str:
-        """The likely cause of the process's end, ready to follow a message; "" if there is none to name."""
+    def why(self) -> str:
+        """The likely cause of the process's end, without a full stop; "" if there is none to name."""
         return hint(self.exit_code, self._killed_before)
 
     def signal(self, number: int) -> None:
@@ -117,7 +117,9 @@ def server_end() -> str:
         return ""
     server = f"the server on {os.uname().nodename} that processes are started from"
     if code < 0:
-        return f"{server} was killed by {signal_name(-code)}{hint(code)}"
+        name = signal_name(-code)
+        why = hint(code)
+        return f"{server} was killed by {name} ({why})" if why else f"{server} was killed by {name}"
     return f"{server} ended by itself with exit code {code}; what it wrote stands above"
 
 
@@ -130,7 +132,7 @@ def signal_name(number: int) -> str:
 
 
 def hint(code: int, killed_before: int | None = None) -> str:
-    """Says what an exit code mostly comes from, ready to follow a message.
+    """Says what an exit code mostly comes from, without a full stop.
 
     Args:
         killed_before: how many processes the system had killed for want of memory when this one was started; None: not
@@ -140,15 +142,17 @@ def hint(code: int, killed_before: int | None = None) -> str:
     short = killed_before is not None and memory_limit.killed() > killed_before
     if code == -signal.SIGKILL and group and short:
         return (
-            f" (the system did, as the processes of this job or container may have {memory.size(group.size)} of "
-            "memory together, and needed more: grappe foresee shows plans that need less)"
+            f"the system did, as the processes of this job or container may have {memory.size(group.size)} of "
+            "memory together, and needed more: grappe foresee shows plans that need less"
         )
     if code == -signal.SIGKILL:
-        return " (the system does that when memory runs out: see `dmesg`, or use a smaller batch_size)"
+        return "the system does that when memory runs out: see `dmesg`, or use a smaller batch_size"
     limited = [name for kind, name in LIMITS.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]
     if code not in REFUSED or not limited:
         return ""
-    return f" (libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)})"
+    return (
+        f"libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)}"
+    )
 
 
 @contextlib.contextmanager
