@@ -1,11 +1,10 @@
 """The plan that `grappe foresee` chooses beside the quickest one measured: `python -m benchmarks.foresee_choice`.
 
 Twenty choices (a task and a batch size) among plans that train the same on two cores, and twenty more that were
-listed when the rules of choosing had been made. Each is foreseen as the command
-does it, then every plan is trained a second, by turns; those that are close, three times. Needs a machine without
-other programs, and `grappe doctor --calibrate` before. With a number of seconds it stops after them, and goes on when
-it is called again; texts choose tasks, `--again` measures them anew, and `--predict` foresees them anew and measures
-what is then lacking.
+listed when the rules of choosing had been made. Each is foreseen as the command does it, then every plan is trained a
+second, by turns; those that are close, three times. Needs a machine without other programs, and `grappe doctor
+--calibrate` before. With a number of seconds it stops after them, and goes on when it is called again; texts choose
+tasks, `--again` measures them anew, and `--predict` foresees them anew and measures what is then lacking.
 """
 
 from __future__ import annotations

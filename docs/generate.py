@@ -267,7 +267,6 @@ def _measured(part: str) -> dict[str, Any]:
     return json.loads((ROOT / "docs" / "gallery.json").read_text()).get(part, {})
 
 
-"""Share of what a plan is taken to need that is its foreseen peak; the rest is a reserve."""
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},

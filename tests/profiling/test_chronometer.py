@@ -142,16 +142,18 @@ def test_who_waits_for_a_slow_process_spends_it_in_communication(pool: Pool, pla
     parsed = Plan.parse(plan)
     parts = parsed.exact // 2 or parsed.microbatches
     planted = {"data": 2 * 0.002, "forward": parts * 0.006, "backward": parts * 0.009, "update": 0.007}
-    waited = [0.0, 0.0]
-    for _ in range(TRIES):  # on a busy machine the fast process is late as well, and waits for less
+    for _ in range(TRIES):
         fast, slow = pool.run(f"{__name__}:timed", 2, plan)
         check(*slow, {**planted, "forward": parts * (0.006 + 0.012)})
         check(*fast, planted)
-        # Without the warm-up, in which it is found out which gradient comes last.
-        waited = [seen.outcome.timing.means["communication"] for seen, _ in (fast, slow)]
-        if waited[0] >= 0.9 * parts * 0.012 and waited[0] > waited[1]:
-            return
-    pytest.fail(f"seconds of communication of the fast and of the slow process: {waited}")
+        means = fast[0].outcome.timing.means
+        # On a busy machine the fast process is late as well, and has less to wait for: that says nothing.
+        if sum(means[name] for name in planted) - sum(planted.values()) < 0.1 * parts * 0.012:
+            break
+    waited = [seen.outcome.timing.means["communication"] for seen, _ in (fast, slow)]
+    # Without the warm-up, in which it is found out which gradient comes last.
+    assert waited[0] >= 0.9 * parts * 0.012
+    assert waited[0] > waited[1]
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "pipeline=2,microbatches=4,schedule=gpipe"])

@@ -102,7 +102,7 @@ def test_room_is_for_what_is_asked_and_for_the_highest_use_again(monkeypatch: py
     monkeypatch.setattr(memory_limit, "free", lambda: None)
     assert has_room(10**15)
     monkeypatch.setattr(memory, "data_size", lambda: 5000)
-    monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda kind: (6000, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (6000, resource.RLIM_INFINITY))
     assert has_room(700) and not has_room(701)
 
 

@@ -15,6 +15,13 @@ WORDS = (
 )
 WHERE_LIMITED = ("can't start new thread", "could not create a primitive")
 """Python's words and oneDNN's, for which there are other reasons where memory is not limited."""
+LIMITS = {resource.RLIMIT_DATA: "`ulimit -d`", resource.RLIMIT_AS: "`ulimit -v`"}
+"""Limits of a process's memory, and the shell's words that set them."""
+
+
+def limits_set() -> list[str]:
+    """Returns the shell's words for the limits that this process's memory has."""
+    return [words for kind, words in LIMITS.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -26,6 +33,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     known = isinstance(error, RuntimeError | OSError) and not isinstance(error, GrappeError)
     # Without a limit of the address space, or of data, a thread's stack always has room: then it is threads that are
     # limited.
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    limited = any(limit != resource.RLIM_INFINITY for limit in limits)
-    return known and any(one in str(error) for one in (*WORDS, *(WHERE_LIMITED if limited else ())))
+    words = (*WORDS, *WHERE_LIMITED) if limits_set() else WORDS
+    return known and any(one in str(error) for one in words)

@@ -90,12 +90,12 @@ def _message_of(work: Callable[[], str | None]) -> str:
         message = f"{type(error).__name__}\n{error}"
     except BaseException as error:
         traceback.print_exc()
+        sentence = user_code.sentence(error)
         if is_out_of_memory(error):
-            short = OutOfMemory(
-                f"the process that makes the model ran out of memory: {user_code.sentence(error)}"
-            )
-            return f"{type(short).__name__}\n{short}"
-        message = f"TaskError\nthe model cannot be made: {user_code.sentence(error)}"
+            made = OutOfMemory(f"the process that makes the model ran out of memory: {sentence}")
+        else:
+            made = TaskError(f"the model cannot be made: {sentence}")
+        message = f"{type(made).__name__}\n{made}"
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import resource
 import signal
 import sys
 import types
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import ProcessDied
+from grappe.errors.refused_memory import limits_set
 from grappe.launch import child
 from grappe.launch.child import Report, Terminal
 from grappe.launch.rank import ProcessRank
@@ -22,7 +22,6 @@ from grappe.private_api.multiprocessing import forkserver_exit_code
 from grappe.profiling import memory, memory_limit
 
 NAME = "grappe-rank-"
-LIMITS = {resource.RLIMIT_DATA: "`ulimit -d`", resource.RLIMIT_AS: "`ulimit -v`"}
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
 """Exit codes of libraries that got no memory and cannot say so: libgomp's is 1; oneDNN uses the address 0."""
 
@@ -138,17 +137,16 @@ def hint(code: int, killed_before: int | None = None) -> str:
         killed_before: how many processes the system had killed for want of memory when this one was started; None: not
             known.
     """
-    group = memory_limit.control_group()
-    short = killed_before is not None and memory_limit.killed() > killed_before
-    if code == -signal.SIGKILL and group and short:
-        return (
-            f"the system did, as the processes of this job or container may have {memory.size(group.size)} of "
-            "memory together, and needed more: grappe foresee shows plans that need less"
-        )
     if code == -signal.SIGKILL:
+        group = memory_limit.control_group()
+        if group and killed_before is not None and memory_limit.killed() > killed_before:
+            return (
+                f"the system did, as the processes of this job or container may have {memory.size(group.size)} of "
+                "memory together, and needed more: grappe foresee shows plans that need less"
+            )
         return "the system does that when memory runs out: see `dmesg`, or use a smaller batch_size"
-    limited = [name for kind, name in LIMITS.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]
-    if code not in REFUSED or not limited:
+    limited = limits_set() if code in REFUSED else []
+    if not limited:
         return ""
     return (
         f"libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)}"

@@ -76,6 +76,12 @@ def resident() -> int:
     return _status("VmRSS:")
 
 
+def data_limit() -> int | None:
+    """Returns the bytes to which RLIMIT_DATA (`ulimit -d`) limits this process's data; None: it does not."""
+    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def below_peak() -> int:
     """Returns the bytes by which this process's resident memory is below its peak so far."""
     return max(0, _status("VmHWM:") - _status("VmRSS:"))
@@ -95,9 +101,8 @@ def heed_limit() -> None:
     glibc keeps freed blocks of up to 32 MB, in several heaps: a sharded model, whose parameters are gathered and freed,
     took 60 % more memory for that reason. Returning blocks costs page faults, so grappe does so only under a limit.
     """
-    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
-        return
-    mallopt(mmap=256 * 1024, trim=1024 * 1024)
+    if data_limit() is not None:
+        mallopt(mmap=256 * 1024, trim=1024 * 1024)
 
 
 @contextlib.contextmanager
@@ -107,7 +112,7 @@ def reused() -> Iterator[None]:
     A pass without gradients frees all its memory, 50 MB per batch, and glibc would return it to the system each
     time and fault it in again, page by page: a third of an evaluation's time on a CPU.
     """
-    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    limited = data_limit() is not None
     if not limited:
         mallopt(mmap=CEILING, trim=2**31 - 1)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -71,8 +70,8 @@ def has_room(size: int, processes: int = 1, *, peak_known: bool = True) -> bool:
         peak_known: whether this process has reached its peak; if not, `size` must be a small part of what is left.
     """
     needed = size + memory.below_peak() if peak_known else SMALL_PART * size
-    own = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if own != resource.RLIM_INFINITY and memory.data_size() + needed > own:
+    own = memory.data_limit()
+    if own is not None and memory.data_size() + needed > own:
         return False
     left = free()
     return left is None or needed * processes <= left

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import resource
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,7 +65,7 @@ class FirstUse:
 
         began = memory.data_size()
         yield
-        if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+        if memory.data_limit() is not None:
             self.libraries = max(0, memory.data_size() - began)
 
 
@@ -177,20 +176,16 @@ def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, floa
 def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
     """Returns the memory that a process may have, and that of one with more processes beside it."""
     from grappe.foresight.search import Room
+    from grappe.profiling import memory
 
     limit, whose, gpu = _limit()
     if gpu:
         room = Room(whose=whose, size=limit // plan.per_device)
         return room, room
-    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    room = Room(
-        whose=whose,
-        size=limit,
-        besides=shortage.besides,
-        margin=MARGIN,
-        shared=soft == resource.RLIM_INFINITY,
-        gpu=False,
-    )
+    shared = memory.data_limit() is None
+    room = Room(whose=whose, size=limit, besides=shortage.besides, shared=shared, gpu=False)
+    if not shared:  # only there freed memory goes back at once
+        room = dataclasses.replace(room, margin=MARGIN)
     alone = CONNECTION_BYTES if plan.processes == 1 else 0
     return room, dataclasses.replace(room, besides=shortage.besides + alone)
 
@@ -217,11 +212,11 @@ def _limit() -> tuple[int, str, bool]:
     """Returns a process's memory limit, the origin of the limit, and whether it is a GPU's."""
     import torch
 
-    from grappe.profiling import memory_limit
+    from grappe.profiling import memory, memory_limit
 
-    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if soft != resource.RLIM_INFINITY:
-        return soft, "RLIMIT_DATA, see `ulimit -d`", False
+    own = memory.data_limit()
+    if own is not None:
+        return own, "RLIMIT_DATA, see `ulimit -d`", False
     if torch.cuda.is_available():
         return (
             torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,

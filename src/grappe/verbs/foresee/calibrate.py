@@ -182,17 +182,10 @@ def _of_passes(beyond: Callable[..., _Beyond], plan: Plan) -> Overhead:
     """Fits what a pass of a stage takes beyond its operators, of those on the longest way through a pipeline."""
     each = stages_each(plan)
     passes = 2 * (plan.microbatches * each + plan.pipeline - 1)
-    few, some, many = (
-        beyond(DEPTHS[1], **sizes)
-        for sizes in (
-            {},
-            {"width": BUSY, "batch_size": SAMPLES // 8},
-            {"width": BUSY, "batch_size": SAMPLES // 2},
-        )
-    )
-    unit = max(
-        0.0, min(few.step, some.step) / passes
-    )  # what other programs take makes it longer, never shorter
+    few = beyond(DEPTHS[1])
+    some, many = (beyond(DEPTHS[1], width=BUSY, batch_size=SAMPLES // part) for part in (8, 2))
+    # The lower of two: what other programs take makes it longer, never shorter.
+    unit = max(0.0, min(few.step, some.step) / passes)
     return Overhead(
         unit=unit,
         busy=max(0.0, many.step / passes - unit),
