@@ -1,4 +1,4 @@
-"""Refused memory: recognises it in the errors of Python, of torch, and of C++ libraries."""
+"""Refused memory: recognises it in errors of Python, torch and C++ libraries, and lists the limits that may cause it."""
 
 from __future__ import annotations
 
