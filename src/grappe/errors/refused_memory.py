@@ -1,4 +1,4 @@
-"""Refused memory: recognises it in errors of Python, torch and C++ libraries, and lists the limits that may cause it."""
+"""Refused memory: recognises it in errors of Python, torch and C++ libraries, and lists the limits that are set."""
 
 from __future__ import annotations
 
