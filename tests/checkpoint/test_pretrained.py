@@ -12,7 +12,7 @@ from torch import nn
 
 import grappe
 from grappe.checkpoint.initial import built
-from grappe.errors import TaskError
+from grappe.errors import OutOfMemory, TaskError
 from grappe.launch.fork import run_in_fork
 from grappe.launch.limits import LimitReached, Limits
 from grappe.parallel.materialise import on_meta
@@ -58,7 +58,7 @@ def large(tmp_path: Path) -> Large:
 def test_one_process_reads_with_memory_for_the_model_and_a_tensor(large: Large) -> None:
     enough = Limits(memory=SIZE + 32 * MEGABYTE, mapped=SIZE + 64 * MEGABYTE, seconds=60)
     run_in_fork(lambda: built(large), enough)
-    with pytest.raises((LimitReached, TaskError)):  # the limit does bite
+    with pytest.raises((LimitReached, OutOfMemory)):  # the limit does bite
         run_in_fork(lambda: built(large), Limits(memory=MEGABYTE, mapped=MEGABYTE, seconds=60))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from grappe.checkpoint.commit import fingerprint
 from grappe.checkpoint.tensor_file import NAMES, Piece, TensorFiles, write
-from grappe.errors import RunError
+from grappe.errors import OutOfMemory, RunError
+from grappe.launch.fork import run_in_fork
 from grappe.profiling.memory import data_size
 
 
@@ -165,3 +167,16 @@ def test_a_file_that_is_read_does_not_count_as_data(tmp_path) -> None:
     files = TensorFiles([tmp_path / "a.safetensors"])
     assert not files.read_part("t", (9,), (5,)).any()
     assert data_size() - before < size / 4
+
+
+def test_a_file_for_which_no_address_is_left_is_not_called_unreadable(tmp_path) -> None:
+    megabytes = 200
+    write(tmp_path / "large", [whole("w", torch.zeros(megabytes << 20, dtype=torch.uint8))])
+
+    def read() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 19), resource.RLIM_INFINITY))
+        TensorFiles([tmp_path / "large"])
+
+    with pytest.raises(OutOfMemory, match=r"no memory was left to read .*large: .*--mem"):
+        run_in_fork(read)

@@ -23,6 +23,7 @@ OPENS = {
 }  # fmt: skip
 """Names of functions and methods that open, make, list or remove files."""
 ELSEWHERE = {
+    "launch/control_groups.py": "/proc, /sys/fs/cgroup",
     "launch/files.py": "the one place",
     "checkpoint/tensor_file.py": "np.memmap of a file that grappe.launch.files has opened",
     "checkpoint/foreign.py": "the first bytes of the file that the user names with --from",
@@ -61,7 +62,6 @@ ELSEWHERE = {
     "launch/proof.py": "the folder where processes meet",
     "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
-    "launch/world.py": "/sys/fs/cgroup",
     "private_api/gettext.py": "the installation's own catalogue of messages",
     "profiling/energy.py": "/sys/class/powercap",
     "profiling/memory.py": "/proc",

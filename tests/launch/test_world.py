@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -101,27 +99,6 @@ def test_variables_that_are_no_numbers(environment: dict[str, str]) -> None:
 def test_ranks_without_an_address() -> None:
     with pytest.raises(UsageError, match="MASTER_PORT is not: unset both, or start grappe with torchrun"):
         rank_from_environment({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
-
-
-@pytest.mark.parametrize(
-    ("text", "quota"), [("max 100000", None), ("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1)]
-)
-def test_quota_of_a_cgroup_of_version_2(tmp_path: Path, text: str, quota: int | None) -> None:
-    (tmp_path / "cpu.max").write_text(text + "\n")
-    assert world._cgroup_quota(tmp_path) == quota
-
-
-@pytest.mark.parametrize(("text", "quota"), [("-1", None), ("400000", 4), ("10000", 1)])
-def test_quota_of_a_cgroup_of_version_1(tmp_path: Path, text: str, quota: int | None) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(text + "\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert world._cgroup_quota(tmp_path) == quota
-
-
-def test_no_cgroup(tmp_path: Path) -> None:
-    assert world._cgroup_quota(tmp_path) is None
-    assert world.cores() >= 1
 
 
 def test_backends() -> None:

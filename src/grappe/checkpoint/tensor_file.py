@@ -22,7 +22,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from grappe.checkpoint.commit import Fingerprint, write_all
-from grappe.errors import RunError
+from grappe.errors import OutOfMemory, RunError
+from grappe.errors.refused_memory import is_out_of_memory
 from grappe.launch import files as safe
 from grappe.launch.files import IN_CHECKPOINT
 
@@ -161,6 +162,7 @@ class TensorFiles:
         levels: how many of the last names of each file's path may not be links (see grappe.launch.files).
 
     Raises:
+        OutOfMemory: the process may not map a file into its address space.
         RunError: a file is no safetensors file, or its pieces do not fit together.
     """
 
@@ -177,6 +179,11 @@ class TensorFiles:
             except (
                 Exception
             ) as error:  # the library has an error class of its own, beside OSError and ValueError
+                if is_out_of_memory(error):
+                    raise OutOfMemory(
+                        f"no memory was left to read {file}: {error}. Give the process more (the job's --mem, "
+                        "`ulimit -v`)"
+                    ) from error
                 raise RunError(f"{file} is no readable safetensors file: {error}") from error
 
     def _add(self, file: Path, levels: int) -> None:

@@ -26,6 +26,7 @@ from grappe.foresight.trace import REDUCE, START
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
+from grappe.step.scores import bytes_kept
 
 
 def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
@@ -95,9 +96,8 @@ class _Pipeline:
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         marks = [mark for one in mine for mark in one.marks] * min(2, number)
         batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * traces[0].batch
-        return (
-            self._kept(place) + self._received(place) + peak(marks, self._overlay(place)) + waiting + batches
-        )
+        most = peak(marks, self._overlay(place)) + sum(bytes_kept(number, one.numbers) for one in mine)
+        return self._kept(place) + self._received(place) + most + waiting + batches
 
     def _random_states(self, place: int) -> int:
         """Computes the bytes of the random states of units whose forward is to run again."""

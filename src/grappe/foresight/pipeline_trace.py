@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from grappe.foresight.trace import (
     START,
     Trace,
     ordered,
+    scored,
     take_gradients,
     tensors_of,
     watch,
@@ -218,6 +220,7 @@ def traced_evaluation(
     micro, losses = batch.microbatches[0], Losses(task)
     ledger = _ledger([stage], batch, describes)
     _mark_units(stages, {stage.number: stage}, ledger)
+    numbers = 0
     with ledger, torch.no_grad():
         ledger.mark(START, stage.number)
         leaves = bounds.entering[0] if stage.is_first else bounds.received(stage.number)
@@ -226,10 +229,9 @@ def traced_evaluation(
         ledger.mark(LEFT)
         if stage.is_last:
             assert stage.leaving is not None
-            values, _ = losses.values(tree_unflatten(list(outputs), stage.leaving), micro)
-            losses.total(values, micro, micro.size)
+            numbers = scored(losses, tree_unflatten(list(outputs), stage.leaving), micro, batch)
         ledger.mark(SCORED)
-    return _made(ledger, batch, outputs)
+    return dataclasses.replace(_made(ledger, batch, outputs), numbers=numbers)
 
 
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool) -> Ledger:

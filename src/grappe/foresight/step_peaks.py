@@ -24,6 +24,7 @@ from grappe.foresight.slices import slices_of
 from grappe.foresight.trace import Trace
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
+from grappe.step.scores import bytes_kept
 
 
 def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
@@ -68,11 +69,11 @@ def _evaluation(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int
         return None
     parts, own = _first_parts(sketch, plan), first_parameters(sketch, plan)
     # With zero=1 and 2, the second batch finds gathered what the first one has left.
-    marks, again = trace.marks, sketch.validation_samples > rows * plan.data_parallel
-    most = peak([*marks, *marks] if again else marks, _forward_only(own, plan, copies))
+    number = -(-sketch.validation_samples // (rows * plan.data_parallel))
+    most = peak(trace.marks * min(2, number), _forward_only(own, plan, copies))
     # The step before has its batch until its loss is read.
     batches = plan.microbatches * _trained(sketch, plan, samples).batch + trace.batch
-    return kept(sketch, plan, parts, own) + most + batches
+    return kept(sketch, plan, parts, own) + most + batches + bytes_kept(number, trace.numbers)
 
 
 def _trained(sketch: Sketch, plan: Plan, samples: int) -> Trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ START, FORWARD, LEFT, LOSS, BACKWARD, DONE, GRADIENT, END, SCORED, REDUCE = (
 gradient; of the whole model the beginning, its forward's end, the loss and the end; SCORED: an evaluation's end;
 REDUCE: where a pipeline's process reduces the gradients of all its passes."""
 ROOT = -1
+TOTAL_AND_COUNT = 2
+"""Numbers that an evaluation keeps of a microbatch whose losses have no names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Trace:
     """All operators; None: not asked for."""
     ahead: int = 0
     """So many marks, the first ones, are of the pass ahead that a loss of the whole batch needs."""
+    numbers: int = 0
+    """Numbers that an evaluation keeps of each microbatch."""
 
 
 def traced(
@@ -87,6 +91,7 @@ def traced(
         watch(unit, number, ledger, boundaries)
     take_gradients(enumerate(model.parameters()), ledger)
     losses = losses_of(task, plan, world)
+    numbers = 0
     with ledger:
         if trains and isinstance(losses, WholeBatchLosses) and losses.look_ahead_needed(batch):
             with autocast(precision, CPU):
@@ -94,14 +99,15 @@ def traced(
         ahead = len(ledger.marks)
         ledger.mark(START)
         with autocast(precision, CPU):
-            compute: Callable[..., Loss | None] = losses if trains else _score(losses)
-            loss = compute(_left(ledger, task.forward(model, entering(micro))), micro, batch)
-        if loss is not None:
+            compute: Callable[..., Loss | int] = losses if trains else functools.partial(scored, losses)
+            found = compute(_left(ledger, task.forward(model, entering(micro))), micro, batch)
+        if isinstance(found, Loss):
             ledger.mark(LOSS)
-            backward((loss.values,), (loss.output_gradient,))
-            del loss, losses, compute
+            backward((found.values,), (found.output_gradient,))
+            del found, losses, compute
             ledger.mark(END)
         else:
+            numbers = found
             ledger.mark(SCORED)
     return Trace(
         rows=micro.size,
@@ -111,6 +117,7 @@ def traced(
         calls=tuple(ledger.calls),
         recording=None if recorder is None else recorder.recording(),
         ahead=ahead,
+        numbers=numbers,
     )
 
 
@@ -138,17 +145,15 @@ def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
     return dataclasses.replace(trace, marks=tuple(marks), complete=complete)
 
 
-def _score(losses: AnyLosses) -> Callable[..., None]:
-    """Returns what an evaluation computes of a microbatch's output, and keeps nothing of."""
-
-    def score(output: Any, micro: Microbatch, batch: Batch) -> None:
-        if isinstance(losses, WholeBatchLosses):
-            losses.scored(output, micro, batch)
-            return
-        values, _ = losses.values(output, micro)
-        losses.total(values, micro, micro.size)
-
-    return score
+def scored(losses: AnyLosses, output: Any, micro: Microbatch, batch: Batch) -> int:
+    """Computes what an evaluation computes of a microbatch's output; returns how many numbers it keeps."""
+    if isinstance(losses, WholeBatchLosses):
+        losses.scored(output, micro, batch)
+        return TOTAL_AND_COUNT
+    values, named = losses.values(output, micro)
+    losses.total(values, micro, micro.size)
+    counts = len(micro.weights) if isinstance(micro.weights, Mapping) else 0
+    return TOTAL_AND_COUNT + len(named) + counts
 
 
 def watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: dict[int, int] | list[int]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
 from grappe.launch import proof, rendezvous
+from grappe.launch.control_groups import cpu_quota
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
 
@@ -31,7 +32,7 @@ def cores() -> int:
         mine = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         mine = os.cpu_count() or 1
-    return max(1, min(mine, _cgroup_quota() or mine))
+    return max(1, min(mine, cpu_quota() or mine))
 
 
 def own_cores(process: ProcessRank) -> int:
@@ -39,21 +40,6 @@ def own_cores(process: ProcessRank) -> int:
     if process.cores is not None:
         return min(cores(), process.cores)  # it may be bound to them already, and then sees no others
     return max(1, cores() // process.local_size)
-
-
-def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Reads the cgroup's CPU quota (version 2 or 1) in whole cores; None without a quota."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if quota in ("max", "-1"):
-        return None
-    return max(1, int(quota) // int(period))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from grappe.launch.control_groups import CGROUPS, OWN_CGROUP, folders
 from grappe.profiling import memory
 
 MEMINFO = Path("/proc/meminfo")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 SMALL_PART = 50
 """By how much more must be left for a size that is small beside it."""
 UNLIMITED = 1 << 60  # bytes: version 1 writes a number near 2**63 where there is no limit
@@ -32,7 +31,7 @@ class ControlGroup:
 
 def control_group(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> ControlGroup | None:
     """Returns the control group that leaves this process the least memory, of version 2 or 1; None: none limits it."""
-    found = [group for folder in _folders(root, own) if (group := _group(folder)) is not None]
+    found = [group for folder in folders("memory", root, own) if (group := _group(folder)) is not None]
     return min(found, key=lambda one: one.free, default=None)
 
 
@@ -42,7 +41,7 @@ def killed(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     In version 1 the group of the killed process counts, be it limited or one above it; in version 2 all of them do.
     """
     count = 0
-    for folder in _folders(root, own):
+    for folder in folders("memory", root, own):
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError, ValueError):
                 count += _numbers(folder / name).get("oom_kill", 0)
@@ -75,24 +74,6 @@ def has_room(size: int, processes: int = 1, *, peak_known: bool = True) -> bool:
         return False
     left = free()
     return left is None or needed * processes <= left
-
-
-def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """Yields the folders of this process's control group and of those above it, as far as they can be seen."""
-    lines = []
-    with contextlib.suppress(OSError):
-        lines = [line.split(":", 2) for line in own.read_text().splitlines() if line.count(":") >= 2]
-    paths = {
-        "": "",
-        "memory": "",
-        **{name: path for _, several, path in lines for name in several.split(",")},
-    }
-    for base, path in ((root, paths[""]), (root / "memory", paths["memory"])):
-        folder = base.joinpath(*[part for part in path.split("/") if part])
-        # In a container, the path may be that outside of it.
-        yield from (
-            one for one in (folder, *folder.parents) if one.is_relative_to(base) and ".." not in one.parts
-        )
 
 
 def _group(folder: Path) -> ControlGroup | None:

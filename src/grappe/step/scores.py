@@ -19,7 +19,8 @@ from grappe.step.metrics import Metrics, Number
 from grappe.step.whole_batch import losses_of
 from grappe.task import Task
 
-BLOCK = 1024  # numbers: 8 kB
+BLOCK = 1024
+"""Numbers for which memory is allocated at once: 8 kB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,11 @@ class Column:
     def tolist(self) -> list[float]:
         """Returns all of them; waits for the device."""
         return torch.cat(self._blocks).tolist()[: self._size] if self._blocks else []
+
+
+def bytes_kept(microbatches: int, columns: int) -> int:
+    """Returns the bytes of so many columns, each with a number of each microbatch."""
+    return columns * -(-microbatches // BLOCK) * BLOCK * torch.float64.itemsize
 
 
 class Scorer:
