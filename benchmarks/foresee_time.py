@@ -45,7 +45,8 @@ PLANS = (
     "", "threads=1", "replicate=2", "shard=2", "shard=2,zero=2", "shard=2,zero=1", "microbatches=2", "recompute",
     "precision=bf16", "replicate=2,microbatches=2", "shard=2,zero=1,microbatches=2", "pipeline=2,microbatches=4",
     "replicate=2,precision=bf16", "pipeline=2,microbatches=4,schedule=gpipe",
-    "pipeline=2,microbatches=4,schedule=interleaved",
+    "pipeline=2,microbatches=4,schedule=interleaved", "pipeline=2,microbatches=4,schedule=zero_bubble",
+    "tensor=2", "tensor=2,microbatches=2",
 )  # fmt: skip
 
 

@@ -12,7 +12,9 @@ from grappe.foresight.devices import LEAST, OF_BANDWIDTH, OF_PEAK, device_named,
 from grappe.foresight.gpu_time import gpu_time
 from grappe.foresight.recording import Operator, Ref
 from grappe.foresight.sketch import Sketch
+from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
+from grappe.tasks.digits import Digits
 from tests.foresight.test_sketch import Small
 
 WITHOUT = {"A100, 64 GB"}
@@ -58,6 +60,23 @@ def test_a_step_on_a_gpu_is_not_calibrated_and_small_models_leave_it_idle() -> N
         ("replicate=8", "a node has 4"),
         ("precision=bf16", "no units"),
         ("tensor=2", "tensor"),
+        ("pipeline=2,shard=2,microbatches=2", "pipeline with shard"),
     ):
         with pytest.raises(PlanError, match=why):
             gpu_time(sketch, Plan.parse(text), v100, node=4)
+
+
+@pytest.mark.parametrize("schedule", sorted(RULES))
+def test_a_pipeline_of_gpus_is_simulated_pass_by_pass(schedule: str) -> None:
+    v100 = device_named("V100, 16 GB")
+    assert v100 is not None
+    sketch = Sketch(Digits(), Path("data"), foreach=True, records=True)
+    alone = gpu_time(sketch, Plan.parse("microbatches=4"), v100)
+    found = gpu_time(sketch, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), v100, node=4)
+    assert found.busy is not None and alone.busy is not None
+    assert alone.busy / 2 <= found.busy < alone.busy
+    assert found.bubble > 0 and found.communication == 0 and not found.calibrated
+    both = gpu_time(
+        sketch, Plan.parse(f"replicate=2,pipeline=2,microbatches=4,schedule={schedule}"), v100, node=4
+    )
+    assert both.communication > 0

@@ -74,3 +74,16 @@ def test_messages_are_waited_for_between_processes() -> None:
         simulated("pipeline=2,microbatches=2", transfer=0.5).seconds
         > simulated("pipeline=2,microbatches=2").seconds
     )
+
+
+@given(text=PLANS)
+def test_messages_go_over_the_boundary_between_two_stages(text: str) -> None:
+    """What a stage sends back is as large as what it was handed, not as what it hands on."""
+    plan, crossed = Plan.parse(text), set[int]()
+
+    def transfer(stage: int) -> float:
+        crossed.add(stage)
+        return 0.0
+
+    simulate(orders_of(plan), lambda kind, stage: 1.0, transfer)
+    assert crossed == set(range(plan.pipeline * stages_each(plan) - 1))

@@ -8,16 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks.views_task import Views
 
 from grappe.errors import PlanError
 from grappe.foresight import step_time
 from grappe.foresight.calibration import Calibration, Machine, Overhead
+from grappe.foresight.exchange import pipeline_kind
 from grappe.foresight.links import COLLECTIVES, MEETING
+from grappe.foresight.microbatch import microbatch_parts
+from grappe.foresight.pipeline_passes import PipelinePasses
 from grappe.foresight.recording import Recording
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import Clock
+from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
+from grappe.tasks.pysource import PySource
 
 EACH = 1e-3  # seconds of an operator
 LATENCY, SPEED = 1e-2, 1e8
@@ -132,6 +138,41 @@ def test_a_unit_of_fsdp_takes_more_where_cores_are_busy(clock: Clock, sketch: Sk
     assert busy > before
 
 
+def test_zero_1_reduces_once_a_step_and_gathers_for_each_microbatch(clock: Clock) -> None:
+    plans = [Plan.parse(f"shard=2,threads=1,zero={zero},microbatches=2") for zero in (1, 2)]
+    before, units = [clock.of(plan).compute for plan in plans], 4
+    overheads = {"one": ONE, "zero3": Overhead(unit=5.0), "zero1": Overhead(unit=3.0)}
+    clock.calibration = dataclasses.replace(clock.calibration, overheads=overheads)
+    after = [clock.of(plan).compute for plan in plans]
+    assert after[0] - before[0] == pytest.approx(units * (3.0 + 2.0))  # zero=3 gathers twice, for 2.0 more
+    assert after[1] - before[1] == pytest.approx(units * 2 * 3.0)
+
+
+def test_split_modules_wait_for_their_messages(clock: Clock, tmp_path: Path) -> None:
+    sketch = Sketch(PySource(width=32, depth=2, heads=2, batch_size=8, megabytes=0.3), tmp_path, records=True)
+    own, plan = Clock(sketch, clock.calibration), Plan.parse("tensor=2,threads=1")
+    found = own.of(plan)
+    recording = sketch.trace(8, "fp32", False, 1, 2).recording
+    assert recording is not None
+    sent = [one for one in recording.operators if one.collective is not None]
+    assert {one.collective for one in sent} == {"all_reduce"} and len(
+        sent
+    ) >= 2 * 4  # two of a block each way
+    assert found.communication >= len(sent) * LATENCY
+    overheads = {"one": ONE, "tensor": Overhead(unit=1.0)}
+    own.calibration = dataclasses.replace(own.calibration, overheads=overheads)
+    assert own.of(plan).compute == pytest.approx(found.compute + 2 * 6)  # modules of two blocks
+    for other in ("replicate=2", "pipeline=2,microbatches=2"):
+        with pytest.raises(PlanError, match="tensor with another axis"):
+            own.of(Plan.parse(f"tensor=2,threads=1,{other}"))
+
+
+def test_a_pipeline_with_a_loss_of_the_whole_batch_has_no_time(clock: Clock) -> None:
+    own = Clock(Sketch(Views(), Path("data"), records=True), clock.calibration)
+    with pytest.raises(PlanError, match="loss of the whole batch: its time is not foreseen"):
+        own.of(Plan.parse("pipeline=2,microbatches=2,threads=1"))
+
+
 def test_a_pipelines_idle_time_is_the_bubble(clock: Clock) -> None:
     found = clock.of(Plan.parse("pipeline=2,microbatches=4,threads=1"))
     assert found.bubble > LATENCY  # of what stages send each other, at least
@@ -142,7 +183,7 @@ def test_a_pipelines_idle_time_is_the_bubble(clock: Clock) -> None:
     ("plan", "why"),
     [
         ("replicate=3,threads=1", "3 threads of 3 processes on 2 cores"),
-        ("tensor=2", "tensor: its time is not foreseen"),
+        ("tensor=2,replicate=2", "tensor with another axis: its time is not foreseen"),
         ("offload=cpu", "offload"),
         ("engine=textbook", "engine=textbook"),
     ],
@@ -164,17 +205,50 @@ def test_operators_are_run_for_a_limited_time(sketch: Sketch, clock: Clock) -> N
         late.of(Plan.parse("threads=1"))
 
 
-def test_units_of_a_trace_share_its_operators(sketch: Sketch) -> None:
-    from grappe.foresight.microbatch import microbatch_time
+def test_a_microbatch_is_a_forward_and_a_backward(sketch: Sketch) -> None:
+    ahead, back = microbatch_parts(sketch.trace(64), lambda one: EACH)
+    assert 0 < ahead.operators < back.operators
+    assert ahead.operators + back.operators == kernels(sketch, 64)
+    assert ahead.kernels == pytest.approx(EACH * ahead.operators)
 
-    trace = sketch.trace(64)
-    found = microbatch_time(trace, lambda one: EACH)
-    assert {0, 1, 2, 3} <= set(found.forward) and {0, 1, 2, 3} <= set(found.backward)
-    counts: dict[bool, float] = defaultdict(float)
-    for ahead, parts in ((True, found.forward), (False, found.backward)):
-        counts[ahead] = sum(one.kernels for one in parts.values())
-    assert sum(counts.values()) == pytest.approx(EACH * kernels(sketch, 64))
-    assert [round(part.kernels) for part in found.whole] == [round(counts[True]), round(counts[False])]
+
+@pytest.mark.parametrize("schedule", sorted(RULES))
+def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str, sketch: Sketch) -> None:
+    parts = PipelinePasses(sketch, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), 64).parts(
+        lambda one: one.flops
+    )
+    ahead, back = microbatch_parts(sketch.trace(16), lambda one: one.flops)
+    found: dict[str, float] = defaultdict(float)
+    for (kind, _), part in parts.items():
+        found["forward" if kind == "forward" else "backward"] += part.kernels
+    assert found == {"forward": ahead.kernels, "backward": back.kernels}
+    if RULES[schedule].splits_backward:
+        assert (
+            parts["inputs", 0].operators == 0
+        )  # torch leaves the first stage's whole backward to the other half
+        assert 0 < parts["weights", 1].kernels < parts["inputs", 1].kernels + parts["weights", 1].kernels
+    else:
+        assert {kind for kind, _ in parts} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("schedule", sorted(RULES))
+def test_the_time_of_each_schedule_is_foreseen(schedule: str, clock: Clock) -> None:
+    plan = Plan.parse(f"pipeline=2,microbatches=4,threads=1,schedule={schedule}")
+    before = clock.of(plan)
+    assert before.bubble > 0
+    overheads = {"one": ONE, pipeline_kind(plan): Overhead(unit=1.0)}
+    clock.calibration = dataclasses.replace(clock.calibration, overheads=overheads)
+    passes = {"interleaved": 16, "zero_bubble": 12}.get(schedule, 8)  # of one process
+    assert clock.of(plan).compute == pytest.approx(before.compute + passes)
+
+
+def test_a_pipeline_of_a_model_of_transformers(clock: Clock, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.parallel.families import Llama
+
+    own = Clock(Sketch(Llama(), tmp_path, records=True), clock.calibration)
+    found = own.of(Plan.parse("pipeline=2,microbatches=2,threads=1"))
+    assert found.bubble > 0
 
 
 def test_operators_that_memory_has_no_room_for_are_not_run(

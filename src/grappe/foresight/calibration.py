@@ -17,14 +17,16 @@ from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.launch.world import cores
 
-FORM = 6
+FORM = 7
 """Number of the file's form; one of another form is measured anew."""
 LARGEST = 32 << 20  # bytes of the file
 MOST = 50_000  # operators in it
 DO = "measure it anew: grappe doctor --calibrate"
-KINDS = ("one", "recompute", "replicate", "zero3", "zero1", "pipeline", "interleaved")
+KINDS = (
+    "one", "recompute", "replicate", "zero3", "zero1", "tensor", "pipeline", "interleaved", "zero_bubble",
+)  # fmt: skip
 """Kinds of plans whose engine's own time is measured: one process, activation checkpointing, DDP, FSDP that frees
-parameters or not, pipelines of one stage a process, and of several."""
+parameters or not, modules that are split, pipelines of one stage a process, of several, and of split backwards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,8 @@ class Overhead:
     """For each operator of the optimizer's step."""
     unit: float = 0.0
     """For each unit, over one microbatch: of a sharded model gathers and reductions of next to nothing; under recompute
-    what is kept and restored to run it again; of a pipeline for each pass of a stage."""
+    what is kept and restored to run it again; of a pipeline for each pass of a stage; of split modules for each module
+    over one microbatch."""
     busy: float = 0.0
     """So much more for each unit, or pass, where cores are busy, so that threads that carry messages wait for one."""
     busy_after: float = 0.0

@@ -9,6 +9,7 @@ from grappe.foresight import links
 from grappe.foresight.calibration import Calibration, Overhead
 from grappe.foresight.parameters import Parameter
 from grappe.foresight.partition import threads_of
+from grappe.foresight.recording import Recording
 from grappe.foresight.sharding import padded
 from grappe.launch.world import cores
 from grappe.plan import Plan
@@ -20,9 +21,16 @@ SMALL = 256.0  # bytes of a message that the engine's own time has in it
 
 def kind_of(plan: Plan) -> str:
     """Returns the kind of plan whose engine's own time applies: one of calibration.KINDS."""
+    if plan.tensor > 1:
+        return "tensor"
     if plan.shard > 1:
         return "zero3" if plan.zero == 3 else "zero1"
     return "replicate" if plan.replicate > 1 and plan.pipeline == 1 else "one"
+
+
+def pipeline_kind(plan: Plan) -> str:
+    """Returns the kind of pipeline whose passes' own time applies: one of calibration.KINDS."""
+    return "pipeline" if plan.schedule in ("gpipe", "1f1b") else plan.schedule
 
 
 class Exchange:
@@ -49,11 +57,29 @@ class Exchange:
         else:
             messages, units = self._sharded(plan)
             each = units * own.unit_beside(passed / units) + own.parameter * len(trained)
-            extra = own.step + plan.microbatches * each
+            reducing = 1 if plan.zero == 1 else plan.microbatches  # of the microbatches
+            gathered = units * self._gathering(passed / units)
+            extra = own.step + reducing * each + (plan.microbatches - reducing) * gathered
         messages = own.messages * messages + self.waited(plan, compute)
         if plan.processes * threads_of(plan) < cores():  # messages have cores of their own
             messages = max(0.0, messages - compute / 2)
         return extra, messages
+
+    def of_split(self, plan: Plan, recording: Recording, modules: int, compute: float) -> tuple[float, float]:
+        """Computes the engine's seconds for modules that are split over processes, and those of their messages.
+
+        Args:
+            recording: a microbatch's, with the collectives.
+            modules: the number of split modules.
+        """
+        own = self._calibration.overheads.get("tensor", Overhead())
+        sent = sum(
+            self.seconds(one.collective, plan.tensor, one.message)
+            for one in recording.operators
+            if one.collective is not None
+        )
+        extra = own.step + plan.microbatches * modules * own.unit
+        return extra, plan.microbatches * sent + self.waited(plan, compute)
 
     def waited(self, plan: Plan, compute: float) -> float:
         """Computes the seconds in which processes wait for the slowest, beyond those of a short message."""
@@ -62,6 +88,14 @@ class Exchange:
             self.seconds("all_reduce", plan.processes, SMALL),
         )
         return compute * max(0.0, waited - least) / computed
+
+    def _gathering(self, computing: float) -> float:
+        """Computes the engine's seconds for a unit that is gathered once, and whose gradients are not reduced.
+
+        That is what zero=3, which gathers a unit twice, takes beyond zero=2.
+        """
+        twice, once = (self._calibration.overheads.get(kind, Overhead()) for kind in ("zero3", "zero1"))
+        return max(0.0, twice.unit_beside(computing) - once.unit_beside(computing))
 
     def _reduced(self, plan: Plan, sizes: list[int]) -> float:
         """Computes the seconds of DistributedDataParallel's buckets, beyond those of a small one."""

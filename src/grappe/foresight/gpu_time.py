@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from grappe.errors import PlanError
-from grappe.foresight.devices import LAUNCH, STEP, Device, kernels
-from grappe.foresight.partition import largest_rows, precision_of
+from grappe.foresight.devices import LAUNCH, LEAST, PASS, SPLIT, STEP, Device, kernels
+from grappe.foresight.partition import (
+    largest_rows,
+    precision_of,
+    split_modules,
+    stage_parameters,
+    updated_parts,
+)
+from grappe.foresight.pipeline_passes import PipelinePasses
 from grappe.foresight.recording import Recording
-from grappe.foresight.sharding import rows_of
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.step_time import UNTIMED, StepTime
+from grappe.foresight.step_time import StepTime, refuse_untimed
 from grappe.foresight.trace import LOSS, Trace
 from grappe.foresight.update import update_recording
 from grappe.plan import Plan
@@ -31,43 +37,65 @@ def gpu_time(
         PlanError: the plan's time is not foreseen.
         TaskError: the task cannot be traced.
     """
-    for key in (*UNTIMED, "pipeline"):
-        if key in plan.changed_keys():
-            raise PlanError(f"{key}: its time on a GPU is not foreseen; grappe measure runs any plan")
+    refuse_untimed(plan)
     if plan.processes > max(1, node):
         raise PlanError(
             f"{plan.processes} GPUs, and a node has {node}: the time between nodes is not foreseen"
         )
     device.flops(plan.precision)
-    rows = largest_rows(sketch, plan, batch or sketch.task.batch_size)
-    trace = sketch.trace(rows, precision_of(plan), plan.recompute, 1)
+    samples = batch or sketch.task.batch_size
+    if plan.pipeline > 1:
+        return _pipelined(sketch, plan, samples, device)
+    rows = largest_rows(sketch, plan, samples)
+    trace = sketch.trace(rows, precision_of(plan), plan.recompute, 1, plan.tensor)
     assert trace.recording is not None
-    update = _update(sketch, plan)
+    update = _updates(sketch, plan)[0]
     busy = plan.microbatches * kernels(device, trace.recording, plan) + kernels(device, update, plan)
-    host = STEP + plan.microbatches * _host(trace) + _launched(update, "update")
+    modules = split_modules(sketch, plan)
+    host = STEP + plan.microbatches * (_host(trace) + modules * SPLIT) + _launched(update, "update")
     compute = max(busy, host)
     return StepTime(
         compute=compute,
-        communication=max(0.0, _exchanged(sketch, plan, device) - OVERLAP * compute),
+        communication=_split(plan, trace.recording, device)
+        + max(0.0, _exchanged(sketch, plan, device) - OVERLAP * compute),
         spread=SPREAD,
         calibrated=False,
         busy=busy,
     )
 
 
-def _update(sketch: Sketch, plan: Plan) -> Recording:
-    import torch
+def _pipelined(sketch: Sketch, plan: Plan, samples: int, device: Device) -> StepTime:
+    """Foresees a step of a pipeline, pass by pass; the process that has most is what the others wait for."""
+    passes, owned = PipelinePasses(sketch, plan, samples), stage_parameters(sketch, plan)
+    on_gpu = passes.parts(lambda one: 0.0 if one.view else device.kernel(one, plan.precision))
+    ahead, back = (
+        passes.parts(lambda one, way=way: LAUNCH["view" if one.view else way])
+        for way in ("forward", "backward")
+    )
+    took = {
+        key: max(part.kernels, PASS + (ahead if key[0] == "forward" else back)[key].kernels)
+        for key, part in on_gpu.items()
+    }
+    simulated = passes.simulated(took, device.message)
+    kernels_alone = passes.simulated({key: part.kernels for key, part in on_gpu.items()}, device.message)
+    updates = _updates(sketch, plan)
+    updated = max(max(kernels(device, one, plan), STEP + _launched(one, "update")) for one in updates)
+    largest = max(sum(one.size for one in own if one.trained) for own in owned)
+    return StepTime(
+        compute=max(simulated.busy) + updated,
+        bubble=simulated.bubble,
+        communication=device.all_reduce(largest, plan.replicate),
+        spread=SPREAD,
+        calibrated=False,
+        busy=max(kernels_alone.busy) + max(kernels(device, one, plan) for one in updates),
+    )
 
-    named = [
-        (
-            one.name,
-            (rows_of(one, plan.shard, 0), *one.shape[1:]) if plan.shard > 1 and one.shape else one.shape,
-            torch.float32,
-        )
-        for one in sketch.parameters
-        if one.trained
+
+def _updates(sketch: Sketch, plan: Plan) -> list[Recording]:
+    return [
+        update_recording(sketch.task, sketch.mode, named, foreach=True)
+        for named in updated_parts(sketch, plan)
     ]
-    return update_recording(sketch.task, sketch.mode, named, foreach=True)
 
 
 def _host(trace: Trace) -> float:
@@ -84,9 +112,18 @@ def _launched(recording: Recording, phase: str) -> float:
     return sum(LAUNCH["view" if one.view else phase] for one in recording.operators)
 
 
+def _split(plan: Plan, recording: Recording, device: Device) -> float:
+    """Computes the seconds of the messages of modules that are split: what comes next waits for each."""
+    sent = [one for one in recording.operators if one.collective is not None]
+    parts = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
+    return plan.microbatches * sum(
+        LEAST + parts[one.collective or ""] * device.all_reduce(one.message, plan.tensor) for one in sent
+    )
+
+
 def _exchanged(sketch: Sketch, plan: Plan, device: Device) -> float:
     """Computes the seconds of a step's messages, overlapped or not: gathering and reducing take half each."""
-    if plan.processes == 1:
+    if plan.data_parallel == 1:
         return 0.0
     size = sum(one.size for one in sketch.parameters if one.trained)
     reduced = device.all_reduce(size, plan.processes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from grappe.foresight.recording import Recorder
+from grappe.foresight.recording import Recorder, Recording
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 
 WAIT = "wait_tensor.default"
@@ -59,6 +59,10 @@ class Ledger(TorchDispatchMode):
         """Notes a moment."""
         self.marks.append(Mark(kind, which, self.now, max(self._peak, self.now)))
         self._peak = self.now
+
+    def recording(self) -> Recording | None:
+        """Returns the operators that were recorded; None without a recorder."""
+        return None if self._recorder is None else self._recorder.recording()
 
     def gradient(self, tensor: Tensor) -> None:
         """Notes a parameter's gradient."""

@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
+
 from grappe.data.order import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.foresight.memory import Part, states
 from grappe.foresight.parameters import Parameter, homes_of
 from grappe.foresight.sharding import padded, rows_of
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.trace import tensors_of
+from grappe.foresight.slices import slices_of
+from grappe.foresight.trace import Trace, tensors_of
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
 from grappe.parallel.pipeline.cut import Cut, cut
@@ -32,7 +35,7 @@ RANDOM_STATE = 5056
 def processes(sketch: Sketch, plan: Plan) -> Iterator[list[Part]]:
     """Yields the parts of each process that differs from others: by stage, by place in the shard and tensor axes."""
     for own in stage_parameters(sketch, plan):
-        for tensor in _tensor_parts(sketch, plan):
+        for tensor in tensor_parts(sketch, plan):
             for rank in sorted({0, plan.shard - 1}):
                 yield [
                     _part(dataclasses.replace(one, shape=tensor.get(one.name, one.shape)), one, plan, rank)
@@ -42,7 +45,7 @@ def processes(sketch: Sketch, plan: Plan) -> Iterator[list[Part]]:
 
 def first_parameters(sketch: Sketch, plan: Plan) -> list[Parameter]:
     """Returns the parameters as the first process of the tensor axis has them, before they are sharded."""
-    shapes = _tensor_parts(sketch, plan)[0]
+    shapes = tensor_parts(sketch, plan)[0]
     return [dataclasses.replace(one, shape=shapes.get(one.name, one.shape)) for one in sketch.parameters]
 
 
@@ -127,6 +130,24 @@ def stage_parameters(sketch: Sketch, plan: Plan) -> list[list[Parameter]]:
     ]
 
 
+def updated_parts(sketch: Sketch, plan: Plan) -> list[tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
+    """Returns name, shape and type of the first part of each trained parameter, for each process of a pipeline."""
+    split = tensor_parts(sketch, plan)[0]
+
+    def shape(one: Parameter) -> tuple[int, ...]:
+        if plan.shard == 1 or not one.shape:
+            return split.get(one.name, one.shape)
+        return (rows_of(one, plan.shard, 0), *one.shape[1:])
+
+    def kind(one: Parameter) -> torch.dtype:
+        return {2: torch.bfloat16, 8: torch.float64}.get(one.item, torch.float32)
+
+    return [
+        tuple((one.name, shape(one), kind(one)) for one in own if one.trained)
+        for own in stage_parameters(sketch, plan)
+    ]
+
+
 def stage_buffers(sketch: Sketch, plan: Plan) -> list[int]:
     """Returns the bytes of the buffers of each process of a pipeline."""
     units, found = pipeline_units(sketch.task, sketch.plain), [0] * plan.pipeline
@@ -141,7 +162,25 @@ def cut_of(sketch: Sketch, plan: Plan) -> Cut:
     return cut(sketch.task, sketch.plain, plan.pipeline * stages_each(plan), sketch.example())
 
 
-def _tensor_parts(sketch: Sketch, plan: Plan) -> list[dict[str, tuple[int, ...]]]:
+def traced_passes(sketch: Sketch, plan: Plan, samples: int, *, records: bool = False) -> tuple[Trace, ...]:
+    """Traces a step of each process of a pipeline, with the largest of its microbatches."""
+    return sketch.passes(
+        traced_plan(plan),
+        cut_of(sketch, plan),
+        largest_rows(sketch, plan, samples),
+        threads_of(plan),
+        slices_of(sketch.task, plan, samples, sketch.samples),
+        records=records,
+    )
+
+
+def traced_plan(plan: Plan) -> Plan:
+    """Returns the plan whose passes are traced for this one's: replicas do not change them."""
+    # Traces depend on whether there are shards, not on how many.
+    return dataclasses.replace(plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="local")
+
+
+def tensor_parts(sketch: Sketch, plan: Plan) -> list[dict[str, tuple[int, ...]]]:
     """Returns, for the first and the last process of the tensor axis, the shapes of its parts of split parameters.
 
     Raises:
@@ -163,6 +202,11 @@ def _tensor_parts(sketch: Sketch, plan: Plan) -> list[dict[str, tuple[int, ...]]
                 shapes[one.name] = (*one.shape[:axis], mine, *one.shape[axis + 1 :])
         found.append(shapes)
     return found
+
+
+def split_modules(sketch: Sketch, plan: Plan) -> int:
+    """Counts the modules that the plan splits over the tensor axis."""
+    return len({name.rpartition(".")[0] for name in tensor_parts(sketch, plan)[0]})
 
 
 def _axis(style: str, sketch: Sketch, module: str, name: str) -> int | None:

@@ -13,15 +13,15 @@ from grappe.foresight.partition import (
     cut_of,
     evaluated_rows,
     kept,
-    largest_rows,
     processes,
     stage_buffers,
     threads_of,
+    traced_passes,
+    traced_plan,
 )  # fmt: skip
 from grappe.foresight.passes import order_of
 from grappe.foresight.sharding import Copies, Sharding
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.slices import slices_of
 from grappe.foresight.trace import REDUCE, START
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.shard import uses_shard
@@ -49,15 +49,9 @@ class _Pipeline:
     def __init__(self, sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> None:
         self._sketch, self._plan, self._copies = sketch, plan, copies
         self._cut = cut_of(sketch, plan)
-        # Traces depend on no replica, and on whether there are shards, not on how many.
-        alike = dataclasses.replace(
-            plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="local"
-        )
-        rows, threads = largest_rows(sketch, plan, samples), threads_of(plan)
         self._rows = evaluated_rows(sketch, plan, samples)
-        slices = slices_of(sketch.task, plan, samples, sketch.samples)
-        self._steps = sketch.passes(alike, self._cut, rows, threads, slices)
-        self._scored = sketch.evaluated_stages(alike, self._cut, self._rows, threads)
+        self._steps = traced_passes(sketch, plan, samples)
+        self._scored = sketch.evaluated_stages(traced_plan(plan), self._cut, self._rows, threads_of(plan))
         everyone = list(processes(sketch, plan))
         self._parts = everyone[:: len(everyone) // plan.pipeline]  # the first process of each shard axis
         self._buffers = stage_buffers(sketch, plan)

@@ -34,7 +34,8 @@ def simulate(
     Args:
         orders: of each process.
         seconds: of a stage's pass of each kind.
-        transfer: seconds from the end of a pass of a stage until its neighbour on another process has the result.
+        transfer: seconds from the end of a pass until a neighbour on another process has the result, by the stage
+            before the boundary between the two: stage 0 hands outputs over it, and receives their gradients.
     """
     stages = 1 + max(stage for order in orders for _, stage, _ in order)
     done: dict[Pass, float] = {}
@@ -49,7 +50,10 @@ def simulate(
                 if any(one not in done for one in needs):
                     break
                 arrived = max(
-                    (done[one] + (transfer(one[1]) if owner[one[1]] != place else 0.0) for one in needs),
+                    (
+                        done[one] + (transfer(min(one[1], stage)) if owner[one[1]] != place else 0.0)
+                        for one in needs
+                    ),
                     default=0.0,
                 )
                 now[place] = max(now[place], arrived) + seconds(kind, stage)

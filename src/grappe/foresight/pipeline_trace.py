@@ -15,6 +15,7 @@ from grappe.data.rand_like import entering
 from grappe.foresight.kernels import describe
 from grappe.foresight.ledger import Ledger
 from grappe.foresight.passes import Kind, order_of
+from grappe.foresight.recording import Recorder
 from grappe.foresight.trace import (
     CPU,
     END,
@@ -67,6 +68,10 @@ class Boundaries:
     def received(self, stage: int) -> Leaves:
         """Makes the tensors into which a stage receives its inputs."""
         return tuple(_like(leaf, leaf.is_floating_point()) for leaf in self.entering[stage])
+
+    def handed(self, stage: int) -> Leaves:
+        """Returns what a stage hands to the next one; of the last stage nothing."""
+        return self.entering[stage + 1] if stage + 1 < len(self.entering) else ()
 
     def gradients(self, stage: int) -> tuple[Tensor | None, ...]:
         """Makes the tensors into which a stage receives the gradients of its outputs."""
@@ -168,14 +173,16 @@ def traced_step(
     place: int,
     *,
     describes: bool,
+    records: bool = False,
 ) -> Trace:
     """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors.
 
     Where the plan shards, units are marked; with zero=2 and 3 gradients are taken away as soon as they are there.
+    Else each pass has two marks, in their order: before it and after it.
     """
     mine = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
     parameters = [one for stage in mine.values() for one in stage.parameters()]
-    ledger = _ledger(mine.values(), batch, describes)
+    ledger = _ledger(mine.values(), batch, describes, records)
     if uses_shard(plan):
         _mark_units(stages, mine, ledger)
         if plan.zero != 1:
@@ -201,7 +208,7 @@ def traced_step(
         ledger.mark(REDUCE)  # gradients, and what was received into, which stays
     for one in parameters:
         one.grad = None
-    return _made(ledger, batch, ())
+    return _made(ledger, batch, [bounds.handed(number) for number in mine])
 
 
 def _mark_units(stages: Sequence[Stage], mine: Mapping[int, Stage], ledger: Ledger) -> None:
@@ -209,7 +216,7 @@ def _mark_units(stages: Sequence[Stage], mine: Mapping[int, Stage], ledger: Ledg
     numbers = {id(unit): number for number, unit in enumerate(one for stage in stages for one in stage.units)}
     for stage in mine.values():
         for unit in stage.units:
-            watch(unit, numbers[id(unit)], ledger, {})
+            watch(unit, numbers[id(unit)], ledger)
 
 
 def traced_evaluation(
@@ -231,22 +238,24 @@ def traced_evaluation(
             assert stage.leaving is not None
             numbers = scored(losses, tree_unflatten(list(outputs), stage.leaving), micro, batch)
         ledger.mark(SCORED)
-    return dataclasses.replace(_made(ledger, batch, outputs), numbers=numbers)
+    return dataclasses.replace(_made(ledger, batch, [outputs]), numbers=numbers)
 
 
-def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool) -> Ledger:
+def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> Ledger:
     known = [one for stage in stages for one in (*stage.parameters(), *stage.buffers())]
-    return Ledger([*known, *tensors_of(batch.microbatches[0])], describe if describes else None)
+    known += tensors_of(batch.microbatches[0])
+    return Ledger(known, describe if describes else None, Recorder(known) if records else None)
 
 
-def _made(ledger: Ledger, batch: Batch, outputs: Leaves) -> Trace:
+def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
     micro = batch.microbatches[0]
     return Trace(
         rows=micro.size,
         marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in tensors_of(micro)),
-        boundaries=(sum(one.nbytes for one in outputs),),
+        boundaries=tuple(sum(leaf.nbytes for leaf in leaves) for leaves in handed),
         calls=tuple(ledger.calls),
+        recording=ledger.recording(),
     )
 
 

@@ -22,6 +22,12 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 UNCOUNTED = ("prim", "profiler")
 """Namespaces of operators that ask for a property of a tensor, or mark a place."""
+COLLECTIVES = {
+    "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
+}
+"""Operators of split modules that send messages, by name, and the names of their collectives."""
 
 
 class Ref(NamedTuple):
@@ -70,6 +76,16 @@ class Operator(NamedTuple):
     def key(self) -> str:
         """Describes the call without saying which tensors: calls of the same key take the same time."""
         return " ".join([self.name, _key(self.arguments), _key(self.keywords)])
+
+    @property
+    def collective(self) -> str | None:
+        """Returns the name of the collective that it is; None: it sends nothing."""
+        return COLLECTIVES.get(self.name)
+
+    @property
+    def message(self) -> int:
+        """Computes the bytes of a collective's whole message: what is summed or gathered."""
+        return max(ref.nbytes for ref in (*nested(self.arguments, Ref), *self.outputs))
 
     @property
     def moved(self) -> int:

@@ -144,9 +144,21 @@ class Sketch:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
     def passes(
-        self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE
+        self,
+        plan: Plan,
+        cut: Cut,
+        rows: int,
+        threads: int,
+        slices: Slices = ALONE,
+        *,
+        records: bool = False,
     ) -> tuple[Trace, ...]:
-        """Traces the passes of each process of a pipeline, with microbatches of `rows` samples."""
+        """Traces the passes of each process of a pipeline, with microbatches of `rows` samples.
+
+        Args:
+            slices: what a microbatch depends on besides itself.
+            records: whether to record all operators.
+        """
         batch = self._batch.of(rows)
         stages = self._stages(plan, cut)
         alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
@@ -158,7 +170,14 @@ class Sketch:
             bounds = Boundaries(stages, batch)
             found = [
                 traced_step(
-                    self.task, stages, bounds, batch, plan, place, describes=self._kernels is not None
+                    self.task,
+                    stages,
+                    bounds,
+                    batch,
+                    plan,
+                    place,
+                    describes=self._kernels is not None,
+                    records=records,
                 )
                 for place in range(plan.pipeline)
             ]

@@ -7,28 +7,30 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from grappe.errors import PlanError
 from grappe.foresight.calibration import Calibration, Overhead, write
-from grappe.foresight.exchange import SMALL, Exchange, kind_of
-from grappe.foresight.microbatch import MicrobatchTime, Part, microbatch_time, recording_seconds
-from grappe.foresight.parameters import Parameter
-from grappe.foresight.partition import largest_rows, precision_of, stage_parameters, threads_of
-from grappe.foresight.passes import Kind
-from grappe.foresight.pipeline_time import orders_of, simulate
+from grappe.foresight.exchange import SMALL, Exchange, kind_of, pipeline_kind
+from grappe.foresight.microbatch import Part, microbatch_parts, part_of
+from grappe.foresight.partition import (
+    cut_of,
+    largest_rows,
+    precision_of,
+    split_modules,
+    stage_parameters,
+    threads_of,
+    updated_parts,
+)
+from grappe.foresight.pipeline_passes import PipelinePasses
 from grappe.foresight.recording import Recording
 from grappe.foresight.replay import replayed
-from grappe.foresight.sharding import rows_of
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
 from grappe.launch.world import cores
-from grappe.parallel.pipeline.rules import RULES, stages_each
 from grappe.plan import Plan
 from grappe.profiling import memory, memory_limit
 from grappe.step.clip import needs_norm
 
-UNTIMED = ("tensor", "offload", "exact", "compile", "batchnorm")
+UNTIMED = ("offload", "exact", "compile", "batchnorm")
 """Keys of plans whose time is not foreseen."""
 MEMORY = 0.7  # of what is free: kernels take some besides
 SPREAD, SPREAD_OF_SEVERAL = 0.25, 0.30
@@ -60,6 +62,17 @@ class StepTime:
         return self.compute + self.communication + self.bubble + self.data
 
 
+def refuse_untimed(plan: Plan) -> None:
+    """Raises PlanError where the plan's time is foreseen on no device."""
+    why = next((key for key in UNTIMED if key in plan.changed_keys()), None)
+    if plan.pipeline > 1 and plan.shard > 1:
+        why = "pipeline with shard"
+    if 1 < plan.tensor < plan.processes:
+        why = "tensor with another axis"
+    if why is not None:
+        raise PlanError(f"{why}: its time is not foreseen; grappe measure runs any plan")
+
+
 class Clock:
     """Times of a sketch's plans on this machine's cores.
 
@@ -84,19 +97,24 @@ class Clock:
         """
         self._refuse(plan)
         sketch, threads = self._sketch, threads_of(plan)
-        rows = largest_rows(sketch, plan, batch or sketch.task.batch_size)
-        trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads)
-        assert trace.recording is not None
-        micro = microbatch_time(trace, self._known(plan, trace.recording, *self._updates_of(plan)))
+        samples = batch or sketch.task.batch_size
+        rows = largest_rows(sketch, plan, samples)
         data = sketch.batches.seconds(rows * plan.microbatches)
         if plan.pipeline > 1:
-            return self._pipelined(plan, micro, trace.boundaries, data)
-        passed = self._pass(micro, plan)
+            return self._pipelined(plan, samples, data)
+        trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads, plan.tensor)
+        assert trace.recording is not None
+        ahead, back = microbatch_parts(trace, self._known(plan, trace.recording, *self._updates_of(plan)))
+        passed = self._part(ahead, "forward") + self._part(back, "backward")
         units = len(sketch.task.units(sketch.plain)) or 1
         passed += units * self._recomputed(plan)
         compute = plan.microbatches * passed + self._accumulated(plan)
         compute += self.updated(plan) + self._overhead("one").step
-        extra, communication = self._exchange.of(plan, passed, compute)
+        if plan.tensor > 1:
+            modules = split_modules(sketch, plan)
+            extra, communication = self._exchange.of_split(plan, trace.recording, modules, compute)
+        else:
+            extra, communication = self._exchange.of(plan, passed, compute)
         return StepTime(
             compute=compute + extra,
             communication=communication,
@@ -111,19 +129,18 @@ class Clock:
         """
         sketch = self._sketch
         rows = largest_rows(sketch, plan, sketch.task.batch_size)
-        trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads_of(plan))
+        trace = sketch.trace(rows, precision_of(plan), plan.recompute, threads_of(plan), plan.tensor)
         assert trace.recording is not None
         update = self._updates_of(plan)[0]
         known = self._known(plan, trace.recording, update)
-        ahead, back = microbatch_time(trace, known).whole
-        parts = (ahead, back, recording_seconds(update, known))
+        parts = (*microbatch_parts(trace, known), part_of(update.operators, known))
         return tuple((one.operators, one.kernels) for one in parts)
 
     def updated(self, plan: Plan) -> float:
         """Returns the seconds of clipping and the optimizer's step, of the process that has most."""
         updates = self._updates_of(plan)
         known = self._known(plan, *updates)
-        parts = [recording_seconds(one, known) for one in updates]
+        parts = [part_of(one.operators, known) for one in updates]
         each = self._overhead(kind_of(plan)).update
         return max(part.kernels + part.operators * each for part in parts) + self._norm_summed(plan)
 
@@ -137,11 +154,6 @@ class Clock:
             write(self.calibration)
 
     # ---- Computing -------------------------------------------------------------------------------------------
-
-    def _pass(self, micro: MicrobatchTime, plan: Plan) -> float:
-        """Computes the seconds of a forward and backward."""
-        ahead, back = micro.whole
-        return self._part(ahead, "forward") + self._part(back, "backward")
 
     def _part(self, part: Part, direction: str) -> float:
         return part.kernels + part.operators * getattr(self._overhead("one"), direction)
@@ -161,67 +173,37 @@ class Clock:
     def _updates_of(self, plan: Plan) -> list[Recording]:
         """Records clipping and the optimizer's step, for each process of a pipeline."""
         sketch = self._sketch
-        owned = [sketch.parameters] if plan.pipeline == 1 else stage_parameters(sketch, plan)
-        found = []
-        for own in owned:
-            key = tuple((one.name, self._shape(one, plan), _kind(one)) for one in own if one.trained)
+        for key in (named := updated_parts(sketch, plan)):
             if key not in self._updates:
                 self._updates[key] = update_recording(sketch.task, sketch.mode, key)
-            found.append(self._updates[key])
-        return found
+        return [self._updates[key] for key in named]
 
     def _norm_summed(self, plan: Plan) -> float:
         """Returns the seconds in which processes that have a part of the gradient each sum the squares of its norm."""
         if not needs_norm(self._sketch.task, plan):
             return 0.0
-        axes = [count for count in (plan.shard, plan.pipeline) if count > 1]
+        axes = [count for count in (plan.shard, plan.tensor, plan.pipeline) if count > 1]
         return sum(self._exchange.seconds("all_reduce", count, SMALL) for count in axes)
-
-    def _shape(self, one: Parameter, plan: Plan) -> tuple[int, ...]:
-        if plan.shard == 1 or not one.shape:
-            return one.shape
-        return (rows_of(one, plan.shard, 0), *one.shape[1:])
 
     # ---- Pipelines -------------------------------------------------------------------------------------------
 
-    def _pipelined(
-        self, plan: Plan, micro: MicrobatchTime, boundaries: tuple[int, ...], data: float
-    ) -> StepTime:
-        each, sketch = stages_each(plan), self._sketch
-        if plan.shard > 1:
-            raise PlanError("pipeline with shard: its time is not foreseen; grappe measure runs any plan")
-        if RULES[plan.schedule].splits_backward:
-            raise PlanError(
-                f"schedule={plan.schedule}: its time is not foreseen; grappe measure runs any plan"
-            )
-        stages = _units_of_stages(sketch, plan, each)
-        own, exchange = self._overhead("pipeline" if each == 1 else "interleaved"), self._exchange
-        root = [
-            self._part(one.get(-1, Part()), way)
-            for one, way in ((micro.forward, "forward"), (micro.backward, "backward"))
-        ]
-
-        def seconds(kind: Kind, stage: int) -> float:
-            ahead = kind == "forward"
-            parts, way = (micro.forward, "forward") if ahead else (micro.backward, "backward")
-            took = sum(self._part(parts.get(unit, Part()), way) for unit in stages[stage])
-            took += 0.0 if ahead else len(stages[stage]) * self._recomputed(plan)
-            took += root[not ahead] if stage == len(stages) - 1 else 0.0  # the loss
-            return took + own.unit_beside(took)
-
-        def transfer(stage: int) -> float:
-            size = boundaries[max(stages[stage])] if stages[stage] else 0
-            return exchange.seconds("send", 2, size)
-
-        simulated = simulate(orders_of(plan), seconds, transfer)
-        busy = max(simulated.busy)
-        accumulated = self._accumulated(plan) / plan.pipeline
-        sums = 0.0
+    def _pipelined(self, plan: Plan, samples: int, data: float) -> StepTime:
+        sketch, own, exchange = self._sketch, self._overhead(pipeline_kind(plan)), self._exchange
+        passes, cut = PipelinePasses(sketch, plan, samples), cut_of(sketch, plan)
+        known = self._known(plan, *passes.recordings, *self._updates_of(plan))
+        took = {}
+        for (kind, stage), part in passes.parts(known).items():
+            computing = self._part(part, "forward" if kind == "forward" else "backward")
+            if kind == "backward":  # no schedule that splits it runs units again
+                computing += len(cut[stage]) * self._recomputed(plan)
+            took[kind, stage] = computing + own.unit_beside(computing)
+        simulated = passes.simulated(took, lambda size: exchange.seconds("send", 2, size))
+        busy, sums = max(simulated.busy), 0.0
         if plan.replicate > 1:
             largest = max(sum(one.size for one in several) for several in stage_parameters(sketch, plan))
             sums = exchange.seconds("all_reduce", plan.replicate, largest)
         return StepTime(
-            compute=busy + self.updated(plan) + accumulated + self._overhead("one").step + own.step,
+            compute=busy + self.updated(plan) + self._overhead("one").step + own.step,
             bubble=simulated.bubble,
             communication=sums + exchange.waited(plan, busy),
             data=data,
@@ -231,9 +213,7 @@ class Clock:
     # ---- What was measured -----------------------------------------------------------------------------------
 
     def _refuse(self, plan: Plan) -> None:
-        for key in UNTIMED:
-            if key in plan.changed_keys():
-                raise PlanError(f"{key}: its time is not foreseen; grappe measure runs any plan")
+        refuse_untimed(plan)
         if plan.engine != "native":
             raise PlanError(f"engine={plan.engine}: only plans of engine=native are foreseen")
         if plan.processes * threads_of(plan) > cores():
@@ -283,7 +263,7 @@ class Clock:
         self._left -= time.monotonic() - begun
         floor = self._exchange.bandwidth(plan)
         cannot_run = {
-            one.key: 0.0 if one.view else one.moved / floor
+            one.key: 0.0 if one.view or one.collective else one.moved / floor
             for recording in recordings
             for one in recording.operators
             if one.key not in known and one.key not in found
@@ -295,15 +275,3 @@ class Clock:
 def _holds_gradients(plan: Plan) -> bool:
     """Returns whether gradients stay as backward has made them: they are neither reduced nor added to others."""
     return plan.replicate == plan.shard == plan.microbatches == 1
-
-
-def _kind(one: Parameter) -> torch.dtype:
-    return {2: torch.bfloat16, 8: torch.float64}.get(one.item, torch.float32)
-
-
-def _units_of_stages(sketch: Sketch, plan: Plan, each: int) -> list[list[int]]:
-    """Returns the units of each stage, by number."""
-    from grappe.parallel.pipeline.cut import cut
-
-    parts = cut(sketch.task, sketch.plain, plan.pipeline * each, sketch.example())
-    return [list(units) for units in parts]

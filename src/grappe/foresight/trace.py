@@ -45,8 +45,8 @@ class Trace:
     marks: tuple[Mark, ...]
     batch: int
     """Bytes of its inputs, targets and weights."""
-    boundaries: tuple[int, ...]
-    """Bytes of each unit's output."""
+    boundaries: tuple[int, ...] = ()
+    """Of a pipeline: bytes that each of its stages hands to the next one."""
     calls: tuple[tuple[int, int, Call], ...] = ()
     """Operators whose kernels may take memory besides their output: the number of the next mark, the bytes in use."""
     complete: bool = True
@@ -84,11 +84,9 @@ def traced(
     micro = batch.microbatches[0]
     given = tensors_of(micro)
     known = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
-    recorder = Recorder(known) if records else None
-    ledger = Ledger(known, describe if describes else None, recorder)
-    boundaries = [0] * len(units)
+    ledger = Ledger(known, describe if describes else None, Recorder(known) if records else None)
     for number, unit in enumerate(units):
-        watch(unit, number, ledger, boundaries)
+        watch(unit, number, ledger)
     take_gradients(enumerate(model.parameters()), ledger)
     losses = losses_of(task, plan, world)
     numbers = 0
@@ -113,9 +111,8 @@ def traced(
         rows=micro.size,
         marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in given),
-        boundaries=tuple(boundaries),
         calls=tuple(ledger.calls),
-        recording=None if recorder is None else recorder.recording(),
+        recording=ledger.recording(),
         ahead=ahead,
         numbers=numbers,
     )
@@ -156,7 +153,7 @@ def scored(losses: AnyLosses, output: Any, micro: Microbatch, batch: Batch) -> i
     return TOTAL_AND_COUNT + len(named) + counts
 
 
-def watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: dict[int, int] | list[int]) -> None:
+def watch(unit: nn.Module, number: int, ledger: Ledger) -> None:
     """Marks where a unit's forward and backward begin and end."""
 
     def enters(_: Any, inputs: Any, keywords: Any = None) -> None:
@@ -166,7 +163,6 @@ def watch(unit: nn.Module, number: int, ledger: Ledger, boundaries: dict[int, in
                 leaf.register_hook(lambda gradient: ledger.mark(DONE, number))
 
     def leaves(_: Any, inputs: Any, output: Any) -> None:
-        boundaries[number] = sum(leaf.nbytes for leaf in tensors_of(output))
         for leaf in tensors_of(output):
             if leaf.requires_grad:
                 leaf.register_hook(lambda gradient: ledger.mark(BACKWARD, number))

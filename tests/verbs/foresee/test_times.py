@@ -116,14 +116,19 @@ def test_the_verdict_on_a_gpu(
 def test_the_engines_own_time_is_what_grows_beyond_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine that takes 10 microseconds an operator and 200 a step, that is found."""
 
-    def reference(made: object, task: calibrate.Reference, *_: object) -> tuple[dict[str, float], Any]:
-        depth = task.depth
-        operators = dict.fromkeys(("forward", "backward", "update"), (10 * depth, 3e-3 * depth))
-        phases = {name: took + 10e-6 * count for name, (count, took) in operators.items()}
-        base = SimpleNamespace(data=1e-4, operators=operators)
-        return {**phases, "step": sum(phases.values()) + base.data + 200e-6}, base
+    def base(made: object, task: calibrate.Reference, *_: object) -> Any:
+        names = ("forward", "backward", "update")
+        return SimpleNamespace(
+            data=1e-4, operators=dict.fromkeys(names, (10 * task.depth, 3e-3 * task.depth))
+        )
 
-    monkeypatch.setattr(calibrate, "_reference", reference)
+    def trained(task: calibrate.Reference, *_: object) -> dict[str, float]:
+        operators = base(None, task).operators
+        phases = {name: took + 10e-6 * count for name, (count, took) in operators.items()}
+        return {**phases, "step": sum(phases.values()) + 1e-4 + 200e-6}
+
+    monkeypatch.setattr(calibrate, "_Base", base)
+    monkeypatch.setattr(calibrate, "_trained", trained)
     found = calibrate._fitted(None, "", Path())  # type: ignore[arg-type]
     assert (found.forward, found.backward, found.update) == pytest.approx((10e-6,) * 3)
     assert found.step == pytest.approx(200e-6)
@@ -158,14 +163,11 @@ def test_what_shards_add_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan", "passes", "stages"),
-    [
-        ("pipeline", "pipeline=2,microbatches=4", 10, 2),
-        ("interleaved", "pipeline=2,microbatches=4,schedule=interleaved", 18, 4),
-    ],
+    ("schedule", "passes", "kinds"),
+    [("1f1b", 10, 4), ("interleaved", 18, 8), ("zero_bubble", 13, 6)],
 )
 def test_what_a_pass_of_a_pipeline_takes_is_found(
-    monkeypatch: pytest.MonkeyPatch, kind: str, plan: str, passes: int, stages: int
+    monkeypatch: pytest.MonkeyPatch, schedule: str, passes: int, kinds: int
 ) -> None:
     """Of a machine that takes 0.2 ms for each pass on the longest way, and 0.7 where cores are busy."""
 
@@ -183,8 +185,10 @@ def test_what_a_pass_of_a_pipeline_takes_is_found(
 
     monkeypatch.setattr(calibrate, "_beyond", beyond)
     one = Calibration(machine=Machine.here(), overheads={"one": Overhead()}, links={}, flops={}, bandwidth={})
-    found = calibrate._added(one, kind, f"{plan},threads=1", Path())
+    found = calibrate._added(
+        one, schedule, f"pipeline=2,microbatches=4,schedule={schedule},threads=1", Path()
+    )
     assert (found.unit, found.busy) == pytest.approx((0.2e-3, 0.5e-3))
-    assert (found.busy_after, found.busy_from) == pytest.approx((8e-3 / (2 * stages), 40e-3 / (2 * stages)))
+    assert (found.busy_after, found.busy_from) == pytest.approx((8e-3 / kinds, 40e-3 / kinds))
     for computing, took in ((0.0, 0.2e-3), (8e-3, 0.2e-3), (24e-3, 0.45e-3), (40e-3, 0.7e-3), (1.0, 0.7e-3)):
-        assert found.unit_beside(computing / (2 * stages)) == pytest.approx(took)
+        assert found.unit_beside(computing / kinds) == pytest.approx(took)

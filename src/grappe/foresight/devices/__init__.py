@@ -23,6 +23,10 @@ LAUNCH = {"forward": 20e-6, "backward": 10e-6, "update": 6e-6, "view": 3e-6}
 """Seconds of the host for an operator, with Python and autograd: an assumption."""
 STEP = 300e-6
 """Seconds of the host for all else of a step: an assumption."""
+SPLIT = 300e-6
+"""Seconds of the host for a module that is split over processes, forward and backward: an assumption."""
+PASS = 200e-6
+"""Seconds of the host for a pass of a pipeline's stage, with its messages: an assumption."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,10 @@ class Device:
         """Computes the seconds of a ring's all-reduce of `size` bytes within a node (Patarasuk and Yuan 2009)."""
         return 2 * (processes - 1) / processes * size / (self.link_gb * 1e9 * OF_BANDWIDTH)
 
+    def message(self, size: float) -> float:
+        """Computes the seconds of a message of `size` bytes to another GPU of the node."""
+        return LEAST + size / (self.link_gb * 1e9 * OF_BANDWIDTH)
+
 
 def device_named(name: str) -> Device | None:
     """Finds a device by a site's name for it; None: there is no data sheet of it here."""
@@ -82,7 +90,9 @@ def devices() -> tuple[Device, ...]:
 
 def kernels(device: Device, recording: Recording, plan: Plan) -> float:
     """Sums the seconds of a recording's kernels."""
-    return math.fsum(device.kernel(one, plan.precision) for one in recording.operators if not one.view)
+    return math.fsum(
+        device.kernel(one, plan.precision) for one in recording.operators if not (one.view or one.collective)
+    )
 
 
 def _read(file: Path) -> Device:
