@@ -23,7 +23,6 @@ OPENS = {
 }  # fmt: skip
 """Names of functions and methods that open, make, list or remove files."""
 ELSEWHERE = {
-    "launch/control_groups.py": "/proc, /sys/fs/cgroup",
     "launch/files.py": "the one place",
     "checkpoint/tensor_file.py": "np.memmap of a file that grappe.launch.files has opened",
     "checkpoint/foreign.py": "the first bytes of the file that the user names with --from",
@@ -63,6 +62,7 @@ ELSEWHERE = {
     "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
     "private_api/gettext.py": "the installation's own catalogue of messages",
+    "profiling/control_groups.py": "/proc, /sys/fs/cgroup",
     "profiling/energy.py": "/sys/class/powercap",
     "profiling/memory.py": "/proc",
     "profiling/memory_limit.py": "/proc, /sys",

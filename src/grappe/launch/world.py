@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
 from grappe.launch import proof, rendezvous
-from grappe.launch.control_groups import cpu_quota
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
+from grappe.profiling.control_groups import cpu_quota
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from grappe.launch.control_groups import CGROUPS, OWN_CGROUP, folders
 from grappe.profiling import memory
+from grappe.profiling.control_groups import CGROUPS, OWN_CGROUP, folders
 
 MEMINFO = Path("/proc/meminfo")
 SMALL_PART = 50

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grappe.launch.control_groups import cpu_quota
 from grappe.launch.world import cores
+from grappe.profiling.control_groups import cpu_quota
 
 
 @pytest.fixture
