@@ -122,7 +122,7 @@ class Clock:
             spread=SPREAD if plan.processes == 1 else SPREAD_OF_SEVERAL,
         )
 
-    def operators(self, plan: Plan) -> tuple[tuple[int, float], ...]:
+    def operators(self, plan: Plan) -> tuple[tuple[float, float], ...]:
         """Returns the number of operators, and their kernels' seconds, of a forward, a backward and an update.
 
         Under a pipeline the update is the first process's.
