@@ -232,7 +232,7 @@ class _Beyond(NamedTuple):
     step: float
     """Without the update."""
     update: float
-    operators: int
+    operators: float
     """Number of the update's."""
     computing: float
     """Of forward and backward."""
