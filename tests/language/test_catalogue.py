@@ -125,6 +125,15 @@ def test_a_small_template_is_found_where_it_is_meant() -> None:
     )
 
 
+def test_how_a_process_ended_is_one_sentence_with_the_lines_of_its_log_behind() -> None:
+    """No part of the log's lines is taken for a node's name, nor `0 of 1` for a number."""
+    said, lines = catalogue_of("fr").message, "\n  | loading the data\n  | bad file"
+    text = "process 0 of 1 on vm ended by itself with exit code 1" + lines
+    assert said(text) == "processus 0 de 1 sur vm s'est terminé de lui-même avec le code 1" + lines
+    killed = "grappe: process 1 of 2 on n1 was killed by SIGKILL" + lines
+    assert said(killed) == "grappe : processus 1 de 2 sur n1 a été tué par SIGKILL" + lines
+
+
 @pytest.mark.parametrize(
     ("english", "french"),
     [

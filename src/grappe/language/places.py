@@ -1,4 +1,4 @@
-"""Tells a message's placeholders apart by their names: what others chose, words of grappe's, numbers."""
+"""Tells a message's placeholders apart by their names: what others chose, words of grappe's, single words."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OPEN = re.compile(
     r"|where|whose?|why|words?)\d*"
 )
 """Words of grappe's, be they as few as those of a name: "step 3"."""
-NUMBERS = re.compile(r"(epoch|hours|index|number|rank|seconds|seed|steps?)\d*")
-"""Values of one word."""
+ONE_WORD = re.compile(r"(epoch|host|hours|index|nodename|number|pid|rank|seconds|seed|steps?)\d*")
+"""Values of one word: numbers, and names of nodes."""
 QUOTES = ("'", '"', "`")
 TYPED = re.compile(r"(?:=|--[\w-]+[ =])$")
 """What stands before a value that a user typed."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from string import Formatter
 
-from grappe.language.places import NUMBERS, OPEN, is_kept
+from grappe.language.places import ONE_WORD, OPEN, is_kept
 
 LETTER = 16  # a letter's weight; a sign's is 1
 
@@ -24,7 +24,7 @@ class Template:
     """The places of placeholders whose values are never translated."""
     open: frozenset[int]
     """The places of placeholders with words of grappe's."""
-    numbers: frozenset[int]
+    one_word: frozenset[int]
     """The places of placeholders with one word."""
     longest: str
     weight: int
@@ -49,7 +49,7 @@ class Template:
                 if is_kept(names[place], before, behind)
             ),
             open=frozenset(place for place, name in enumerate(names) if OPEN.fullmatch(name)),
-            numbers=frozenset(place for place, name in enumerate(names) if NUMBERS.fullmatch(name)),
+            one_word=frozenset(place for place, name in enumerate(names) if ONE_WORD.fullmatch(name)),
             longest=max(texts, key=len),
             weight=sum(LETTER if one.isalnum() else 1 for text in texts for one in text),
             letters=sum(one.isalpha() for text in texts for one in text),
@@ -80,7 +80,7 @@ class Template:
         found.append(text[place:end])
         given = dict(zip(self.names, found, strict=True))
         if found != [given[name] for name in self.names] or any(
-            " " in found[place] for place in self.numbers
+            " " in found[place] for place in self.one_word
         ):
             return None
         return found

@@ -25,7 +25,7 @@ def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
         error = getattr(errors, first.report.error, GrappeError)(first.report.message)
         error.details = first.report.details
         return error
-    died = ProcessDied(f"{first.name} {_how_it_ended(first)}{last_lines(first.log)}")
+    died = ProcessDied(_end(first) + last_lines(first.log))
     died.killed = first.exit_code == -signal.SIGKILL
     return died
 
@@ -42,22 +42,20 @@ def _how_late(one: LocalProcess) -> tuple[bool, bool, float]:
     return ended, lost_another(one.report.message), one.report.when
 
 
-def _how_it_ended(process: LocalProcess) -> str:
-    why = process.why
-    if process.exit_code < 0:
-        name = signal_name(-process.exit_code)
-        return f"was killed by {name} ({why})" if why else f"was killed by {name}"
+def _end(process: LocalProcess) -> str:
+    """Returns the sentence that says how a process has ended."""
+    who, why, number = process.name, process.why, process.exit_code
+    if number < 0:
+        name = signal_name(-number)
+        return f"{who} was killed by {name} ({why})" if why else f"{who} was killed by {name}"
     # What multiprocessing says where the server cannot tell any more.
-    if process.exit_code == UNKNOWN and (end := server_end()):
-        return f"was ended with what had started it: {end}"
+    if number == UNKNOWN and (end := server_end()):
+        return f"{who} was ended with what had started it: {end}"
     if process.report.kind == "crashed":
-        return f"failed with {process.report.error}"
-    number = process.exit_code
-    return (
-        f"ended by itself with exit code {number} ({why})"
-        if why
-        else f"ended by itself with exit code {number}"
-    )
+        return f"{who} failed with {process.report.error}"
+    if why:
+        return f"{who} ended by itself with exit code {number} ({why})"
+    return f"{who} ended by itself with exit code {number}"
 
 
 def last_lines(log: Path) -> str:
