@@ -78,7 +78,7 @@ def test_messages_are_waited_for_between_processes() -> None:
 
 @given(text=PLANS)
 def test_messages_go_over_the_boundary_between_two_stages(text: str) -> None:
-    """What a stage sends back is as large as what it was handed, not as what it hands on."""
+    """The gradient that a stage sends back is as large as what it was handed, not as what it hands on."""
     plan, crossed = Plan.parse(text), set[int]()
 
     def transfer(stage: int) -> float:

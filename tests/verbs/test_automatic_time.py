@@ -125,7 +125,7 @@ def test_several_numbers_of_gpus_have_limits_of_their_own(folder: Path) -> None:
         ),
         ("train digits lr=0.3", "leonardo", "no data sheet of leonardo's GPU"),
         ("train digits --plan replicate=8", "narval", "the time between nodes is not foreseen"),
-        ("train digits --plan pipeline=2", "narval", "-- train digits --plan pipeline=2 --steps 100"),
+        ("train digits --plan offload=cpu", "narval", "-- train digits --plan offload=cpu --steps 100"),
         ("train nothing.py", "narval", "the task cannot be loaded here"),
         ("verify digits", "narval", "--time auto is for trainings"),
     ],
