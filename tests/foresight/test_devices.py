@@ -15,6 +15,7 @@ from grappe.foresight.sketch import Sketch
 from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
+from grappe.tasks.pysource import PySource
 from tests.foresight.test_sketch import Small
 
 WITHOUT = {"A100, 64 GB"}
@@ -80,3 +81,16 @@ def test_a_pipeline_of_gpus_is_simulated_pass_by_pass(schedule: str) -> None:
         sketch, Plan.parse(f"replicate=2,pipeline=2,microbatches=4,schedule={schedule}"), v100, node=4
     )
     assert both.communication > 0
+
+
+def test_modules_that_are_split_over_gpus_wait_for_their_messages() -> None:
+    v100 = device_named("V100, 16 GB")
+    assert v100 is not None
+    task = PySource(width=1024, depth=2, heads=8, batch_size=64, megabytes=0.3)
+    sketch = Sketch(task, Path("data"), foreach=True, records=True)
+    alone = gpu_time(sketch, Plan(), v100)
+    found = gpu_time(sketch, Plan.parse("tensor=2"), v100, node=4)
+    assert alone.communication == 0 < found.communication
+    assert found.busy is not None and alone.busy is not None and found.busy < alone.busy
+    with pytest.raises(PlanError, match="tensor with another axis"):
+        gpu_time(sketch, Plan.parse("tensor=2,replicate=2"), v100, node=4)

@@ -154,10 +154,8 @@ def test_split_modules_wait_for_their_messages(clock: Clock, tmp_path: Path) -> 
     found = own.of(plan)
     recording = sketch.trace(8, "fp32", False, 1, 2).recording
     assert recording is not None
-    sent = [one for one in recording.operators if one.collective is not None]
-    assert {one.collective for one in sent} == {"all_reduce"} and len(
-        sent
-    ) >= 2 * 4  # two of a block each way
+    sent = [collective for collective, _ in recording.messages]
+    assert set(sent) == {"all_reduce"} and len(sent) >= 2 * 4  # two of a block each way
     assert found.communication >= len(sent) * LATENCY
     overheads = {"one": ONE, "tensor": Overhead(unit=1.0)}
     own.calibration = dataclasses.replace(own.calibration, overheads=overheads)
@@ -223,10 +221,9 @@ def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str, ske
         found["forward" if kind == "forward" else "backward"] += part.kernels
     assert found == {"forward": ahead.kernels, "backward": back.kernels}
     if RULES[schedule].splits_backward:
-        assert (
-            parts["inputs", 0].operators == 0
-        )  # torch leaves the first stage's whole backward to the other half
-        assert 0 < parts["weights", 1].kernels < parts["inputs", 1].kernels + parts["weights", 1].kernels
+        # torch leaves the first stage's whole backward to the other half
+        assert parts["inputs", 0].operators == 0
+        assert parts["weights", 1].kernels > 0 and parts["inputs", 1].kernels > 0
     else:
         assert {kind for kind, _ in parts} == {"forward", "backward"}
 

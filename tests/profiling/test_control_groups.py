@@ -10,14 +10,6 @@ from grappe.launch.world import cores
 from grappe.profiling.control_groups import cpu_quota
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """Of a Slurm job's step, in both versions."""
-    file = tmp_path / "own"
-    file.write_text("9:memory:/elsewhere\n2:cpu,cpuacct:/slurm/job_7/step_0\n0::/system.slice/job_7\n")
-    return file
-
-
 def second(folder: Path, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cpu.max").write_text(text + "\n")
@@ -39,7 +31,7 @@ def test_a_quota_of_version_2(tmp_path: Path, own: Path, where: str, text: str, 
 
 
 @pytest.mark.parametrize(("text", "quota"), [("-1", None), ("400000", 4), ("10000", 1)])
-@pytest.mark.parametrize("where", ["", "slurm", "slurm/job_7/step_0"])
+@pytest.mark.parametrize("where", ["", "slurm", "slurm/job_8/step_1"])
 def test_a_quota_of_version_1(tmp_path: Path, own: Path, where: str, text: str, quota: int | None) -> None:
     first(tmp_path / "cgroup/cpu" / where, text)
     assert cpu_quota(tmp_path / "cgroup", own) == quota

@@ -31,13 +31,6 @@ def write(folder: Path, files: dict[str, str], **changed: str) -> None:
         (folder / name).write_text(changed.get(name.partition(".")[2], text) + "\n")
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    file = tmp_path / "own"
-    file.write_text("9:memory:/slurm/job_7/step_0\n2:cpu,cpuacct:/elsewhere\n0::/system.slice/job_7\n")
-    return file
-
-
 def test_version_2_is_that_of_the_job_or_of_a_folder_above_it(tmp_path: Path, own: Path) -> None:
     root = tmp_path / "cgroup"
     assert control_group(root, own) is None

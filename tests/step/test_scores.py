@@ -6,9 +6,10 @@ import math
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from grappe.step.scores import BLOCK, Column
+from grappe.step.scores import BLOCK, Column, bytes_kept
 
 HEAP = """
 import torch
@@ -35,6 +36,14 @@ def test_numbers_come_back_as_they_were_over_several_blocks() -> None:
         column.append(torch.tensor(number) if number % 2 < 1 else number)
     kept = [float(torch.tensor(number)) if number % 2 < 1 else number for number in numbers]
     assert column.tolist() == kept
+
+
+@pytest.mark.parametrize("count", [1, BLOCK, BLOCK + 1])
+def test_the_bytes_of_a_column_are_foreseen(count: int) -> None:
+    column = Column(torch.device("cpu"))
+    for number in range(count):
+        column.append(number)
+    assert bytes_kept(count, 1) == sum(block.nbytes for block in column._blocks)
 
 
 def test_no_number_is_an_empty_list() -> None:

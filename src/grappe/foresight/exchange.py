@@ -73,11 +73,7 @@ class Exchange:
             modules: the number of split modules.
         """
         own = self._calibration.overheads.get("tensor", Overhead())
-        sent = sum(
-            self.seconds(one.collective, plan.tensor, one.message)
-            for one in recording.operators
-            if one.collective is not None
-        )
+        sent = sum(self.seconds(collective, plan.tensor, size) for collective, size in recording.messages)
         extra = own.step + plan.microbatches * modules * own.unit
         return extra, plan.microbatches * sent + self.waited(plan, compute)
 

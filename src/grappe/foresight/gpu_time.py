@@ -12,7 +12,7 @@ from grappe.foresight.partition import (
     updated_parts,
 )
 from grappe.foresight.pipeline_passes import PipelinePasses
-from grappe.foresight.recording import Recording
+from grappe.foresight.recording import Operator, Recording
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import StepTime, refuse_untimed
 from grappe.foresight.trace import LOSS, Trace
@@ -67,11 +67,8 @@ def gpu_time(
 def _pipelined(sketch: Sketch, plan: Plan, samples: int, device: Device) -> StepTime:
     """Foresees a step of a pipeline, pass by pass; the process that has most is what the others wait for."""
     passes, owned = PipelinePasses(sketch, plan, samples), stage_parameters(sketch, plan)
-    on_gpu = passes.parts(lambda one: 0.0 if one.view else device.kernel(one, plan.precision))
-    ahead, back = (
-        passes.parts(lambda one, way=way: LAUNCH["view" if one.view else way])
-        for way in ("forward", "backward")
-    )
+    on_gpu = passes.parts(lambda one: device.kernel(one, plan.precision))
+    ahead, back = (passes.parts(lambda one, way=way: _launch(one, way)) for way in ("forward", "backward"))
     took = {
         key: max(part.kernels, PASS + (ahead if key[0] == "forward" else back)[key].kernels)
         for key, part in on_gpu.items()
@@ -103,21 +100,24 @@ def _host(trace: Trace) -> float:
     assert trace.recording is not None
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
     return sum(
-        LAUNCH["view"] if one.view else LAUNCH["forward" if one.mark <= loss else "backward"]
-        for one in trace.recording.operators
+        _launch(one, "forward" if one.mark <= loss else "backward") for one in trace.recording.operators
     )
 
 
 def _launched(recording: Recording, phase: str) -> float:
-    return sum(LAUNCH["view" if one.view else phase] for one in recording.operators)
+    return sum(_launch(one, phase) for one in recording.operators)
+
+
+def _launch(one: Operator, phase: str) -> float:
+    return LAUNCH["view" if one.view else phase]
 
 
 def _split(plan: Plan, recording: Recording, device: Device) -> float:
     """Computes the seconds of the messages of modules that are split: what comes next waits for each."""
-    sent = [one for one in recording.operators if one.collective is not None]
     parts = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
     return plan.microbatches * sum(
-        LEAST + parts[one.collective or ""] * device.all_reduce(one.message, plan.tensor) for one in sent
+        LEAST + parts[collective] * device.all_reduce(size, plan.tensor)
+        for collective, size in recording.messages
     )
 
 

@@ -162,7 +162,7 @@ def cut_of(sketch: Sketch, plan: Plan) -> Cut:
     return cut(sketch.task, sketch.plain, plan.pipeline * stages_each(plan), sketch.example())
 
 
-def traced_passes(sketch: Sketch, plan: Plan, samples: int, *, records: bool = False) -> tuple[Trace, ...]:
+def traced_passes(sketch: Sketch, plan: Plan, samples: int) -> tuple[Trace, ...]:
     """Traces a step of each process of a pipeline, with the largest of its microbatches."""
     return sketch.passes(
         traced_plan(plan),
@@ -170,7 +170,6 @@ def traced_passes(sketch: Sketch, plan: Plan, samples: int, *, records: bool = F
         largest_rows(sketch, plan, samples),
         threads_of(plan),
         slices_of(sketch.task, plan, samples, sketch.samples),
-        records=records,
     )
 
 

@@ -33,7 +33,7 @@ class PipelinePasses:
                 "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
             )
         self._orders = orders_of(plan)
-        self._traces = traced_passes(sketch, plan, samples, records=True)
+        self._traces = traced_passes(sketch, plan, samples)
         self._handed: dict[int, int] = {}
         for order, trace in zip(self._orders, self._traces, strict=True):
             self._handed |= zip(sorted({stage for _, stage, _ in order}), trace.boundaries, strict=True)

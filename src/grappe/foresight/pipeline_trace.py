@@ -173,7 +173,7 @@ def traced_step(
     place: int,
     *,
     describes: bool,
-    records: bool = False,
+    records: bool,
 ) -> Trace:
     """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors.
 

@@ -125,9 +125,10 @@ class Recording:
             most = max(most, now)
         return most
 
-    def part(self, begin: int, end: int) -> list[Operator]:
-        """Returns the operators between two marks, by number: after `begin`, up to `end`."""
-        return [one for one in self.operators if begin < one.mark <= end]
+    @property
+    def messages(self) -> list[tuple[str, int]]:
+        """Returns the messages of split modules, each with its collective's name and its bytes."""
+        return [(one.collective, one.message) for one in self.operators if one.collective is not None]
 
 
 class Recorder:

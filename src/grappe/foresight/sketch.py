@@ -150,14 +150,11 @@ class Sketch:
         rows: int,
         threads: int,
         slices: Slices = ALONE,
-        *,
-        records: bool = False,
     ) -> tuple[Trace, ...]:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples.
 
         Args:
             slices: what a microbatch depends on besides itself.
-            records: whether to record all operators.
         """
         batch = self._batch.of(rows)
         stages = self._stages(plan, cut)
@@ -177,7 +174,7 @@ class Sketch:
                     plan,
                     place,
                     describes=self._kernels is not None,
-                    records=records,
+                    records=self._records,
                 )
                 for place in range(plan.pipeline)
             ]

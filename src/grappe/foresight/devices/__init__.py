@@ -58,7 +58,12 @@ class Device:
         return self.tflops[precision] * 1e12
 
     def kernel(self, one: Operator, precision: str) -> float:
-        """Computes the seconds of an operator's kernel: by the roofline of Williams et al. (2009)."""
+        """Computes the seconds of an operator's kernel: by the roofline of Williams et al. (2009).
+
+        A view has none, and what a collective takes is its message's.
+        """
+        if one.view or one.collective:
+            return 0.0
         computing = one.flops / (self.flops(precision) * OF_PEAK)
         moving = one.moved / (self.bandwidth_gb * 1e9 * OF_BANDWIDTH)
         return max(LEAST, computing, moving)
@@ -90,9 +95,7 @@ def devices() -> tuple[Device, ...]:
 
 def kernels(device: Device, recording: Recording, plan: Plan) -> float:
     """Sums the seconds of a recording's kernels."""
-    return math.fsum(
-        device.kernel(one, plan.precision) for one in recording.operators if not (one.view or one.collective)
-    )
+    return math.fsum(device.kernel(one, plan.precision) for one in recording.operators)
 
 
 def _read(file: Path) -> Device:
