@@ -48,6 +48,8 @@ class Plan:
     """Activation checkpointing: keep each unit's inputs only, and run the unit again in backward."""
     compile: bool = False
     """torch.compile on each unit."""
+    cuda_graphs: bool = False
+    """CUDA graphs: with compile, replay each unit's kernels in one launch; for steps of many small kernels."""
     offload: str = "none"
     """Offload of parameters and optimizer state: cpu (host memory) or nvme:FOLDER (a disk)."""
     config: str = "none"

@@ -69,6 +69,23 @@ def test_every_kind_of_script_is_bash(environment: str, chain: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"), [({}, "/runs/.compiled"), ({"TORCHINDUCTOR_CACHE_DIR": "/mine"}, "/mine")]
+)
+def test_compiled_kernels_are_kept_beside_the_runs(given: dict[str, str], expected: str) -> None:
+    """The user's own folder counts; an image sees the run's folder alone, and has torch's default."""
+    line = "export TORCHINDUCTOR_CACHE_DIR="
+    assert line not in render(narval())
+    assert line not in render(narval(plan=Plan.parse("compile"), environment="/me/image.sif"))
+    text = render(narval(plan=Plan.parse("compile")))
+    exported = next(one for one in text.splitlines() if one.startswith(line))
+    done = subprocess.run(
+        ["bash", "-c", f'run=/runs/a; {exported}; printf %s "$TORCHINDUCTOR_CACHE_DIR"'],
+        capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin", **given},
+    )  # fmt: skip
+    assert done.stdout == expected
+
+
+@pytest.mark.parametrize(
     "part", [f"{FINISHED}\n", f"{FINISHED}\n{STEPS}\nend 7\n"], ids=["finished", "ended"]
 )
 def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, part: str) -> None:

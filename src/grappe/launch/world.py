@@ -173,6 +173,8 @@ def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
     import torch
 
     if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
+        if plan.cuda_graphs:
+            raise PlanError("cuda_graphs: this plan runs on the CPU, which has none: leave it out")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise PlanError(

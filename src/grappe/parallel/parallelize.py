@@ -46,7 +46,7 @@ def parallelize(
     for part, inside in keep(model, units):
         checkpoint_activations(inside or [part], plan)
         if plan.compile:
-            compile_units(inside or [part])
+            compile_units(inside or [part], plan)
         if uses_shard(plan):
             shard(part, inside, plan, world)
     fill(model, weights, world.device)

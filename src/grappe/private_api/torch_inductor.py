@@ -1,4 +1,4 @@
-"""Private names of torch's ahead-of-time compiler, AOTInductor."""
+"""Private names of torch's compiler, Inductor: packages made ahead of time, CUDA graphs that were not recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any, Protocol
 from grappe.private_api.name import PrivateName
 
 SEEN = "2.11 to 2.13"
-USED = (PrivateName("torch", "_inductor", SEEN),)
+USED = (
+    PrivateName("torch", "_inductor", SEEN),
+    PrivateName("torch._dynamo.utils", "counters", "2.8 to 2.13"),
+)
 
 
 class Package(Protocol):
@@ -44,6 +47,13 @@ def load_package(file: Path) -> Package:
 
     with quiet():
         return aoti_load_package(str(file))
+
+
+def graphs_left_out() -> int:
+    """Counts the compiled functions of this process that run without the CUDA graph that was asked for."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["cudagraph_skips"]
 
 
 @contextlib.contextmanager

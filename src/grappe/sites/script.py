@@ -20,6 +20,7 @@ from grappe.sites.schema import GPUS, MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
+IMAGES = (".sif", ".simg")
 FOLDER = re.compile(r"/[\w./@+=:,-]*", re.ASCII)
 LEAST_NOTICE, MOST_NOTICE = 20, 300
 
@@ -226,6 +227,13 @@ def _environment(script: Script) -> str:
         lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1")
     if script.stage is not None and not script.training:
         lines.append(f'export GRAPPE_DATA="{site.job.local}/data"')
+    if script.plan.compile and not kind.endswith(
+        IMAGES
+    ):  # an image sees the run's folder, and not the one around it
+        lines.append(
+            "# Kernels are compiled once: a restart, on another node too, and later runs find them there."
+        )
+        lines.append('export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${run%/*}/.compiled}"')
     lines.append(f"python=({_python(script, kind)})")
     lines.append('grappe=("${python[@]}" -m grappe)')
     return "\n".join(lines)
@@ -243,7 +251,7 @@ def _python(script: Script, kind: str) -> str:
         return f'"{environment.place(script.site.job.local, script.packages.key)}/bin/python"'
     if kind.startswith("conda:"):
         return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python"
-    if kind.endswith((".sif", ".simg")):
+    if kind.endswith(IMAGES):
         image = shlex.quote(kind)
         return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python'
     return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, EngineSetup, Stepper
 from grappe.engines.native.whole import WholeGradients, WholeModel
+from grappe.parallel import compile as compile_rules
 from grappe.parallel.parallelize import KEYS
 from grappe.parallel.pipeline import rules as pipeline_rules
 from grappe.plan import Plan
@@ -40,7 +41,7 @@ class Gradients(Protocol):
 class Native(Stepper):
     """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
 
-    supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact"}
+    supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs"}
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
     @classmethod
@@ -51,10 +52,11 @@ class Native(Stepper):
             )
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
-        return exact_rules.unsupported_reason(plan) or pipeline_rules.unsupported_reason(plan)
+        rules = (exact_rules, pipeline_rules, compile_rules)
+        return next((why for rule in rules if (why := rule.unsupported_reason(plan))), None)
 
     def __init__(self, setup: EngineSetup) -> None:
-        self._on_phase = setup.on_phase
+        self._on_phase, self._plan = setup.on_phase, setup.plan
         set_tf32(setup.plan.precision)
         loss_scale = LossScale(setup.plan.precision)
         self._model, strategy = _spread(setup, loss_scale)
@@ -81,6 +83,9 @@ class Native(Stepper):
         for parameter in self._parameters:
             parameter.grad = None
         return StepResult(batch, sums, norm, skipped, lr)
+
+    def remarks(self) -> Sequence[str]:
+        return compile_rules.remarks(self._plan)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._model.evaluate(batches, samples)

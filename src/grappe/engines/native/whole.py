@@ -19,6 +19,7 @@ from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
+from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.replicate import Replicas, uses_replicas
 from grappe.parallel.shard import reduction_switch
@@ -79,7 +80,9 @@ class ForwardBackward:
         forward: Callable[[Any], Any] | None = None,
         gradient_divisor: float = 1.0,
     ) -> None:
-        self._model, self._forward = model, forward or functools.partial(setup.task.forward, model)
+        self._model = model
+        forward = forward or functools.partial(setup.task.forward, model)
+        self._forward = replaying(forward, setup.plan, keeps=setup.on_output is not None)
         self._on_phase, self._stop_requested = setup.on_phase, setup.stop_requested
         self._autocast = autocast(setup.plan.precision, setup.world.device)
         self._setup = setup

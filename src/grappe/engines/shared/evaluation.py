@@ -14,6 +14,7 @@ from grappe.data.batch import Batch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.parallel.batchnorm import buffers_agreed
+from grappe.parallel.compile import replaying
 from grappe.parallel.shard import reshard
 from grappe.profiling import memory
 from grappe.step.precision import autocast
@@ -35,7 +36,7 @@ def evaluate(
     """
     plan, world = setup.plan, setup.world
     scorer = Scorer(setup.task, plan, world)
-    forward = forward or functools.partial(setup.task.forward, model)
+    forward = replaying(forward or functools.partial(setup.task.forward, model), plan, keeps=True)
     model.eval()
     try:
         reused = contextlib.nullcontext() if plan.saves_memory else memory.reused()
