@@ -14,7 +14,7 @@ from grappe.private_api.name import PrivateName
 SEEN = "2.11 to 2.13"
 USED = (
     PrivateName("torch", "_inductor", SEEN),
-    PrivateName("torch._dynamo.utils", "counters", "2.8 to 2.13"),
+    PrivateName("torch", "_dynamo", "2.8 to 2.13"),
 )
 
 
