@@ -71,7 +71,7 @@ class Event:
 
 
 class GpuStandIn:
-    """What was called of the stand-in: waits, and streams' calls in their order."""
+    """Notes of a stand-in GPU: the calls that waited, and the calls of its streams in their order."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
@@ -213,8 +213,16 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 33, 1 << 33))
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpu, "side"))
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(gpu))
+    # Classes, since libraries that are imported meanwhile name them as types.
+    side = type(
+        "Stream", (Stream,), {"__init__": lambda stream, device=None: Stream.__init__(stream, gpu, "side")}
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", side)
+    monkeypatch.setattr(
+        torch.cuda,
+        "Event",
+        type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, gpu)}),
+    )
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: generators[0].get_state())

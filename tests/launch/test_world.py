@@ -168,7 +168,7 @@ def test_a_plan_that_does_not_fit(plan: str, processes: int, message: str) -> No
 
 
 def test_a_group_with_nccl_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests what torch 2.8 needs to make a mesh of groups with gloo beside NCCL; read in its sources, not run on a GPU."""
+    """Tests what torch 2.8 needs for a mesh of groups with gloo beside NCCL, by its sources: no GPU has run it."""
     given: list[tuple[str, dict]] = []
     monkeypatch.setattr(
         "torch.distributed.init_process_group", lambda name, **rest: given.append((name, rest))
