@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from grappe.errors import PlanError, UsageError
-from grappe.launch import world
+from grappe.launch import rendezvous, world
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
 
@@ -163,3 +165,15 @@ def test_a_plan_that_does_not_fit(plan: str, processes: int, message: str) -> No
     with pytest.raises(PlanError) as caught:
         Plan.parse(plan).check_fits(processes)
     assert str(caught.value) == message
+
+
+def test_a_group_with_nccl_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tests what torch 2.8 needs for a mesh of groups with gloo beside NCCL, by its sources: no GPU has run it."""
+    given: list[tuple[str, dict]] = []
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda name, **rest: given.append((name, rest))
+    )
+    assert rendezvous.start(ProcessRank(), "nccl", torch.device("cuda", 0), tmp_path) == ""
+    [(backends, rest)] = given
+    assert backends == "cpu:gloo,cuda:nccl"
+    assert rest.get("device_id") is None

@@ -143,3 +143,11 @@ def test_a_method_of_the_task_without_memory_is_short_of_memory(tmp_path: Path) 
         user_call(Short(), "model")
     with pytest.raises(OutOfMemory, match="the process that makes the model ran out of memory: MemoryError"):
         run_in_fork(Short().model)
+
+
+def test_a_training_on_the_cpu_of_a_machine_with_gpus_is_not_told_of_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("grappe.profiling.memory.data_limit", lambda: None)
+    assert "GPU" not in out_of_memory._limit()[1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from grappe.data.device_copy import Constant, copies_to, is_dense, sent
 from grappe.data.frames import as_tensor
 from grappe.errors import TaskError
 from grappe.private_api.torch import tree_flatten, tree_map
@@ -39,6 +40,7 @@ class Arrays(Dataset):
         self.targets = tree_map(as_tensor, targets)
         self._rows: Tensor | None = None
         self._has_copies = False
+        self._on_gpu: torch.device | None = None
         self.one_by_one = False
         """Whether samples are to be read one by one, for a task's own collate."""
         self.transform = transform
@@ -81,7 +83,12 @@ class Arrays(Dataset):
             index = self._rows[index]
         if self._plain and device == CPU:
             return self.inputs.index_select(0, index), self.targets.index_select(0, index)
-        return _picked(self.inputs, index, device), _picked(self.targets, index, device)
+        if self._on_gpu is not None:
+            index = sent(index, self._on_gpu)
+        rows = _picked(self.inputs, index, device), _picked(self.targets, index, device)
+        if device is None or device.type != "cuda" or device == self._on_gpu:
+            return rows
+        return copies_to(device)(rows)
 
     def to_device(self, device: torch.device) -> None:
         """Moves the arrays to a GPU if they take at most a quarter of the GPU's free memory."""
@@ -89,6 +96,7 @@ class Arrays(Dataset):
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         if device.type == "cuda" and size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
             self.inputs, self.targets = tree_map(lambda leaf: leaf.to(device), (self.inputs, self.targets))
+            self._on_gpu, self._plain = device, False
 
 
 def in_memory(dataset: Dataset) -> Arrays | None:
@@ -135,11 +143,11 @@ def with_copies(dataset: Any) -> Any:
 
 def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tensor], Tensor]:
     """Returns a `transform` for images: uint8 [B, C, H, W] to float32, (x / 255 - mean) / std per channel."""
-    shift = torch.tensor(mean).view(-1, 1, 1) * 255
-    scale = 1 / (torch.tensor(std).view(-1, 1, 1) * 255)
+    shift = Constant(torch.tensor(mean).view(-1, 1, 1) * 255)
+    scale = Constant(1 / (torch.tensor(std).view(-1, 1, 1) * 255))
 
     def transform(images: Tensor) -> Tensor:
-        return images.float().sub_(shift.to(images.device)).mul_(scale.to(images.device))
+        return images.float().sub_(shift.on(images.device)).mul_(scale.on(images.device))
 
     return transform
 
@@ -154,9 +162,9 @@ def _picked(stored: Any, index: Tensor, device: torch.device | None) -> Any:
 
 
 def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
-    rows = stored.index_select(0, index.to(stored.device))
-    return rows if device is None or rows.device == device else _send(rows, device)
-
-
-def _send(rows: Tensor, device: torch.device) -> Tensor:
-    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+    """Returns rows on `device`; for a GPU those of the host in page-locked memory, from which it takes them."""
+    if device is not None and device.type == "cuda" and is_dense(stored) and stored.is_cpu:
+        rows = torch.empty((len(index), *stored.shape[1:]), dtype=stored.dtype, pin_memory=True)
+        return torch.index_select(stored, 0, index, out=rows)
+    rows = stored.index_select(0, index if index.device == stored.device else sent(index, stored.device))
+    return rows if device is None or device.type == "cuda" or rows.device == device else rows.to(device)

@@ -111,11 +111,6 @@ def _has_training(augment: Callable[..., Any]) -> bool:
     return "training" in inspect.signature(augment).parameters
 
 
-def on_device(leaf: Any, device: torch.device) -> Any:
-    """A tensor, or a batch object that has a `to` (of graphs, of encodings), on `device`; else the leaf."""
-    return leaf.to(device, non_blocking=True) if callable(getattr(leaf, "to", None)) else leaf
-
-
 def form(value: Any, depth: int = 2) -> str:
     """Describes the form of a sample or batch in a few words: `(Tensor [3, 8, 8], int)`."""
     if isinstance(value, dict):

@@ -13,9 +13,10 @@ from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch, SampleIds
-from grappe.data.collate import augment, augments, collated, on_device
+from grappe.data.collate import augment, augments, collated
 from grappe.data.contention import Contention
 from grappe.data.counts import as_weights, counts_of, divided
+from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
@@ -225,7 +226,7 @@ class BatchLoader:
     def _augmented(
         self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device
     ) -> tuple[Any, Any]:
-        keys = torch.from_numpy(sample_keys(*samples)).to(device)
+        keys = sent(torch.from_numpy(sample_keys(*samples)), device)
         with inside(samples):
             return augment(self._task, inputs, targets, keys, training=self._training)
 
@@ -235,7 +236,8 @@ class BatchLoader:
             return batch
         if self.phase is not None:
             self.phase(TRANSFER)
-        moved = tree_map(lambda leaf: on_device(leaf, device), batch)
+        # On a GPU the phase is what its kernels wait for the copy, not what the copy takes beside them.
+        moved = copies_to(device)(batch)
         if self.phase is not None:
             self.phase(DATA)
         return moved

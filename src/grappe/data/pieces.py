@@ -9,13 +9,15 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from grappe.data.device_copy import sent
 from grappe.data.order import cut
 from grappe.launch.world import gather_into
 from grappe.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -62,7 +64,11 @@ class ExactPieces:
             return mine
         rows = mine.new_empty(self.pieces, *mine.shape[1:])
         gather_into(rows, mine, group)
-        return rows[self.order()]
+        return self.in_order(rows)
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Returns rows [V, ...], slice 0's pieces first, in the order of pieces."""
+        return rows.index_select(0, sent(torch.tensor(self.order()), rows.device))
 
 
 def rows_of_slices(plan: Plan, samples: int) -> list[np.ndarray]:

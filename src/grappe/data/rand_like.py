@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Microbatch, SampleIds
+from grappe.data.device_copy import sent
 from grappe.data.draw import draw, mix, sample_keys
 from grappe.errors import TaskError
 
@@ -97,7 +98,7 @@ def _uniform(like: Tensor, salt: int, samples: SampleIds, each: int) -> Tensor:
             f"of {size}: give a tensor with {size} rows, or draw in augment() and hand the numbers on with the inputs"
         )
     keys = sample_keys(_seed(samples.seed, salt), samples.epoch, samples.ids)
-    return draw(torch.from_numpy(keys).to(like.device), each * (like.numel() // size))
+    return draw(sent(torch.from_numpy(keys), like.device), each * (like.numel() // size))
 
 
 @functools.lru_cache(maxsize=64)

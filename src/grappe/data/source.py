@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from grappe.data.collate import collated
+from grappe.data.device_copy import is_dense, page_locked
 from grappe.data.holdable import HoldableDataset
 from grappe.data.loading import Loading
 from grappe.data.seeded import SeededDataset
@@ -196,4 +197,6 @@ class _Requests:
 
 
 def _pinned(leaf: Any) -> Any:
+    if is_dense(leaf):
+        return page_locked(leaf) if leaf.is_cpu else leaf
     return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.device_copy import sent
 from grappe.data.draw import mix
 from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, EngineSetup, Stepper
@@ -281,7 +282,7 @@ class Textbook(Stepper):
     def _flat(self, loss: Tensor) -> Tensor:
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         notes = torch.tensor([self._setup.stop_requested(), *(p.grad is not None for p in self._parameters)])
-        notes = notes.to(loss.device, non_blocking=True)
+        notes = sent(notes, loss.device)
         return torch.cat([*(piece.reshape(-1) for piece in pieces), loss.reshape(1), notes])
 
     def _clip(self, gradient: Tensor) -> Tensor | None:

@@ -69,7 +69,8 @@ def start(
         rank=process.rank,
         world_size=process.size,
         timeout=timeout,
-        device_id=device if backend == "nccl" else None,
+        # No device_id: torch 2.8 then splits NCCL's group for each axis of a mesh, and refuses to where there is gloo
+        # beside it (pytorch#159200). Each process has chosen its device, and barriers are gloo's.
     )
     if process.rank == 0:
         with contextlib.suppress(OSError):

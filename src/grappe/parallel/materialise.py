@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
@@ -35,14 +36,17 @@ def _has_loose_tensors(model: nn.Module) -> bool:
     )
 
 
-def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
+def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded: bool = False) -> None:
     """Gives the model memory on `device` and the values of `weights`; tied tensors stay tied.
+
+    Args:
+        offloaded: sharded parameters get their memory on the host.
 
     Raises:
         TaskError: a parameter or buffer has no value in `weights`, or another shape.
     """
     if device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
-        give_memory(model, device)
+        give_memory(model, device, offloaded=offloaded)
     for name, tensor in named_tensors(model).items():
         if name not in weights:
             raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
@@ -54,16 +58,33 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
         read_into(tensor, weights, name)
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Gives the model's tensors memory on `device`, without values; tied tensors stay tied."""
+def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = False) -> None:
+    """Gives the model's tensors memory on `device`, without values; tied tensors stay tied.
+
+    Args:
+        offloaded: sharded parameters get it on the host: FSDP2 offloads none that were made elsewhere.
+    """
     ties = _ties(model)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offloaded else device)
+    if offloaded and device.type != "cpu":
+        _put_whole_tensors(model, device)
     for first, *others in ties:
         tensor = module_parameters(first[0]).get(first[1], module_buffers(first[0]).get(first[1]))
         for module, name in others:
             parameters = module_parameters(module)
             home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
             home[name] = tensor
+
+
+def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:
+    """Puts what is not sharded on `device`, without values: buffers, and parameters without a dimension."""
+    for module in model.modules():
+        for home in (module_parameters(module), module_buffers(module)):
+            for name, tensor in home.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    made: Any = torch.empty_like(tensor, device=device)
+                    trained = isinstance(tensor, nn.Parameter)
+                    home[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -49,7 +49,7 @@ def parallelize(
             compile_units(inside or [part], plan)
         if uses_shard(plan):
             shard(part, inside, plan, world)
-    fill(model, weights, world.device)
+    fill(model, weights, world.device, offloaded=plan.offload == "cpu")
     if uses_shard(plan):
         sum_scalars(model, world)
     if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous

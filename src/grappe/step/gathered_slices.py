@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grappe.data.device_copy import sent
 from grappe.data.pieces import rows_of_slices
 from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
@@ -90,8 +91,8 @@ class Layout(NamedTuple):
         device = world.device
         return cls(
             largest,
-            torch.from_numpy(order).to(device),
-            torch.from_numpy(mine).to(device),
+            sent(torch.from_numpy(order), device),
+            sent(torch.from_numpy(mine), device),
             bool(len(mine)) and int(mine[0]) == 0,
             any(not len(one) for one in slices),
         )

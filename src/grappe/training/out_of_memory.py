@@ -217,7 +217,7 @@ def _limit() -> tuple[int, str, bool]:
     own = memory.data_limit()
     if own is not None:
         return own, "RLIMIT_DATA, see `ulimit -d`", False
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # not where a plan trains on the CPU of a machine with GPUs
         return (
             torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
             "this GPU's memory",

@@ -31,15 +31,16 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    if not torch.isfinite(largest) or not largest:
-        return largest
+    # Where there is no norm the sums mean nothing, and are not used: to ask the device first would wait for it.
+    usable = torch.isfinite(largest) & (largest > 0)
+    divisor = torch.where(usable, largest, 1.0).double()
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for piece in pieces:
-        squares = (piece.double() / largest.double()).square() * 2.0**30
+        squares = (piece.double() / divisor).square() * 2.0**30
         coarse = squares.floor()
         fine = ((squares - coarse) * 2.0**30).floor()
         sums += torch.stack([coarse.long().sum(), fine.long().sum()])
     for group in groups:
         dist.all_reduce(sums, group=group)
     total = (sums[0].double() + sums[1].double() * 2.0**-30) * 2.0**-30
-    return (total.sqrt() * largest.double()).float()
+    return torch.where(usable, (total.sqrt() * divisor).float(), largest)

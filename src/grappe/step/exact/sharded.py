@@ -104,7 +104,7 @@ class ShardedExact(Exact):
         everyone = mine.new_empty(self._world.data_size * len(mine))
         gather_into(everyone, mine, self._group)
         rows = everyone.view(self._world.data_size, -1)
-        losses = rows[:, :-1].reshape(-1)[self._pieces.order()]
+        losses = self._pieces.in_order(rows[:, :-1].reshape(-1))
         return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from grappe.data.device_copy import sent
 from grappe.data.draw import mix
 from grappe.data.pieces import ExactPieces
 from grappe.launch.world import World, gather_into
@@ -109,9 +110,14 @@ class Exact:
         *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split(
             [*self._sizes, 1, 1, count]
         )
-        for parameter, gradient, mine, seen in zip(self._parameters, gradients, entry, reached, strict=False):
-            # A parameter that no sample reached stays without: zeros would let momentum and decay move it.
-            if mine is not None or seen > 0:
+        # A parameter that no sample reached stays without: zeros would let momentum and decay move it.
+        has = [mine is not None for mine in entry[:count]]
+        if self._group is not None and not all(
+            has
+        ):  # only then are the others' notes read, which waits for them
+            has = [seen > 0 for seen in reached.tolist()]
+        for parameter, gradient, given in zip(self._parameters, gradients, has, strict=True):
+            if given:
                 parameter.grad = gradient.view_as(parameter)
         self._statistics.combine(samples)
         return Sums(torch.cat([loss, flags]))
@@ -127,7 +133,7 @@ class Exact:
         device = self._world.device
         loss = torch.zeros(1, device=device) if loss is None else loss
         filler = torch.zeros(-(sum(self._sizes) + 1 + len(notes)) % self._world.data_size, device=device)
-        return torch.cat([*(part.reshape(-1) for part in parts), loss, notes.to(device), filler])
+        return torch.cat([*(part.reshape(-1) for part in parts), loss, sent(notes, device), filler])
 
 
 def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import SampleIds
-from grappe.data.collate import augment, collated, on_device
+from grappe.data.collate import augment, collated
+from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, sample_keys
 from grappe.data.order import cut
 from grappe.data.permute import permute

@@ -1,0 +1,100 @@
+"""Copies tensors to a GPU so that the host never waits, and batches beside the kernels of the step before.
+
+Page-locked memory is torch's: `pin_memory()` takes a block of its caching host allocator, which rounds sizes up to a
+power of two, keeps freed blocks, and gives a block away again when the copies from it have ended (an event on each
+stream that it was copied on). So it is the pool, and none is kept here: after the first steps no memory is locked anew.
+A copy from other memory waits, for the kernels enqueued before it too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.private_api.torch import tree_map
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Returns a CPU tensor on `device`: on a GPU in the order of the current stream, without waiting."""
+    if device.type == "cpu":
+        return values
+    return page_locked(values).to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+class Constant:
+    """A tensor of few numbers that is needed again and again: sent to each device once."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._there: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the tensor on `device`."""
+        if device.type == "cpu":
+            return self._values
+        found = self._there.get(device)
+        if found is None:
+            found = sent(self._values, device)
+            if type(found) is Tensor:  # a fake tensor is of use to its own trace only
+                self._there[device] = found
+        return found
+
+
+def page_locked(values: Tensor) -> Tensor:
+    """Returns a CPU tensor in page-locked memory; the tensor itself if it is there already."""
+    # Where elements share memory, as after expand(), torch refuses to write the copy.
+    shared = any(not step and size > 1 for step, size in zip(values.stride(), values.shape, strict=True))
+    return (values.contiguous() if shared else values).pin_memory()
+
+
+def is_dense(leaf: Any) -> bool:
+    """Returns whether a leaf of a batch is a tensor that lies in one piece of memory: not sparse, not nested."""
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+
+
+def on_device(leaf: Any, device: torch.device) -> Any:
+    """A tensor, or a batch object that has a `to` (of graphs, of encodings), on `device`; else the leaf."""
+    if not callable(getattr(leaf, "to", None)):
+        return leaf
+    # To the host it has to wait: the values would be read before they are there.
+    return leaf.to(device, non_blocking=True) if device.type == "cuda" else leaf.to(device)
+
+
+class BatchCopy:
+    """Copies batches to one GPU on a stream of its own, beside the kernels that were enqueued before.
+
+    The stream that computes waits for the copy by an event, the host for nothing. Memory on the GPU is allocated on the
+    copy's stream; `record_stream` keeps it from being given to a later copy before the kernels that read it have ended.
+    Objects with a `to` of their own, whose tensors cannot be recorded, and tensors that are not dense are copied on the
+    stream that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, batch: Any) -> Any:
+        """Returns the batch, of any nesting, on the GPU."""
+        computing = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            begun = tree_map(self._begun, batch)
+        computing.wait_stream(self._stream)
+        return tree_map(lambda leaf: self._handed_over(leaf, computing), begun)
+
+    def _begun(self, leaf: Any) -> Any:
+        return sent(leaf, self._device) if is_dense(leaf) and leaf.is_cpu else leaf
+
+    def _handed_over(self, leaf: Any, computing: torch.cuda.Stream) -> Any:
+        moved = on_device(leaf, self._device)
+        if is_dense(moved) and moved.is_cuda:
+            moved.record_stream(computing)
+        return moved
+
+
+@functools.lru_cache(maxsize=8)
+def copies_to(device: torch.device) -> BatchCopy:
+    """Returns the process's BatchCopy for a GPU: training and evaluation share its stream."""
+    return BatchCopy(device)
