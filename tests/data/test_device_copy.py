@@ -150,6 +150,15 @@ def test_arrays_on_the_gpu_gather_there_and_give_the_host_what_it_asks_for(gpu: 
     assert inputs.device == targets.device == CPU
 
 
+def test_splits_of_the_same_arrays_move_their_own_rows(gpu: GpuStandIn) -> None:
+    arrays = Arrays(torch.zeros(10, 4), torch.zeros(10))
+    part = arrays.rows(np.arange(3))
+    part.to_device(GPU)
+    assert len(part.inputs) == len(part) == 3
+    assert part.gather(np.array([2, 0]), GPU)[0].shape == (2, 4)
+    assert arrays.inputs.is_cpu and len(arrays.inputs) == 10
+
+
 def test_a_copy_to_the_host_waits_for_its_values(gpu: GpuStandIn) -> None:
     """Tests that an example batch is not read before it has arrived."""
     on_device(torch.ones(3, device="cuda"), CPU)

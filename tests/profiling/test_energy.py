@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +74,32 @@ def test_a_counter_that_goes_away_is_none(tmp_path: Path) -> None:
     counters = energy.processor_counters(tmp_path).counters
     file.unlink()
     assert energy.total(counters) is None
+
+
+def test_a_gpu_that_tells_no_more_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's library stands in: the GPU tells its energy once, and no utilisation."""
+    lost = type("NVMLError", (Exception,), {})
+    energies = iter([1000])
+
+    def refuse(handle: object) -> None:
+        raise lost("not supported")
+
+    def consumed(handle: object) -> int:
+        return next(energies, None) or refuse(handle)  # type: ignore[return-value]
+
+    library = SimpleNamespace(
+        NVMLError=lost,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda identity: identity,
+        nvmlDeviceGetName=lambda handle: "a GPU",
+        nvmlDeviceGetTotalEnergyConsumption=consumed,
+        nvmlDeviceGetUtilizationRates=refuse,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a"))
+    (gpu,) = energy.gpu_counters(0).counters
+    assert isinstance(gpu, energy.Gpu) and gpu.utilisation() is None
+    assert energy.total((gpu,)) is None
 
 
 def test_a_gpu_tells_its_joules_or_why_not() -> None:

@@ -91,12 +91,23 @@ class Arrays(Dataset):
         return copies_to(device)(rows)
 
     def to_device(self, device: torch.device) -> None:
-        """Moves the arrays to a GPU if they take at most a quarter of the GPU's free memory."""
+        """Moves the samples to a GPU if they take at most a quarter of the GPU's free memory."""
+        if device.type != "cuda" or self._on_gpu is not None:
+            return
         leaves = tree_flatten((self.inputs, self.targets))[0]
+        stored, rows = len(leaves[0]), self._rows
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        if device.type == "cuda" and size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
-            self.inputs, self.targets = tree_map(lambda leaf: leaf.to(device), (self.inputs, self.targets))
-            self._on_gpu, self._plain = device, False
+        if rows is not None:
+            size = size * len(rows) // stored
+        if size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
+            # Of arrays that several splits share, each moves its own rows.
+            self.inputs, self.targets = tree_map(
+                lambda leaf: (leaf if rows is None else leaf.index_select(0, rows.to(leaf.device))).to(
+                    device
+                ),
+                (self.inputs, self.targets),
+            )
+            self._on_gpu, self._plain, self._rows = device, False, None
 
 
 def in_memory(dataset: Dataset) -> Arrays | None:

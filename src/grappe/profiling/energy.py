@@ -74,15 +74,24 @@ class Gpu:
             raise RuntimeError(f"the GPU does not tell its energy: {error}") from None
 
     def joules(self) -> float:
-        return (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._first) / 1e3
+        return (self._asked("nvmlDeviceGetTotalEnergyConsumption") - self._first) / 1e3
 
     def watts(self) -> float:
         """Returns the GPU's present power."""
-        return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+        return self._asked("nvmlDeviceGetPowerUsage") / 1e3
 
-    def utilisation(self) -> float:
-        """Returns the share of the last second or less in which a kernel ran, 0 to 1."""
-        return self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100  # pyrefly: ignore
+    def utilisation(self) -> float | None:
+        """Returns the share of the last second or less in which a kernel ran, 0 to 1; None: the GPU does not tell."""
+        with contextlib.suppress(OSError):
+            return self._asked("nvmlDeviceGetUtilizationRates").gpu / 100
+        return None
+
+    def _asked(self, question: str) -> Any:
+        """Returns the driver's answer; raises OSError where the GPU has none: it was lost, or shares itself (MIG)."""
+        try:
+            return getattr(self._nvml, question)(self._handle)
+        except self._nvml.NVMLError as error:
+            raise OSError(f"the GPU does not tell: {error}") from None
 
 
 def processor_counters(root: Path = POWERCAP) -> Found:

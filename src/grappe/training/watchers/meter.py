@@ -155,8 +155,9 @@ class Meter(Watcher):
         }
         if watts:
             line["watts"] = watts
-        if self._gpu.counters:
-            line["gpu"] = round(self._gpu.counters[0].utilisation(), 3)  # type: ignore[attr-defined]
+        used = self._gpu.counters[0].utilisation() if self._gpu.counters else None  # type: ignore[attr-defined]
+        if used is not None:
+            line["gpu"] = round(used, 3)
         try:
             self._file.write(json.dumps(line).encode() + b"\n")
         except OSError:  # a full disk is reported by the checkpoints
