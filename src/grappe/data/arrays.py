@@ -154,7 +154,8 @@ def _picked(stored: Any, index: Tensor, device: torch.device | None) -> Any:
 
 
 def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
-    rows = stored.index_select(0, index.to(stored.device))
+    # An index that is copied from memory that can be paged waits for all that the GPU has to do.
+    rows = stored.index_select(0, index if stored.device == CPU else _send(index, stored.device))
     return rows if device is None or rows.device == device else _send(rows, device)
 
 

@@ -80,6 +80,10 @@ class Gpu:
         """Returns the GPU's present power."""
         return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
 
+    def limit_watts(self) -> float:
+        """Returns the power that the GPU is held below."""
+        return self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1e3
+
     def utilisation(self) -> float:
         """Returns the share of the last second or less in which a kernel ran, 0 to 1."""
         return self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100  # pyrefly: ignore
