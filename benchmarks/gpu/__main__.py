@@ -28,7 +28,7 @@ PARTS = {
     "added": 60,
     "saving": 120,
     "images": 150,
-    "resume": 90,
+    "resume": 120,
     "clocks": 60,
     "steps": 60,
     "memory": 90,

@@ -114,7 +114,7 @@ def _by_hand(part: Part, task: LanguageTask, compiled: bool, warmup: int, steps:
             window.tick()
     del model, optimizer, forward, loss, inputs, targets
     if compiled:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     give_memory_back()
     return window.seconds
 

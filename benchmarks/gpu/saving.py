@@ -40,7 +40,8 @@ def _training(part: Part) -> None:
     else:
         task = Tokens(width=64, depth=2, heads=2, vocabulary=512, context=64, batch_size=4, samples=256)
         every = 15
-    state = 3 * 4 * sum(parameter.numel() for parameter in task.model().parameters())
+    with torch.device("meta"):
+        state = 3 * 4 * sum(parameter.numel() for parameter in task.model().parameters())
     ends: list[float] = []
     options = Options(steps=SAVES * every + AFTER, save_every=every, evaluate_every=10**9, keep=1)
     train_here(part, task, "precision=bf16", "saving", options, lambda: ends.append(time.perf_counter()))
@@ -53,7 +54,7 @@ def _training(part: Part) -> None:
     found = max(stalls[1:])
     part.measured(
         "a training's stall by a save",
-        f"{found * 1e3:.0f} ms at most behind the first save ({stalls[0] * 1e3:.0f} ms), for {state / 1e9:.2f} GB of "
+        f"{found * 1e3:.0f} ms at most behind the first save ({stalls[0] * 1e3:.0f} ms), for {state / 1e9:.3g} GB of "
         f"state; a step takes {plain * 1e3:.0f} ms",
         stall_seconds=found,
         state_bytes=state,
@@ -79,7 +80,7 @@ def _largest(part: Part) -> None:
     total, found = each * len(pieces), statistics.median(taken[1:])
     part.measured(
         "stall of a save of the largest state",
-        f"{found * 1e3:.0f} ms for {total / 1e9:.1f} GB, {total / found / 1e9:.1f} GB/s to the host; the first one, "
+        f"{found * 1e3:.0f} ms for {total / 1e9:.3g} GB, {total / found / 1e9:.1f} GB/s to the host; the first one, "
         f"which makes the host's buffers, {taken[0]:.1f} s",
         aim=AIM,
         found=found * 1e3,
