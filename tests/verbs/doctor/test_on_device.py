@@ -1,4 +1,4 @@
-"""What `grappe doctor --gpu` tries, on the CPU; and what it says where there is no GPU."""
+"""Tests of `grappe doctor --gpu`, on the CPU, and of its line where there is no GPU."""
 
 from __future__ import annotations
 
