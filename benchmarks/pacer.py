@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,6 +18,8 @@ class Seat:
     size: int
     folder: Path
     """A folder shared with the peers' processes, for files and for the rendezvous."""
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,13 @@ class Pacer:
         pipe: sends None when ready, then a Block for each "go"; anything else ends the process.
         warmup: steps of a block that are not timed: caches hold what others left there.
         block: steps that are.
+        wait: called before the clock is read at a block's ends, and nowhere else: waits for the device.
     """
 
-    def __init__(self, pipe: Connection, warmup: int, block: int) -> None:
+    def __init__(
+        self, pipe: Connection, warmup: int, block: int, wait: Callable[[], None] = lambda: None
+    ) -> None:
+        self._wait = wait
         self._pipe, self._warmup, self._block = pipe, max(1, warmup), block
         self._left = 1
         self._timing = self._warm = False
@@ -50,6 +57,7 @@ class Pacer:
         return self._left == 0 and self._turn()
 
     def _turn(self) -> bool:
+        self._wait()
         if self._warm:
             self._warm, self._timing, self._left = False, True, self._block
             self._cpu, self._wall = time.process_time(), time.perf_counter()

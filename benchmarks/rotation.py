@@ -35,7 +35,7 @@ class Pace:
 class Contender:
     """One loop, in as many processes as it trains on, waiting for its turn."""
 
-    def __init__(self, module: str, size: int, pace: Pace, folder: Path) -> None:
+    def __init__(self, module: str, size: int, pace: Pace, folder: Path, device: str) -> None:
         self.module = module
         self._folder = folder
         folder.mkdir()
@@ -44,7 +44,7 @@ class Contender:
         self._members: list[tuple[Any, Connection]] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            seat = Seat(rank=rank, size=size, folder=folder)
+            seat = Seat(rank=rank, size=size, folder=folder, device=device)
             process = context.Process(target=_sit, args=(module, seat, pace, theirs, port), daemon=True)
             process.start()
             theirs.close()
@@ -86,14 +86,16 @@ class Contender:
             process.join()
 
 
-def rotate(modules: Sequence[str], size: int, pace: Pace, folder: Path) -> dict[int, list[list[Block]]]:
+def rotate(
+    modules: Sequence[str], size: int, pace: Pace, folder: Path, device: str = "cpu"
+) -> dict[int, list[list[Block]]]:
     """By place in `modules` ("NAME", or "NAME:ARGUMENT"), a list of rounds: the blocks of a round's processes.
 
     Each round lets every contender take its turn, beginning with another one each time. What a contender
     writes goes below `folder`, under its place.
     """
     blocks: dict[int, list[list[Block]]] = {place: [] for place in range(len(modules))}
-    with _seated(modules, size, pace, folder) as contenders:
+    with _seated(modules, size, pace, folder, device) as contenders:
         for number in range(pace.rounds):
             for turn in range(len(modules)):
                 place = (number + turn) % len(modules)
@@ -102,11 +104,13 @@ def rotate(modules: Sequence[str], size: int, pace: Pace, folder: Path) -> dict[
 
 
 @contextlib.contextmanager
-def _seated(modules: Sequence[str], size: int, pace: Pace, folder: Path) -> Iterator[list[Contender]]:
+def _seated(
+    modules: Sequence[str], size: int, pace: Pace, folder: Path, device: str
+) -> Iterator[list[Contender]]:
     contenders: list[Contender] = []
     try:
         for place, module in enumerate(modules):
-            contenders.append(Contender(module, size, pace, folder / str(place)))
+            contenders.append(Contender(module, size, pace, folder / str(place), device))
             contenders[-1].ready()
         yield contenders
     finally:
@@ -123,7 +127,8 @@ def _sit(module: str, seat: Seat, pace: Pace, pipe: Connection, port: int) -> No
     import torch
 
     torch.set_num_threads(1)
-    pacer = Pacer(pipe, pace.warmup, pace.block)
+    wait = {"wait": torch.cuda.synchronize} if seat.device == "cuda" else {}
+    pacer = Pacer(pipe, pace.warmup, pace.block, **wait)
     try:
         name, *further = module.split(":")
         importlib.import_module(f"benchmarks.contenders.{name}").run(seat, pacer, *further)

@@ -53,12 +53,12 @@ def epochs(seat: Seat) -> Iterator[tuple[Tensor, ...]]:
     shuffle = torch.Generator().manual_seed(0)
     while True:
         order = torch.randperm(SAMPLES, generator=shuffle)
-        yield order[seat.rank :: seat.size].split(BATCH)
+        yield order[seat.rank :: seat.size].to(seat.device).split(BATCH)
 
 
 def loop(net: Any, optimizer: Any, backward: Callable[[Tensor], Any], seat: Seat, pacer: Pacer) -> None:
     """The loop as a person writes it; the rivals that let one write it get the same."""
-    x, y = samples()
+    x, y = (one.to(seat.device) for one in samples())
     for epoch in epochs(seat):
         for ids in epoch:
             optimizer.zero_grad()

@@ -35,7 +35,7 @@ def run(seat: Seat, pacer: Pacer, task: str = "") -> None:
 
 def train(seat: Seat, steps: int | None = None, task: str = "") -> None:
     """A training of `worker`'s own making, without evaluation and saving until it ends: after `steps`, or never."""
-    plan = "device=cpu,threads=1" + (f",replicate={seat.size}" if seat.size > 1 else "")
+    plan = f"device={seat.device},threads=1" + (f",replicate={seat.size}" if seat.size > 1 else "")
     if task:
         plan += ",workers=0"  # as the plain loop, which loads in its own process
         reference = TaskReference.of(task, {"epochs": str(NEVER)})

@@ -12,7 +12,7 @@ from benchmarks.pacer import Pacer, Seat
 
 def run(seat: Seat, pacer: Pacer) -> None:
     """Steps for ever; the pacer ends it."""
-    net = tiny.network()
+    net = tiny.network().to(seat.device)
     if seat.size > 1:
         rendezvous_folder = f"file://{seat.folder / 'meet'}"
         dist.init_process_group("gloo", init_method=rendezvous_folder, rank=seat.rank, world_size=seat.size)

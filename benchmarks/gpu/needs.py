@@ -13,7 +13,7 @@ THERE = {"torch", "numpy"}
 def main() -> None:
     """Prints a package a line, those that grappe's dependencies need included."""
     found: dict[str, str] = {}
-    _add("grappe", {"energy"}, found)
+    _add("grappe", {"energy", "images"}, found)
     found.pop("grappe")
     print(*(f"{name}=={version}" for name, version in sorted(found.items())), sep="\n")
 

@@ -8,6 +8,10 @@ import os
 from pathlib import Path
 from typing import Literal
 
+import torch
+
+from grappe.verbs.doctor.on_device import Trial
+
 Verdict = Literal["passed", "failed", "measured", "not tried"]
 
 
@@ -26,6 +30,31 @@ class Row:
     verdict: Verdict
     text: str = ""
     figures: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Aim:
+    """A figure that is aimed at on an H200; to miss it fails nothing.
+
+    Attributes:
+        form: how the figure is written, as `str.format` has it: "{:.0%}".
+        at_most: whether less is better.
+    """
+
+    figure: float
+    form: str
+    at_most: bool = False
+
+    def text(self, found: float, *, on_gpu: bool) -> str:
+        """Says the aim, and on a GPU whether it is reached."""
+        words = f"aim: at {'most' if self.at_most else 'least'} {self.form.format(self.figure)}"
+        if not on_gpu:
+            return f"{words} on an H200"
+        return f"{words}, {'reached' if self.reached(found) else 'MISSED'}"
+
+    def reached(self, found: float) -> bool:
+        """Returns whether a figure is as good as the aim."""
+        return found <= self.figure if self.at_most else found >= self.figure
 
 
 class Part:
@@ -57,9 +86,33 @@ class Part:
         """Reports `passed` or `failed`."""
         self.report(Row(name=name, verdict="passed" if right else "failed", text=text, figures=figures))
 
-    def measured(self, name: str, text: str, **figures: float) -> None:
-        """Reports figures that nothing is demanded of."""
+    def measured(
+        self, name: str, text: str, *, aim: Aim | None = None, found: float = 0.0, **figures: float
+    ) -> None:
+        """Reports figures that nothing is demanded of, with an aim that `found` is compared with."""
+        if aim is not None:
+            text = f"{text}; {aim.text(found, on_gpu=self.on_gpu)}"
+            figures |= {"aim": aim.figure, "against_aim": found}
         self.report(Row(name=name, verdict="measured", text=text, figures=figures))
+
+    def trial(self, trial: Trial) -> None:
+        """Reports what `grappe doctor --gpu` has tried as well."""
+        verdicts: dict[str, Verdict] = {
+            "passed": "passed", "FAILED": "failed", "measured": "measured", "not tried": "not tried",
+        }  # fmt: skip
+        self.report(
+            Row(
+                name=trial.what,
+                verdict=verdicts[trial.verdict],
+                text=trial.text,
+                figures=dict(trial.figures),
+            )
+        )
+
+    def wait(self) -> None:
+        """Waits until the device has done all that it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def not_tried(self, name: str, reason: str) -> None:
         """Reports what could not be tried here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import grappe
 from benchmarks.gpu.part import Part
+from grappe.errors import GrappeError, PlanError
+from grappe.launch import mps
 
 
 def plan_on(part: Part, plan: str) -> str:
@@ -20,15 +23,43 @@ def plan_on(part: Part, plan: str) -> str:
     return f"{plan},device={part.device},threads=1{shared}".lstrip(",")
 
 
-def train(part: Part, task: grappe.Task, plan: str, name: str, **options: object) -> grappe.Run:
-    """Trains into a folder of the part's own, `name`."""
+def sharing(part: Part, plan: str) -> str:
+    """Says how the plan's processes share the GPU: by MPS, or in turns where it is not installed; "" if none do."""
+    on = grappe.Plan.parse(plan_on(part, plan))
+    if not part.on_gpu or on.per_device == 1:
+        return ""
+    return ", MPS on" if mps.wanted(on) else f", MPS off (no {mps.PROGRAM} here)"
+
+
+def train(
+    part: Part,
+    task: grappe.Task,
+    plan: str,
+    name: str,
+    *,
+    watchers: Sequence[grappe.Watcher] = (),
+    **options: object,
+) -> grappe.Run:
+    """Trains into a folder of the part's own, `name`, in processes of its own."""
     return grappe.train(
         task,
         plan_on(part, plan),
         part.scratch / name,
         data=part.scratch,
         options=grappe.Options(**options),  # type: ignore[arg-type]
+        watchers=watchers,
     )
+
+
+def tried(part: Part, task: grappe.Task, plan: str, name: str, **options: Any) -> grappe.Run | None:
+    """Trains; None where the plan cannot be had here, which is not tried, or where the training failed."""
+    try:
+        return train(part, task, plan, name, **options)
+    except PlanError as error:
+        part.not_tried(plan, str(error))
+    except GrappeError as error:
+        part.check(plan, False, f"{type(error).__name__}: {error}")
+    return None
 
 
 def read_usage(folder: Path) -> list[dict[str, Any]]:

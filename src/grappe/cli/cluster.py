@@ -185,10 +185,20 @@ def doctor(
             help="Measure this machine's cores and links for grappe foresee, and keep it. Nothing else should run."
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        SWITCH,
+        Parameter(
+            help="Try on the GPU, in about a minute: the bits of random numbers and of exact trainings, readings of "
+            "memory and power, the speed of a matrix product."
+        ),
+    ] = False,
 ) -> int:
     """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
     if calibrate:
         return _calibrate()
+    if gpu:
+        return _try_gpu()
     from grappe.cli.preflight import preflight
     from grappe.fields import split
     from grappe.launch.rank import is_main_process
@@ -206,6 +216,16 @@ def doctor(
         if said or not job:
             say(verb.text(said))
     return EXIT_FAILURE if verb.failed(found) else EXIT_OK
+
+
+def _try_gpu() -> int:
+    from grappe.verbs.doctor.on_device import try_gpu
+
+    verdicts = set()
+    for one in try_gpu():
+        show(f"{one.verdict:9}  {one.what}: {one.text}")
+        verdicts.add(one.verdict)
+    return EXIT_FAILURE if "FAILED" in verdicts else EXIT_OK
 
 
 def _calibrate() -> int:

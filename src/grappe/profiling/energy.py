@@ -80,6 +80,10 @@ class Gpu:
         """Returns the GPU's present power."""
         return self._asked("nvmlDeviceGetPowerUsage") / 1e3
 
+    def limit_watts(self) -> float:
+        """Returns the power that the GPU is held below."""
+        return self._asked("nvmlDeviceGetEnforcedPowerLimit") / 1e3
+
     def utilisation(self) -> float | None:
         """Returns the share of the last second or less in which a kernel ran, 0 to 1; None: the GPU does not tell."""
         with contextlib.suppress(OSError):

@@ -1,0 +1,196 @@
+"""Tries on a real device what grappe promises: the bits of draws and of exact trainings; reads memory and power."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grappe.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+DRAWN = 100_003
+"""Samples that numbers are drawn for; no multiple of anything."""
+IMAGES = 256
+STEPS = 8
+EXACT = ("exact=2", "exact=2,replicate=2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A promise that was tried, or a measurement.
+
+    Attributes:
+        right: whether the promise was kept; None: nothing is promised, or it could not be tried.
+        text: the figures, or the reason why it could not be tried, in a line.
+        figures: the same as numbers: bytes, watts, FLOP/s; empty where it could not be tried.
+    """
+
+    what: str
+    right: bool | None
+    text: str
+    figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """Returns passed, FAILED, measured or not tried."""
+        if self.right is not None:
+            return "passed" if self.right else "FAILED"
+        return "measured" if self.figures else "not tried"
+
+
+def try_gpu() -> Iterator[Trial]:
+    """Tries all of it on the GPU that torch calls 0, in about a minute.
+
+    Raises:
+        UsageError: there is no GPU that torch can use.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "--gpu: torch sees no GPU here, so there is nothing to try; grappe doctor without --gpu says why, and "
+            "`nvidia-smi` whether the machine has one"
+        )
+    # The pair first: this process has no memory of the GPU yet, and MPS starts before its clients.
+    yield exact_pair("cuda")
+    device = torch.device("cuda", 0)
+    yield from draws(device)
+    yield product(device)
+    yield from readings(device)
+
+
+def draws(device: torch.device) -> Iterator[Trial]:
+    """Compares random numbers and augmentations keyed by sample on `device` with the CPU's, bit by bit."""
+    import torch
+
+    from grappe.data.draw import draw, sample_keys
+
+    keys = torch.from_numpy(sample_keys(7, 3, torch.arange(DRAWN).numpy()))
+    for count in (1, 5, 64):
+        yield _same(f"draw, {count} numbers a sample", draw(keys, count), draw(keys.to(device), count))
+    images = torch.randint(0, 256, (IMAGES, 3, 64, 64), dtype=torch.uint8)
+    keys = keys[:IMAGES]
+    for name, function in _augmentations().items():
+        yield _same(f"augment.{name}", function(images, keys), function(images.to(device), keys.to(device)))
+
+
+def exact_pair(device: str) -> Trial:
+    """Trains a small network under `exact` on one process and on two that share the device, and compares the bits."""
+    hashes = {}
+    with tempfile.TemporaryDirectory(prefix="grappe-doctor-") as folder:
+        for plan in EXACT:
+            shared = ",per_device=2" if device == "cuda" and "replicate" in plan else ""
+            hashes[plan] = _trained(f"{plan},device={device},threads=1{shared}", Path(folder) / plan)
+    return Trial(
+        what="exact on one process and on two: the same bits",
+        right=len(set(hashes.values())) == 1,
+        text=", ".join(f"{plan}: {value[:12]}" for plan, value in hashes.items()),
+    )
+
+
+def product(device: torch.device) -> Trial:
+    """Measures a large matrix product in bf16, as a share of the data sheet's peak where grappe has the data sheet."""
+    import torch
+
+    from grappe.foresight.devices import device_reported
+    from grappe.plan import Plan
+    from grappe.verbs.measure.flops import reachable
+
+    found = reachable(device, Plan(precision="bf16"))
+    figures = {"flops": found}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    text = f"{found / 1e12:.3g} TFLOP/s"
+    if (sheet := device_reported(name)) is not None and "bf16" in sheet.tflops:
+        figures["peak"] = sheet.flops("bf16")
+        text += (
+            f", {found / figures['peak']:.0%} of the {sheet.tflops['bf16']:g} of {sheet.title}'s data sheet"
+        )
+    elif name:
+        text += f"; grappe has no data sheet of {name}"
+    return Trial(what="bf16 matrix product", right=None, text=text, figures=figures)
+
+
+def readings(device: torch.device) -> Iterator[Trial]:
+    """Reads the device's memory and power, which measurements and reports need; a reading must be possible."""
+    import torch
+
+    from grappe.profiling import energy
+
+    if device.type != "cuda":
+        yield Trial(what="memory and power of the GPU", right=None, text="this is a CPU")
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    yield Trial(
+        what="memory",
+        right=0 < free <= total,
+        text=f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free",
+        figures={"free_bytes": free, "total_bytes": total},
+    )
+    found = energy.gpu_counters(device.index or 0)
+    if not found.counters:
+        yield Trial(what="power", right=None, text=found.missing)
+        return
+    gpu: Any = found.counters[0]
+    try:
+        watts, limit = gpu.watts(), gpu.limit_watts()
+    except OSError as error:
+        yield Trial(what="power", right=None, text=str(error))
+        return
+    yield Trial(
+        what="power",
+        right=0 < watts <= 1.1 * limit,
+        text=f"{watts:.0f} W now, of at most {limit:.0f}",
+        figures={"watts": watts, "limit_watts": limit},
+    )
+
+
+def _same(what: str, here: Tensor, there: Tensor) -> Trial:
+    differing = int((here != there.cpu()).sum())
+    return Trial(what=what, right=not differing, text=f"{differing:,} of {here.numel():,} numbers differ")
+
+
+def _augmentations() -> dict[str, Callable[[Any, Any], Any]]:
+    from grappe.data import augment
+
+    return {
+        "random_resized_crop": lambda images, keys: augment.random_resized_crop(images, keys, 48),
+        "colour_jitter": lambda images, keys: augment.colour_jitter(images, keys, hue=0.2),
+        "rand_augment": augment.rand_augment,
+        "trivial_augment": augment.trivial_augment,
+        "auto_augment": augment.auto_augment,
+        "erase": lambda images, keys: augment.erase(images, keys, p=1.0, fill=(1, 2, 3)),
+        "mixup": lambda images, keys: augment.mixup(images, keys % 10, keys, 10, alpha=0.2)[0],
+        "cutmix": lambda images, keys: augment.cutmix(images, keys % 10, keys, 10, alpha=0.2)[0],
+    }
+
+
+def _trained(plan: str, folder: Path) -> str:
+    """Trains the small network for a few steps; returns the hash of its weights' bits."""
+    from grappe.plan import Plan
+    from grappe.training.options import Options
+    from grappe.training.request import Request
+    from grappe.training.task_reference import TaskReference
+    from grappe.verbs.doctor.small_task import Small
+    from grappe.verbs.load import load
+    from grappe.verbs.train import run_training
+
+    request = Request(
+        task=TaskReference.of(Small()),
+        plan=Plan.parse(plan),
+        run=folder,
+        data=folder.parent,
+        options=Options(steps=STEPS),
+        quiet=True,
+    )
+    model = load(run_training(request).run)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
