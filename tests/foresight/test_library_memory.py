@@ -1,4 +1,4 @@
-"""What libraries keep of a plan's kernels is measured: as much as a training's own process keeps."""
+"""Memory that libraries keep of a plan's kernels is measured: as much as a training's own process keeps."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Needs:
     gpu: bool = False
     """Whether the plan trains on GPUs."""
     libraries: LibraryMemory | None = None
-    """What libraries keep, on a CPU; None: not measured."""
+    """Memory that libraries keep, on a CPU; None: not measured."""
 
     @property
     def most(self) -> int | None:

@@ -36,7 +36,7 @@ class Room:
     besides: int = CONTEXT_BYTES
     """Bytes of it that a process takes beside what torch allocates and what libraries keep."""
     libraries: LibraryMemory = NOTHING_KEPT
-    """What libraries keep, where it is not measured of the plan itself; the least of an evaluation."""
+    """Memory that libraries keep where it is not measured of the plan itself; its `evaluation` is counted at least."""
     margin: float = MARGIN
     """Factor for a peak."""
     shared: bool = False

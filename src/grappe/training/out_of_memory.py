@@ -27,9 +27,9 @@ RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
 STACKS_BYTES = 17_000_000  # of the threads that start later: the watchdog's, and one that writes
 OBJECTS_BYTES = 12_000_000  # of a first step's modules and messages: 1 to 12 MB beside all that is foreseen
 LIBRARIES_BYTES = 25_000_000
-"""What libraries keep from their first forward on, where it is not measured."""
+"""Memory that libraries keep from their first forward on, where it is not measured."""
 STEP_BYTES = 30_000_000
-"""What they keep from their first step on, with its objects, where it is not measured: at least."""
+"""The least that they keep from their first step on, with its objects, where it is not measured."""
 MARGIN = 1.03
 """Of a peak on a CPU whose freed memory goes back at once: what lies between blocks."""
 
