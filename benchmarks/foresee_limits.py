@@ -31,8 +31,8 @@ FILE = Path(__file__).parent.parent / "docs" / "foresee_limits.json"
 STEPS = 3
 SHARES = (1.0, 0.95, 0.9, 0.85)
 """Of what a process is taken to need."""
-LOW = 600_000_000
-"""Bytes that none of the trainings has room in."""
+BASE = 400_000_000
+"""Bytes that a process has before its model, at least."""
 SHORT = ("out of memory", "starts no further process or thread", "get no more memory")
 KEPT = re.compile(r"([0-9.]+) ([kMG]?B) kept by libraries, and ([0-9.]+) ([MG]B) from before the model")
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -47,19 +47,20 @@ PLANS = (
 )  # fmt: skip
 
 
-def besides(task: str, plan: str) -> int:
-    """Returns the bytes that a process has besides what torch allocates, as grappe reckons after a first evaluation.
+def shortage(task: str, plan: str, evaluation: int) -> Shortage:
+    """Returns what a process says after a first evaluation, if it gets no more memory.
 
-    They are in the message under a limit that is too low, but not so low that the evaluation has no room.
+    It says so under a limit that is too low, but not so low that the evaluation, with its peak of so many bytes, has
+    no room.
     """
-    for limit in range(LOW, 3 * LOW, LOW // 10):
+    for limit in range(BASE + evaluation, 3 * BASE + evaluation, BASE // 8):
         found = KEPT.search(under(task, plan, limit))
         if found is not None:
             break
     else:
         raise RuntimeError(f"{task}, {plan}: no message of what was there before the model")
     libraries, before = (int(float(found[one]) * UNITS[found[one + 1]]) for one in (1, 3))
-    return Shortage(rank=0, held={}, other=0, before=before, libraries=libraries).besides
+    return Shortage(rank=0, held={}, other=0, before=before, libraries=libraries)
 
 
 def under(task: str, plan: str, limit: int) -> str:
@@ -94,6 +95,15 @@ def under(task: str, plan: str, limit: int) -> str:
     return done.stderr if done.returncode else ""
 
 
+def tried(task: str, plan: str, taken: int) -> list[bool]:
+    """Returns whether a training ran at each share of the bytes `taken`; below one at which it failed none is tried."""
+    ran: list[bool] = []
+    for share in SHARES:
+        fails = share < 1 and not all(ran[1:])
+        ran.append(not fails and not under(task, plan, int(share * taken)))
+    return ran
+
+
 def cells() -> Iterator[tuple[str, str]]:
     """Yields each task, with its fields, and each plan that is tried."""
     return itertools.product(TASKS, PLANS)
@@ -114,13 +124,19 @@ def main() -> None:
             continue
         if needs.most is None:
             continue
-        room = Room(whose="", size=0, besides=besides(task, plan), margin=MARGIN, gpu=False)
-        taken = room.needed(needs.most)
-        limits = {share: int(share * taken) for share in SHARES}
+        needs = compose.with_libraries(needs, sketch, Plan.parse(plan))
+        if needs.libraries is None:
+            raise RuntimeError(f"{key}: the kernels could not be run")
+        short = shortage(task, plan, needs.evaluation or 0)
+        room = Room(
+            whose="", size=0, besides=short.besides, libraries=short.assumed, margin=MARGIN, gpu=False
+        )
+        taken = room.taken(needs)
         found[key] = {
             "peak": needs.most,
+            "libraries": max(short.assumed.evaluation, needs.libraries.evaluation) + needs.libraries.step,
             "needed": taken,
-            "ran": {str(share): not under(task, plan, limit) for share, limit in limits.items()},
+            "ran": dict(zip(map(str, SHARES), tried(task, plan, taken), strict=True)),
         }
         print(key, found[key], flush=True)
         FILE.write_text(json.dumps(found, indent=1) + "\n")

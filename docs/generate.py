@@ -101,11 +101,14 @@ def foreseen_limits() -> str:
     cells = json.loads((ROOT / "docs" / "foresee_limits.json").read_text())
     shares = sorted({share for cell in cells.values() for share in cell["ran"]}, key=float, reverse=True)
     columns = " | ".join(f"ran at {share}" for share in shares)
-    lines = [f"| task | plan | foreseen peak | taken to need | {columns} |", "|---" * (4 + len(shares)) + "|"]
+    lines = [
+        f"| task | plan | foreseen peak | libraries keep | taken to need | {columns} |",
+        "|---" * (5 + len(shares)) + "|",
+    ]
     for key, cell in cells.items():
         task, _, plan = key.partition(" | ")
         ran = " | ".join("yes" if cell["ran"][share] else "no" for share in shares)
-        sizes = " | ".join(f"{cell[name] / 1e6:.0f} MB" for name in ("peak", "needed"))
+        sizes = " | ".join(f"{cell[name] / 1e6:.0f} MB" for name in ("peak", "libraries", "needed"))
         lines.append(f"| `{task}` | `{plan or 'one process'}` | {sizes} | {ran} |")
     failed = sum(not cell["ran"]["1.0"] for cell in cells.values())
     small = [

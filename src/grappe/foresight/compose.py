@@ -8,6 +8,7 @@ from grappe.errors import PlanError
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight import fake_group, pipeline_peaks, step_peaks
 from grappe.foresight.checkpoint import copied
+from grappe.foresight.library_memory import LibraryMemory, library_memory
 from grappe.foresight.memory import UNKNOWN, Peaks, States, states
 from grappe.foresight.partition import largest_rows, processes
 from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies
@@ -42,6 +43,8 @@ class Needs:
     known."""
     gpu: bool = False
     """Whether the plan trains on GPUs."""
+    libraries: LibraryMemory | None = None
+    """Memory that libraries keep, on a CPU; None: not measured."""
 
     @property
     def most(self) -> int | None:
@@ -82,6 +85,12 @@ def needs(sketch: Sketch, plan: Plan, *, batch: int | None = None, gpu: bool = F
     refuse_unforeseen(plan)
     with naming_user_line(sketch.task):
         return _needs(sketch, plan, batch, gpu)
+
+
+def with_libraries(found: Needs, sketch: Sketch, plan: Plan, *, batch: int | None = None) -> Needs:
+    """Returns the needs of `plan`, whose peak is known, with what libraries keep on this machine: kernels are run."""
+    kept = library_memory(sketch, plan, batch or sketch.task.batch_size)
+    return dataclasses.replace(found, libraries=kept)
 
 
 def _needs(sketch: Sketch, plan: Plan, batch: int | None, gpu: bool) -> Needs:

@@ -1,12 +1,13 @@
-"""Kernels: measures the memory that a few operators' kernels take besides their output, each once, on this CPU."""
+"""Kernels: runs operators' kernels on this CPU, and measures the memory that a few take besides their output."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,16 @@ from grappe.private_api.torch import tree_leaves
 
 WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_product")
 """Operators whose kernels on a CPU allocate more than their output: by oneDNN, or for each thread."""
+OF_LIBRARIES = (
+    *WITH_SCRATCH,
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten.gelu",
+    "aten.mkldnn",
+)
+"""Operators whose kernels are of libraries (oneDNN, MKL) that keep memory for their next call."""
 LARGEST = 2 << 30  # bytes of arguments and output; what is larger is not tried
 
 T = TypeVar("T")
@@ -43,6 +54,23 @@ class Call(NamedTuple):
     keywords: tuple[tuple[str, Any], ...]
     output: Any
 
+    @property
+    def with_scratch(self) -> bool:
+        """Returns whether its kernel may allocate more than its output."""
+        return f"aten.{self.name}".startswith(WITH_SCRATCH)
+
+    @property
+    def too_large(self) -> bool:
+        """Returns whether it is too large to be tried."""
+        return sum(map(_size, nested(tuple(self), Form))) > LARGEST
+
+    def on_ones(self) -> Callable[[], Any]:
+        """Returns the operator as a function without arguments; it is called on ones, in memory of this process."""
+        operator, _, overload = self.name.partition(".")
+        function = getattr(getattr(torch.ops.aten, operator), overload)
+        arguments = [_real(one) for one in self.arguments]
+        return functools.partial(function, *arguments, **{key: _real(value) for key, value in self.keywords})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelRequest:
@@ -54,8 +82,8 @@ class KernelRequest:
 
 
 def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
-    """Describes an operator whose kernel may take memory besides its output; None: it is none of those."""
-    if not str(operator).startswith(WITH_SCRATCH):
+    """Describes an operator whose kernel is of a library; None: it is none of those."""
+    if not str(operator).startswith(OF_LIBRARIES):
         return None
     return Call(
         str(operator).removeprefix("aten."),
@@ -66,9 +94,14 @@ def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call 
 
 
 class Kernels:
-    """Bytes that operators' kernels take besides their output, each measured once."""
+    """Bytes that operators' kernels take besides their output, each measured once.
 
-    def __init__(self) -> None:
+    Args:
+        scratch: whether they are measured; else they count 0.
+    """
+
+    def __init__(self, *, scratch: bool = True) -> None:
+        self._scratch = scratch
         self._known: dict[tuple[int, Call], int] = {}
 
     def sizes(self, calls: Iterable[Call], threads: int) -> dict[Call, int]:
@@ -76,9 +109,9 @@ class Kernels:
 
         What is not known yet is measured, in a process of its own.
         """
-        wanted = [
-            call for call in dict.fromkeys(calls) if sum(map(_size, nested(tuple(call), Form))) <= LARGEST
-        ]
+        wanted = [call for call in dict.fromkeys(calls) if not call.too_large]
+        if not self._scratch:
+            return dict.fromkeys(wanted, 0)
         new = tuple(call for call in wanted if (threads, call) not in self._known)
         if new:
             request = KernelRequest(calls=new, threads=threads)
@@ -108,17 +141,11 @@ def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path
 
 def _run(call: Call, name: str) -> int:
     """Runs a call under `name`; returns the bytes of its output."""
-    operator, _, overload = call.name.partition(".")
-    function = getattr(getattr(torch.ops.aten, operator), overload)
-    arguments = [_real(one) for one in call.arguments]
-    keywords = {key: _real(value) for key, value in call.keywords}
-    output = None
-    with contextlib.suppress(
-        RuntimeError
-    ):  # in bf16 fake tensors may have a type that the kernel does not take
-        function(*arguments, **keywords)  # oneDNN keeps what it makes for a first call
+    function, output = call.on_ones(), None
+    with contextlib.suppress(RuntimeError):  # in bf16 fake tensors may have a type that kernels do not take
+        function()  # oneDNN keeps what it makes for a first call
         with torch.profiler.record_function(name):
-            output = function(*arguments, **keywords)
+            output = function()
     storages = [leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 

@@ -15,7 +15,7 @@ from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 
 WAIT = "wait_tensor.default"
 Describe = Callable[[Any, Any, Any, Any], Any]
-"""An operator, its arguments, its keywords and its output to a description, if its kernel may take memory besides."""
+"""An operator, its arguments, its keywords and its output to a description, if its kernel is of a library."""
 
 
 class Mark(NamedTuple):
@@ -35,7 +35,7 @@ class Ledger(TorchDispatchMode):
 
     Args:
         known: tensors whose bytes do not count.
-        describe: describes the operators whose kernels may take memory besides their output.
+        describe: describes the operators whose kernels are of libraries.
         recorder: records every operator.
     """
 

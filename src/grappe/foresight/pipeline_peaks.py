@@ -22,7 +22,7 @@ from grappe.foresight.partition import (
 from grappe.foresight.passes import order_of
 from grappe.foresight.sharding import Copies, Sharding
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.trace import REDUCE, START
+from grappe.foresight.trace import REDUCE, START, Trace
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
@@ -43,6 +43,23 @@ def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
     )
 
 
+def traces(sketch: Sketch, plan: Plan, samples: int) -> list[tuple[tuple[Trace, ...], Trace]]:
+    """Returns the traces of an evaluation, by stage, and of a step, of each of a pipeline's processes."""
+    steps, scored = traced_passes(sketch, plan, samples), _scored(sketch, plan, samples)
+    return [
+        (tuple(scored[stage] for stage in _stages(plan, place)), step) for place, step in enumerate(steps)
+    ]
+
+
+def _scored(sketch: Sketch, plan: Plan, samples: int) -> tuple[Trace, ...]:
+    rows = evaluated_rows(sketch, plan, samples)
+    return sketch.evaluated_stages(traced_plan(plan), cut_of(sketch, plan), rows, threads_of(plan))
+
+
+def _stages(plan: Plan, place: int) -> range:
+    return range(place, plan.pipeline * stages_each(plan), plan.pipeline)
+
+
 class _Pipeline:
     """A pipeline's processes, by their place in it."""
 
@@ -51,7 +68,7 @@ class _Pipeline:
         self._cut = cut_of(sketch, plan)
         self._rows = evaluated_rows(sketch, plan, samples)
         self._steps = traced_passes(sketch, plan, samples)
-        self._scored = sketch.evaluated_stages(traced_plan(plan), self._cut, self._rows, threads_of(plan))
+        self._scored = _scored(sketch, plan, samples)
         everyone = list(processes(sketch, plan))
         self._parts = everyone[:: len(everyone) // plan.pipeline]  # the first process of each shard axis
         self._buffers = stage_buffers(sketch, plan)
@@ -81,15 +98,15 @@ class _Pipeline:
 
     def evaluation(self, place: int) -> int:
         """Computes the most bytes of an evaluation on a process: of its stages, and of what it has sent."""
-        plan, traces = self._plan, self._scored
+        plan, scored = self._plan, self._scored
         number = -(-self._sketch.validation_samples // (self._rows * plan.data_parallel))
-        mine = [traces[stage] for stage in self._stages(place)]
-        sends = [one for one in mine if one is not traces[-1]]
+        mine = [scored[stage] for stage in _stages(plan, place)]
+        sends = [one for one in mine if one is not scored[-1]]
         # What was sent is let go when as much more has been sent.
         waiting = min(number - 1, 2 * plan.pipeline) * max((one.boundaries[0] for one in sends), default=0)
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         marks = [mark for one in mine for mark in one.marks] * min(2, number)
-        batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * traces[0].batch
+        batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * scored[0].batch
         most = peak(marks, self._overlay(place)) + sum(bytes_kept(number, one.numbers) for one in mine)
         return self._kept(place) + self._received(place) + most + waiting + batches
 
@@ -111,14 +128,11 @@ class _Pipeline:
         peak(self._steps[place].marks, overlay)
         return self._steps[place].marks[-1].level + overlay.now - states(parts, 0).gradients
 
-    def _stages(self, place: int) -> range:
-        return range(place, self._plan.pipeline * stages_each(self._plan), self._plan.pipeline)
-
     def _overlay(self, place: int) -> Overlay:
         if not uses_shard(self._plan):
             return Accumulating([], there=False)
         own = [part.parameter for part in self._parts[place]]
-        stages = {number: self._cut[number] for number in self._stages(place)}
+        stages = {number: self._cut[number] for number in _stages(self._plan, place)}
         return _ShardedStages(own, stages, self._plan, self._copies)
 
 

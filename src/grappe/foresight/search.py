@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from grappe import engines
 from grappe.errors import GrappeError, TaskError
-from grappe.foresight.compose import Needs, needs
+from grappe.foresight.compose import Needs, needs, with_libraries
+from grappe.foresight.library_memory import NOTHING_KEPT, LibraryMemory
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan, as_plan
 
@@ -33,7 +34,9 @@ class Room:
     size: int
     """Bytes."""
     besides: int = CONTEXT_BYTES
-    """Bytes of it that a process takes beside what torch allocates."""
+    """Bytes of it that a process takes beside what torch allocates and what libraries keep."""
+    libraries: LibraryMemory = NOTHING_KEPT
+    """Memory that libraries keep where it is not measured of the plan itself; its `evaluation` is counted at least."""
     margin: float = MARGIN
     """Factor for a peak."""
     shared: bool = False
@@ -46,17 +49,21 @@ class Room:
         """Returns whether a process has room; None: its peak is not known, and its states alone have room."""
         sharing = processes if self.shared else 1
         if self._most(needs) is None:
-            return None if (needs.states.total + self.besides) * sharing <= self.size else False
+            return None if (needs.states.total + self.fixed) * sharing <= self.size else False
         return self.taken(needs) * sharing <= self.size
 
-    def needed(self, peak: int) -> int:
-        """Computes the bytes that a process with this peak takes, with a margin."""
-        return int(peak * self.margin) + self.besides
-
     def taken(self, needs: Needs) -> int:
-        """Computes the bytes that a process takes, at least."""
-        most = self._most(needs)
-        return self.needed(needs.states.total if most is None else most)
+        """Computes the bytes that a process takes, at least, with a margin."""
+        most, kept = self._most(needs), self.fixed
+        if needs.libraries is not None:
+            evaluation = max(self.libraries.evaluation, needs.libraries.evaluation)
+            kept = self.besides + evaluation + needs.libraries.step
+        return int((needs.states.total if most is None else most) * self.margin) + kept
+
+    @property
+    def fixed(self) -> int:
+        """Computes the bytes that a process takes beside what torch allocates, where libraries are not measured."""
+        return self.besides + self.libraries.total
 
     def _most(self, needs: Needs) -> int | None:
         return needs.with_copies if self.shared else needs.most
@@ -98,6 +105,10 @@ def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Fores
     try:
         engines.check(plan)
         found = needs(sketch, plan, batch=batch, gpu=room is not None and room.gpu)
+        if room is not None and not room.gpu:
+            without = dataclasses.replace(room, libraries=NOTHING_KEPT)
+            if without.fits(found, plan.processes):
+                found = with_libraries(found, sketch, plan, batch=batch)
     except TaskError:
         raise  # every plan has it
     except GrappeError as error:

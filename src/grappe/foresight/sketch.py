@@ -242,6 +242,11 @@ class Sketch:
         return Batches(self.task, self._data, self.mode, "validation")
 
     @property
+    def runs_kernels(self) -> bool:
+        """Returns whether kernels are run on this machine, to measure their memory."""
+        return self._kernels is not None
+
+    @property
     def validation_samples(self) -> int:
         """Returns the number of validation samples."""
         return self._validation.samples

@@ -34,6 +34,11 @@ def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
     )
 
 
+def traces(sketch: Sketch, plan: Plan, samples: int) -> list[tuple[tuple[Trace, ...], Trace]]:
+    """Returns the traces of an evaluation and of a step, of each process that differs from others: of one."""
+    return [((_evaluated(sketch, plan, samples),), _trained(sketch, plan, samples))]
+
+
 def _step(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int | None:
     """Computes the most bytes in a step, of a process with the longest rows; None: not known."""
     trace = _trained(sketch, plan, samples)
@@ -56,15 +61,7 @@ def _step(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int | Non
 
 def _evaluation(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> int | None:
     """Computes the most bytes in an evaluation between two steps; None: not known."""
-    rows = evaluated_rows(sketch, plan, samples)
-    # A loss of the whole batch takes an evaluation's batch whole, too.
-    slices = slices_of(
-        sketch.task,
-        dataclasses.replace(plan, microbatches=1, batchnorm="local"),
-        samples,
-        sketch.validation_samples,
-    )
-    trace = sketch.evaluation(rows, precision_of(plan), threads_of(plan), plan.tensor, slices)
+    rows, trace = evaluated_rows(sketch, plan, samples), _evaluated(sketch, plan, samples)
     if not trace.complete:
         return None
     parts, own = _first_parts(sketch, plan), first_parameters(sketch, plan)
@@ -86,6 +83,19 @@ def _trained(sketch: Sketch, plan: Plan, samples: int) -> Trace:
         plan.tensor,
         slices_of(sketch.task, plan, samples, sketch.samples),
     )
+
+
+def _evaluated(sketch: Sketch, plan: Plan, samples: int) -> Trace:
+    """Returns the trace of an evaluation's largest batch on one process."""
+    # A loss of the whole batch takes an evaluation's batch whole, too.
+    slices = slices_of(
+        sketch.task,
+        dataclasses.replace(plan, microbatches=1, batchnorm="local"),
+        samples,
+        sketch.validation_samples,
+    )
+    rows = evaluated_rows(sketch, plan, samples)
+    return sketch.evaluation(rows, precision_of(plan), threads_of(plan), plan.tensor, slices)
 
 
 def _first_parts(sketch: Sketch, plan: Plan) -> list[Part]:

@@ -48,7 +48,7 @@ class Trace:
     boundaries: tuple[int, ...] = ()
     """Of a pipeline: bytes that each of its stages hands to the next one."""
     calls: tuple[tuple[int, int, Call], ...] = ()
-    """Operators whose kernels may take memory besides their output: the number of the next mark, the bytes in use."""
+    """Operators whose kernels are of libraries, each with the number of the next mark and the bytes in use."""
     complete: bool = True
     """Whether what all kernels take is counted."""
     recording: Recording | None = None
@@ -77,7 +77,7 @@ def traced(
     Args:
         units: the model's, whose beginnings and ends are marked.
         plan: what the task's loss is computed under, in `world`.
-        describes: whether to keep the calls of operators whose kernels take memory besides.
+        describes: whether to keep the calls of operators whose kernels are of libraries.
         records: whether to record all operators.
         trains: whether to run backward; else gradients must be off.
     """
@@ -133,12 +133,13 @@ def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: B
 
 def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
     """Returns the trace with what its kernels take besides their output, in a process of so many threads."""
-    sizes = kernels.sizes((call for _, _, call in trace.calls), threads)
+    calls = [one for one in trace.calls if one[2].with_scratch]
+    sizes = kernels.sizes((call for _, _, call in calls), threads)
     marks = list(trace.marks)
-    for place, level, call in trace.calls:
+    for place, level, call in calls:
         mark = marks[place]
         marks[place] = mark._replace(peak=max(mark.peak, level + sizes.get(call, 0)))
-    complete = all(call in sizes for _, _, call in trace.calls)
+    complete = all(call in sizes for _, _, call in calls)
     return dataclasses.replace(trace, marks=tuple(marks), complete=complete)
 
 

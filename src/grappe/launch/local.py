@@ -61,6 +61,7 @@ class Launch:
         signals: what forwards this command's signals to `started`.
         started: gets each process as it is started, and loses them all in `close`.
         environment: variables that these processes have beside this one's.
+        from_training: whether a process that was launched itself may start them.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Launch:
         signals: SignalForwarding,
         started: list[LocalProcess],
         environment: Mapping[str, str] | None = None,
+        *,
+        from_training: bool = False,
     ) -> None:
-        if multiprocessing.current_process().name.startswith(NAME):
+        if not from_training and multiprocessing.current_process().name.startswith(NAME):
             raise TaskError(
                 "the task's file starts processes itself when it is loaded: put that under "
                 'if __name__ == "__main__":, or leave it out'
@@ -177,11 +180,15 @@ def advance(launches: Sequence[Launch], seconds: float) -> None:
         one.advance(ready)
 
 
-def local(function: str, argument: Any, processes: int, *, saves: bool = False) -> Any:
+def local(
+    function: str, argument: Any, processes: int, *, saves: bool = False, from_training: bool = False
+) -> Any:
     """Runs `function` in new processes of this machine (see Launch), and waits for them.
 
     Args:
         saves: whether a signal makes the function save and return (see StopSignal); else the processes are ended.
+
+        from_training: whether a process that was launched itself may start them.
 
     Returns:
         The result of process 0.
@@ -192,7 +199,7 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False) 
     """
     started: list[LocalProcess] = []
     with SignalForwarding(started, saves) as signals:
-        launch = Launch(function, argument, processes, signals, started)
+        launch = Launch(function, argument, processes, signals, started, from_training=from_training)
         try:
             launch.start()
             while not launch.over:

@@ -102,7 +102,12 @@ def heed_limit() -> None:
     took 60 % more memory for that reason. Returning blocks costs page faults, so grappe does so only under a limit.
     """
     if data_limit() is not None:
-        mallopt(mmap=256 * 1024, trim=1024 * 1024)
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Makes glibc return freed memory to the system at once, as under RLIMIT_DATA."""
+    mallopt(mmap=256 * 1024, trim=1024 * 1024)
 
 
 @contextlib.contextmanager

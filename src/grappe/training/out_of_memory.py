@@ -17,17 +17,19 @@ from grappe.plan import Plan
 from grappe.task import Task
 
 if TYPE_CHECKING:
+    from grappe.foresight.library_memory import LibraryMemory
     from grappe.foresight.search import Room
     from grappe.foresight.sketch import Sketch
 
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 CONNECTION_BYTES = 80_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
-STACKS_BYTES = 17_000_000  # of the threads that start later: autograd's, and one that writes
+STACKS_BYTES = 17_000_000  # of the threads that start later: the watchdog's, and one that writes
+OBJECTS_BYTES = 12_000_000  # of a first step's modules and messages: 1 to 12 MB beside all that is foreseen
 LIBRARIES_BYTES = 25_000_000
-"""What libraries keep from their first forward on, where it is not measured."""
-BACKWARD_BYTES = 30_000_000
-"""What they keep from their first backward on, at least: 2 to 34 MB beside 10 to 22, 54 beside 68."""
+"""Memory that libraries keep from their first forward on, where it is not measured."""
+STEP_BYTES = 30_000_000
+"""The least that they keep from their first step on, with its objects, where it is not measured."""
 MARGIN = 1.03
 """Of a peak on a CPU whose freed memory goes back at once: what lies between blocks."""
 
@@ -48,9 +50,16 @@ class Shortage:
 
     @property
     def besides(self) -> int:
-        """Computes the bytes of a process besides what torch allocates; a backward's kernels keep as much again."""
+        """Computes the bytes of a process besides what torch allocates and what libraries keep."""
+        return self.before + RESERVE_BYTES + STACKS_BYTES + OBJECTS_BYTES
+
+    @property
+    def assumed(self) -> LibraryMemory:
+        """Assumes what libraries keep where no kernels are run: of a step, with its objects, as of an evaluation."""
+        from grappe.foresight.library_memory import LibraryMemory
+
         kept = LIBRARIES_BYTES if self.libraries is None else self.libraries
-        return self.before + RESERVE_BYTES + STACKS_BYTES + kept + max(kept, BACKWARD_BYTES)
+        return LibraryMemory(evaluation=kept, step=max(kept, STEP_BYTES) - OBJECTS_BYTES)
 
 
 class FirstUse:
@@ -124,12 +133,20 @@ def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
 
 def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[Mapping[str, int], str]:
     """Foresees the states of a process of this plan, and plans that fit; returns both, the second as a sentence."""
+    from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import fitting, foreseen
     from grappe.foresight.sketch import Sketch
+    from grappe.launch.local import start_server
     from grappe.profiling.memory import size
 
     room, more = rooms(shortage, plan)
-    sketch = Sketch(task, data, foreach=room.gpu, kernels=None)
+    kernels = None
+    if not (
+        room.gpu or room.shared
+    ):  # a further process has a limit of its own, and takes no memory of this one's
+        start_server(metrics=False)
+        kernels = Kernels(scratch=False)  # below 1 MB in all plans that were measured
+    sketch = Sketch(task, data, foreach=room.gpu, kernels=kernels)
     this = foreseen(sketch, plan, task.batch_size, None).needs
     states = {} if this is None else {kind: getattr(this.states, kind) for kind in KINDS}
     found = fitting(sketch, plan, room, more)
@@ -169,8 +186,8 @@ def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, floa
     activations = max(0, one.peak - one.states.total)
     for name in engines.names():
         away = engines.find(name).offloaded_to_disk(plan, whole)
-        if away is not None and away[1] + activations + room.besides <= room.size:
-            yield away[0], away[1] + activations + room.besides
+        if away is not None and away[1] + activations + room.fixed <= room.size:
+            yield away[0], away[1] + activations + room.fixed
 
 
 def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
@@ -183,7 +200,14 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
         room = Room(whose=whose, size=limit // plan.per_device)
         return room, room
     shared = memory.data_limit() is None
-    room = Room(whose=whose, size=limit, besides=shortage.besides, shared=shared, gpu=False)
+    room = Room(
+        whose=whose,
+        size=limit,
+        besides=shortage.besides,
+        libraries=shortage.assumed,
+        shared=shared,
+        gpu=False,
+    )
     if not shared:  # only there freed memory goes back at once
         room = dataclasses.replace(room, margin=MARGIN)
     alone = CONNECTION_BYTES if plan.processes == 1 else 0

@@ -1,0 +1,148 @@
+"""Memory that libraries keep of a plan's kernels is measured: as much as a training's own process keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grappe import Arrays, Task
+from grappe.errors import ProcessDied
+from grappe.foresight import library_memory as measuring
+from grappe.foresight import search
+from grappe.foresight.compose import needs, with_libraries
+from grappe.foresight.kernels import Kernels
+from grappe.foresight.library_memory import LibraryMemory, library_memory
+from grappe.foresight.search import Room, foreseen
+from grappe.foresight.sketch import Sketch
+from grappe.launch.local import local
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.profiling.memory import data_size, return_freed_memory
+
+MB = 1_000_000
+CLOSE = 10 * MB  # a thread's stack
+CHANNELS = (8, 64, 96, 128, 192)
+PLAN = Plan.parse("precision=bf16,threads=2")
+ROWS = 32
+
+
+class Convolved(Task):
+    """Convolutions of several shapes, whose kernels oneDNN compiles for each."""
+
+    batch_size: int = ROWS
+
+    def model(self) -> nn.Module:
+        pairs = itertools.pairwise(CHANNELS)
+        layers = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU()) for a, b in pairs]
+        return nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+    def data(self, split: str, folder: Path) -> Any:
+        return Arrays(torch.zeros(64, CHANNELS[0], 16, 16), torch.zeros(64, dtype=torch.int64))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named_parameters, lr=0.1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The request for a step of the model in a process of its own."""
+
+    run: None = None
+
+
+def trained(request: Trained, process: ProcessRank, folder: Path) -> LibraryMemory:
+    """Evaluates the model and runs a step of it, by torch alone; returns the bytes that stay beside its tensors."""
+    return_freed_memory()
+    torch.set_num_threads(2)
+    model, (inputs, targets) = (
+        Convolved().model(),
+        (torch.zeros(ROWS, CHANNELS[0], 16, 16), torch.zeros(ROWS)),
+    )
+    began = data_size()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(torch.cat([inputs, inputs]))
+    evaluated = data_size()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(inputs), targets.long())
+    loss.backward()
+    del loss
+    model.zero_grad(set_to_none=True)
+    return LibraryMemory(evaluation=evaluated - began, step=data_size() - evaluated)
+
+
+def advising(request: Trained, process: ProcessRank, folder: Path) -> LibraryMemory | None:
+    """Measures as a process of a training does that got no more memory than a limit."""
+    limit = data_size() + 600 * MB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return library_memory(Sketch(Convolved(), Path("data"), kernels=Kernels(scratch=False)), PLAN, ROWS)
+
+
+@pytest.fixture(scope="module")
+def sketch() -> Sketch:
+    return Sketch(Convolved(), Path("data"), kernels=Kernels(scratch=False))
+
+
+def test_what_is_kept_of_convolutions_in_bf16_is_what_a_training_keeps(sketch: Sketch) -> None:
+    found = library_memory(sketch, PLAN, ROWS)
+    real = local("tests.foresight.test_library_memory:trained", Trained(), 1)
+    assert found is not None
+    assert real.step > 10 * MB, "these kernels keep nothing here, and the test says nothing"
+    assert abs(found.total - real.total) < CLOSE, (found, real)
+
+
+def test_a_process_of_a_training_measures_it_under_its_limit(sketch: Sketch) -> None:
+    found = local("tests.foresight.test_library_memory:advising", Trained(), 1)
+    outside = library_memory(sketch, PLAN, ROWS)
+    assert found is not None and outside is not None
+    assert abs(found.total - outside.total) < CLOSE
+
+
+def test_a_plan_fits_only_with_what_its_kernels_keep(sketch: Sketch) -> None:
+    needed = with_libraries(needs(sketch, PLAN), sketch, PLAN)
+    assert needed.libraries is not None and needed.most is not None
+    room = Room(whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False)
+    assert foreseen(sketch, PLAN, ROWS, room).fits
+    assert not foreseen(sketch, PLAN, ROWS, dataclasses.replace(room, size=room.size - MB)).fits
+
+
+def test_an_evaluation_that_was_measured_counts_where_it_kept_more(sketch: Sketch) -> None:
+    needed = dataclasses.replace(needs(sketch, PLAN), libraries=LibraryMemory(evaluation=5 * MB, step=2 * MB))
+    room = Room(
+        whose="", size=0, besides=0, gpu=False, libraries=LibraryMemory(evaluation=8 * MB, step=9 * MB)
+    )
+    more = [
+        room.taken(needed) - dataclasses.replace(room, libraries=search.NOTHING_KEPT).taken(needed),
+        room.taken(dataclasses.replace(needed, libraries=None)) - room.taken(needed),
+    ]
+    assert more == [3 * MB, 7 * MB]
+
+
+def test_the_process_that_keeps_most_counts(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [LibraryMemory(evaluation=9, step=1), LibraryMemory(evaluation=3, step=8)]
+    monkeypatch.setattr(measuring, "_measured", lambda calls, threads: kept[: len(calls)])
+    assert library_memory(sketch, Plan.parse("pipeline=2,microbatches=2"), ROWS) == kept[1]
+
+
+def test_kernels_that_get_no_memory_leave_it_unknown(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def died(*_: Any) -> None:
+        raise ProcessDied("process 0")
+
+    monkeypatch.setattr(measuring, "_measured", died)
+    assert library_memory(sketch, PLAN, ROWS) is None
+
+
+def test_without_kernels_nothing_is_run() -> None:
+    assert library_memory(Sketch(Convolved(), Path("data")), PLAN, ROWS) is None
