@@ -48,11 +48,11 @@ def test_speeds_are_measured(tmp_path: Path) -> None:
     code, parts, output = run(tmp_path, "--only", "speed", "block", "added", "images")
     assert code == 0, output
     for name in ("speed", "block"):
-        product, eager, compiled = parts[name]
+        product, eager, *compiled = parts[name]
         assert product["figures"]["flops"] > 1e9
         assert eager["figures"]["ratio_to_by_hand"] > 0
         assert "of the data sheet's peak on an H200" in eager["text"]
-        assert compiled["verdict"] == "not tried"
+        assert {row["verdict"] for row in compiled} == {"not tried"}
     assert parts["added"][0]["figures"]["by_hand_seconds"] > 0
     assert verdicts(parts["images"]) == ["measured"] * 3 + ["not tried"]
     assert min(row["figures"]["images_per_second"] for row in parts["images"][:3]) > 0

@@ -22,6 +22,7 @@ PLANS = {
     "pipeline=2,microbatches=2": 1e-5,
     "engine=lightning": 1e-5,
     "compile": 1e-4,
+    "compile,cuda_graphs": 1e-4,
     "engine=deepspeed,shard=2": 1e-5,
 }
 ROUNDED = {"precision=tf32": 1e-2, "precision=bf16": 2e-2, "precision=fp16": 5e-3}

@@ -6,7 +6,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.rates import compare
 from benchmarks.gpu.tasks import Tokens
 
-PLANS = ("precision=bf16", "precision=bf16,compile")
+PLANS = ("precision=bf16", "precision=bf16,compile", "precision=bf16,compile,cuda_graphs")
 """The first alone is tried on a CPU."""
 AIM = 0.52
 
