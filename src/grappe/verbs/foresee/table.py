@@ -61,13 +61,13 @@ def sentences(found: Sequence[Foreseen], room: Room | None) -> list[str]:
         "for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
     )
     fitting = next((one for one in found if one.fits), None)
-    known = [one.needs.most for one in found if one.needs is not None and one.needs.most is not None]
+    known = [one.needs for one in found if one.needs is not None and one.needs.most is not None]
     if fitting is not None and fitting.needs is not None and fitting.needs.most is not None:
-        needed = size(room.needed(fitting.needs.most))
+        needed = size(room.taken(fitting.needs))
         lines.append(f"the first that fits: {fitting.plan or 'one process'}, with {needed} a process")
     elif known and not any(one.fits is None for one in found if one.needs is not None):
         lines.append(
-            f"none of them fits: the smallest takes {size(room.needed(min(known)))} a process. Take more processes "
+            f"none of them fits: the smallest takes {size(min(map(room.taken, known)))} a process. Take more processes "
             "with shard=, more microbatches, recompute, or a smaller batch_size"
         )
     return lines
