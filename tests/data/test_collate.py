@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,27 @@ def test_a_tasks_own_collate_gets_samples_in_memory_too(kind: str, tmp_path: Pat
     [first, *_] = training_loader(task, dataset, PLAN, WORLD).batches(0, 2)
     targets = first.microbatches[0].targets
     assert targets.shape == (12, 2) and torch.equal(targets[:, 1], 2 * targets[:, 0])
+
+
+TF32 = """
+import torch
+from grappe.data.collate import _in_full_precision
+matmul = torch.backends.cuda.matmul
+matmul.{name} = {allowed!r}
+with torch.autocast("cpu"):
+    with _in_full_precision(torch.device("cpu")):
+        inside = matmul.{name}
+print(inside, matmul.{name})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "seen"),
+    [("allow_tf32", True, "False True"), ("fp32_precision", "tf32", "ieee tf32")],
+)
+def test_tf32_is_off_by_the_name_that_the_task_has_set(name: str, allowed: object, seen: str) -> None:
+    if name == "fp32_precision" and not hasattr(torch.backends.cuda.matmul, name):
+        pytest.skip("this torch has no torch.backends.cuda.matmul.fp32_precision")
+    program = TF32.format(name=name, allowed=allowed)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == seen

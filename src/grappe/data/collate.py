@@ -93,13 +93,19 @@ def _in_full_precision(device: torch.device) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _without_lower_precision(device: torch.device) -> Iterator[None]:
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    try:
+        name, before, full = "allow_tf32", matmul.allow_tf32, False
+    except (
+        RuntimeError
+    ):  # from torch 2.9 on, where a task has set the newer name, the older one cannot be read
+        name, before, full = "fp32_precision", matmul.fp32_precision, "ieee"
+    setattr(matmul, name, full)
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        setattr(matmul, name, before)
 
 
 def _takes_training(task: Task) -> bool:
