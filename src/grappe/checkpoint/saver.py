@@ -173,6 +173,7 @@ class Saver:
         try:
             with self._noting(step, beside):
                 if streamed is None:
+                    self._snapshots.wait()
                     self._write_mine(beside, pieces)
                 else:
                     streamed()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from grappe.checkpoint import device_copies
 from grappe.checkpoint.tensor_file import Piece
 from grappe.profiling import memory_limit
 
@@ -16,6 +17,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._device: device_copies.DeviceCopies | None = None
 
     @torch.no_grad()
     def take(
@@ -23,26 +25,36 @@ class Snapshots:
     ) -> tuple[list[Piece], bool]:
         """Returns the pieces on the host, and whether they are copies; overwrites the result of the previous call.
 
-        Without memory for the copies beside a step's, pieces that are on the host already are returned uncopied.
+        Without memory for the copies beside a step's, pieces that are on the host already are returned uncopied. Those
+        of a GPU may be on their way, if the GPU has room for a copy of them: call `wait` before they are read.
 
         Args:
             processes: the number of processes on this node that take theirs.
             peak_known: whether this process has had the memory that a step needs.
         """
         given = list(pieces)
-        device = any(piece.data.is_cuda for piece in given)
+        on_gpu = [piece for piece in given if piece.data.is_cuda]
         missing = sum(piece.data.nbytes for piece in given if not self._kept(piece))
-        if missing and not device and not memory_limit.has_room(missing, processes, peak_known=peak_known):
+        if missing and not on_gpu and not memory_limit.has_room(missing, processes, peak_known=peak_known):
             return self._without(given)
         try:
-            taken = [piece._replace(data=self._copied(piece)) for piece in given]
+            taken = [piece._replace(data=self._buffer(piece)) for piece in given]
+            beside = bool(on_gpu) and peak_known and self._start_beside(on_gpu, processes)
+            for piece in given:
+                if not (beside and piece.data.is_cuda):
+                    self._buffer(piece).copy_(piece.data, non_blocking=True)
         except (RuntimeError, MemoryError):
-            if device:
+            if on_gpu:
                 raise
             return self._without(given)
-        if device:
+        if on_gpu and not beside:
             torch.cuda.synchronize()
         return taken, True
+
+    def wait(self) -> None:
+        """Waits until the pieces of the last call are on the host; from any thread."""
+        if self._device is not None:
+            self._device.wait()
 
     def clear(self) -> None:
         """Gives the copies' memory back."""
@@ -52,10 +64,12 @@ class Snapshots:
         self.clear()  # all of it: what the process needs to write must have room as well
         return given, False
 
-    def _copied(self, piece: Piece) -> Tensor:
-        buffer = self._buffer(piece)
-        buffer.copy_(piece.data, non_blocking=True)
-        return buffer
+    def _start_beside(self, pieces: list[Piece], processes: int) -> bool:
+        """Has pieces of a GPU copied beside the training, if the GPU has room for them; returns whether it has."""
+        if not device_copies.has_room(sum(piece.data.nbytes for piece in pieces), processes):
+            return False
+        self._device = self._device or device_copies.DeviceCopies()
+        return self._device.start([piece.data for piece in pieces], [self._buffer(piece) for piece in pieces])
 
     def _buffer(self, piece: Piece) -> Tensor:
         if not self._kept(piece):
