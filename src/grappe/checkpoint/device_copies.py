@@ -13,8 +13,8 @@ SHARE = 0.8  # of the memory that is left beside a step's: the allocator cannot 
 class DeviceCopies:
     """Copies of tensors on a GPU, which reach the host on a stream of their own.
 
-    The copy within the GPU is made on the stream that computes, before anything changes the tensors: 40 GB in some 20 ms
-    by a Hopper's data sheet (4 TB/s), where PCIe takes a second.
+    The copy within the GPU is made on the stream that computes, before anything changes the tensors: 40 GB in 20 ms by
+    the data sheet of an H200 (4.8 TB/s), where PCIe takes a second.
     """
 
     def __init__(self) -> None:
