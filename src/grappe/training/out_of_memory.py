@@ -141,9 +141,8 @@ def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[M
 
     room, more = rooms(shortage, plan)
     kernels = None
-    if not (
-        room.gpu or room.shared
-    ):  # a further process has a limit of its own, and takes no memory of this one's
+    # Under RLIMIT_DATA a further process has a limit of its own, and takes none of this one's memory.
+    if not (room.gpu or room.shared):
         start_server(metrics=False)
         kernels = Kernels(scratch=False)  # below 1 MB in all plans that were measured
     sketch = Sketch(task, data, foreach=room.gpu, kernels=kernels)
