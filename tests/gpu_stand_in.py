@@ -223,7 +223,8 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
         "Event",
         type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, gpu)}),
     )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a build with CUDA asks a GPU
+    # A build with CUDA would ask the driver.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: generators[0].get_state())
