@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from grappe.checkpoint.saver import Saver
+from grappe.checkpoint.snapshot import Snapshots
 from grappe.errors import GrappeError
 from grappe.fields import split
 from grappe.foresight import compose
@@ -95,7 +95,7 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     """
     count_all_threads()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler, noting(Evaluation, "run", EVALUATION), noting(Saver, "save", SAVE):
+    with profiler, noting(Evaluation, "run", EVALUATION), noting(Snapshots, "take", SAVE):
         result = train_worker(request, process, rendezvous_folder)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
