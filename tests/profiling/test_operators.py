@@ -126,26 +126,6 @@ def test_lines_that_read_count_without_the_time_of_the_trace() -> None:
     assert found.read_lines[0].calls == 1
 
 
-def test_a_loop_that_reads_each_time_has_its_other_operators_too() -> None:
-    """Three times abs and a read on one line; a product there, called once, and the line of one read keep theirs."""
-    row = [
-        call("abs", line="task.py:4", gap=10e-6, seconds=50e-6),
-        call("item", line="task.py:4", gap=2e-6, seconds=3e-6, size=4, kind="read"),
-    ]
-    once = [
-        call("mm", "matrix", line="task.py:4", gap=4e-6, seconds=1e-3, flops=9),
-        call("sum", line="task.py:9", gap=4e-6, seconds=70e-6),
-        call("item", line="task.py:9", gap=4e-6, seconds=70e-6, size=4, kind="read"),
-    ]
-    found = summarised([[*row * 3, *once]], (), FLOOR, on_device=False)
-    plain = summarised([[*row * 3, *once]], (), FLOOR, on_device=True)
-    kernels = 3 * sum(one.kernel for one in row)
-    assert found.reads - plain.reads == pytest.approx(kernels)
-    assert found.host - plain.host == pytest.approx(kernels)
-    assert plain.elementwise - found.elementwise == pytest.approx(kernels)
-    assert found.matrix == plain.matrix == pytest.approx(once[0].kernel)
-
-
 def test_what_fills_messages_and_calls_collectives_is_no_computing() -> None:
     x = torch.randn(512, 512)
 

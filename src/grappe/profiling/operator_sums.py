@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 KINDS = ("matrix", "copy", "cast", "read", "view", "other")
@@ -123,9 +123,6 @@ def summarised(
     parts = 1 if same else len(steps)
     between = {kind: [call.kernel for call in rows if call.kind == kind] for kind in MESSAGES}
     rows = [call for call in rows if call.kind not in MESSAGES]
-    reads = collections.Counter(call.line for call in rows if call.kind == "read" and call.line)
-    if not on_device:
-        rows = _with_loops_that_read(rows, reads, parts)
     sums = dict.fromkeys(KINDS, 0.0)
     host: dict[str, list[float]] = {}
     copies: dict[str, list[float]] = {}
@@ -135,6 +132,7 @@ def summarised(
         _add(host, call.line, max(0.0, call.gap + _called(call, floor) - floor.traces))
         if call.kind == "copy":
             _add(copies, call.line, call.kernel + freed.get((call.name, call.line, call.size), 0.0))
+    reads = collections.Counter(call.line for call in rows if call.kind == "read" and call.line)
     return Traced(
         clock="device" if on_device else "host",
         operators=len(rows) / parts,
@@ -152,20 +150,6 @@ def summarised(
         read_lines=_top({line: [count, host[line][1]] for line, count in reads.items()}, parts),
         copy_lines=_top(copies, parts),
     )
-
-
-def _with_loops_that_read(rows: Sequence[Call], reads: Mapping[str, int], parts: int) -> list[Call]:
-    """Makes the operators of a loop that reads a value each time part of what the host takes for the reads.
-
-    They are those on a line of several reads a step, called as often as it reads: without the reads there is no loop.
-    """
-    often = collections.Counter((call.line, call.name) for call in rows)
-    return [
-        call._replace(kernel=0.0, gap=call.gap + call.kernel)
-        if reads.get(call.line, 0) > parts and often[call.line, call.name] >= reads[call.line]
-        else call
-        for call in rows
-    ]
 
 
 def _called(call: Call, floor: Floor) -> float:
