@@ -5,14 +5,11 @@ Touvron et al. 2023, "LLaMA", arXiv:2302.13971, table 2. Shapes: B samples of T 
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grappe import Arrays, Task
+from benchmarks.gpu.tasks import LanguageTask
 
 
 class Block(nn.Module):
@@ -50,12 +47,11 @@ class Block(nn.Module):
         return torch.cat([a * cosine - b * sine, a * sine + b * cosine], dim=-1)
 
 
-class Llama(Task):
+class Llama(LanguageTask):
     """Three blocks of LLaMA 7B's shape on random tokens, in one batch of 16,384."""
 
-    epochs: int = 1
     batch_size: int = 8
-    clip: float | None = 1.0
+    lr: float = 1e-4
     vocabulary: int = 1024
     context: int = 2048
     width: int = 4096
@@ -72,24 +68,5 @@ class Llama(Task):
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())
 
-    def data(self, split: str, folder: Path) -> Arrays:
-        random = np.random.default_rng(5 if split == "train" else 6)
-        tokens = random.integers(0, self.vocabulary, (self.samples, self.context + 1))
-        return Arrays(tokens[:, :-1].copy(), tokens[:, 1:].copy())
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
-
-    def optimizer(self, named_parameters):
-        return torch.optim.AdamW(
-            named_parameters, lr=1e-4, betas=(0.9, 0.95), fused=torch.cuda.is_available()
-        )
-
-    def flops_per_token(self) -> float:
-        """Operations of forward and backward without the embedding: 6 N + 12 L W T.
-
-        Chowdhery et al. 2022, appendix B.
-        """
-        block = 4 * self.width**2 + 3 * self.width * self.hidden
-        matrices = self.depth * block + self.width * self.vocabulary
-        return 6.0 * matrices + 12.0 * self.depth * self.width * self.context
+    def block_weights(self) -> int:
+        return 4 * self.width**2 + 3 * self.width * self.hidden

@@ -5,37 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.gpu.pace import Window, give_memory_back, seconds_a_step
 from benchmarks.gpu.part import Aim, Part
-from grappe import Arrays
+from benchmarks.gpu.tasks import LanguageTask
 from grappe.plan import Plan
 from grappe.verbs.doctor import on_device
-
-
-class LanguageTask(Protocol):
-    """A task on tokens that knows its operations."""
-
-    batch_size: int
-    context: int
-    samples: int
-    clip: float | None
-
-    def model(self) -> nn.Module: ...
-
-    def data(self, split: str, folder: Any) -> Arrays: ...
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
-
-    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer: ...
-
-    def flops_per_token(self) -> float:
-        """Returns the operations of a token's forward and backward."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +33,7 @@ def peaks(part: Part) -> Peaks:
 def compare(
     part: Part,
     name: str,
-    task: Any,
+    task: LanguageTask,
     plans: Sequence[str],
     aim: float,
     *,

@@ -48,12 +48,48 @@ class Small(Task):
         return torch.optim.SGD(named_parameters, lr=0.05, momentum=0.9)
 
 
-class Tokens(Task):
-    """GPT-2's shape (Radford et al. 2019) on random tokens: 50,304 of them, 1,024 a sample."""
+class LanguageTask(Task):
+    """A language model on random tokens, with AdamW; says the operations of a token."""
 
     epochs: int = 1
-    batch_size: int = 32
     clip: float | None = 1.0
+    lr: float = 3e-4
+    vocabulary: int = 512
+    context: int = 64
+    width: int = 64
+    depth: int = 2
+    samples: int = 256
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        random = np.random.default_rng(5 if split == "train" else 6)
+        tokens = random.integers(0, self.vocabulary, (self.samples, self.context + 1))
+        return Arrays(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+
+    def optimizer(self, named_parameters):
+        return torch.optim.AdamW(
+            named_parameters, lr=self.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available()
+        )
+
+    def flops_per_token(self) -> float:
+        """Operations of forward and backward without the embedding: 6 N + 12 L W T.
+
+        Chowdhery et al. 2022, appendix B.
+        """
+        matrices = self.depth * self.block_weights() + self.width * self.vocabulary
+        return 6.0 * matrices + 12.0 * self.depth * self.width * self.context
+
+    def block_weights(self) -> int:
+        """Counts the numbers in the matrices of a block."""
+        raise NotImplementedError
+
+
+class Tokens(LanguageTask):
+    """GPT-2's shape (Radford et al. 2019) on random tokens: 50,304 of them, 1,024 a sample."""
+
+    batch_size: int = 32
     vocabulary: int = 50_304
     context: int = 1024
     width: int = 768
@@ -72,23 +108,5 @@ class Tokens(Task):
     def units(self, model: nn.Module) -> list[nn.Module]:
         return [model.embed, *model.blocks, model.head]  # type: ignore[list-item]
 
-    def data(self, split: str, folder: Path) -> Arrays:
-        random = np.random.default_rng(5 if split == "train" else 6)
-        tokens = random.integers(0, self.vocabulary, (self.samples, self.context + 1))
-        return Arrays(tokens[:, :-1].copy(), tokens[:, 1:].copy())
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
-
-    def optimizer(self, named_parameters):
-        return torch.optim.AdamW(
-            named_parameters, lr=3e-4, betas=(0.9, 0.95), fused=torch.cuda.is_available()
-        )
-
-    def flops_per_token(self) -> float:
-        """Operations of forward and backward without the embedding: 6 N + 12 L W T.
-
-        Chowdhery et al. 2022, appendix B.
-        """
-        matrices = 12 * self.depth * self.width**2 + self.width * self.vocabulary
-        return 6.0 * matrices + 12.0 * self.depth * self.width * self.context
+    def block_weights(self) -> int:
+        return 12 * self.width**2
