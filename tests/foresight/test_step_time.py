@@ -182,7 +182,7 @@ def test_a_pipelines_idle_time_is_the_bubble(clock: Clock) -> None:
     [
         ("replicate=3,threads=1", "3 threads of 3 processes on 2 cores"),
         ("tensor=2,replicate=2", "tensor with another axis: its time is not foreseen"),
-        ("offload=cpu", "offload"),
+        ("pipeline=2,microbatches=2,offload=cpu", "pipeline with offload"),
         ("engine=textbook", "engine=textbook"),
     ],
 )

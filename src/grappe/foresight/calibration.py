@@ -17,16 +17,16 @@ from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.launch.world import cores
 
-FORM = 8
+FORM = 9
 """Number of the file's form; one of another form is measured anew."""
 LARGEST = 32 << 20  # bytes of the file
 MOST = 50_000  # operators in it
 DO = "measure it anew: grappe doctor --calibrate"
 KINDS = (
-    "one", "recompute", "replicate", "zero3", "zero1", "tensor", "pipeline", "interleaved", "zero_bubble",
+    "one", "recompute", "offload", "replicate", "zero3", "zero1", "tensor", "pipeline", "interleaved", "zero_bubble",
 )  # fmt: skip
-"""Kinds of plans whose engine's own time is measured: one process, activation checkpointing, DDP, FSDP that frees
-parameters or not, modules that are split, pipelines of one stage a process, of several, and of split backwards."""
+"""Kinds of plans whose engine's own time is measured: one process, activation checkpointing, FSDP of
+one process, which offloads, DDP, FSDP that frees parameters or not, modules that are split, pipelines of one stage a process, of several, and of split backwards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from grappe.foresight.partition import threads_of
 from grappe.foresight.recording import Recording
 from grappe.foresight.sharding import padded
 from grappe.launch.world import cores
+from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 
 BUCKET = 25 << 20  # bytes of DistributedDataParallel's buckets
@@ -23,8 +24,10 @@ def kind_of(plan: Plan) -> str:
     """Returns the kind of plan whose engine's own time applies: one of calibration.KINDS."""
     if plan.tensor > 1:
         return "tensor"
-    if plan.shard > 1:
+    if uses_shard(plan) and plan.processes > 1:
         return "zero3" if plan.zero == 3 else "zero1"
+    if uses_shard(plan):
+        return "offload"
     return "replicate" if plan.replicate > 1 and plan.pipeline == 1 else "one"
 
 
@@ -45,13 +48,13 @@ class Exchange:
         Args:
             passed: seconds of a microbatch's forward and backward.
         """
-        if plan.processes == 1:
+        if plan.processes == 1 and not uses_shard(plan):
             return 0.0, 0.0
         own, trained = (
             self._calibration.overheads.get(kind_of(plan), Overhead()),
             [one for one in self._parameters if one.trained],
         )
-        if plan.shard == 1:
+        if not uses_shard(plan):
             messages = self._reduced(plan, [one.size for one in reversed(trained)])
             extra = own.step + own.parameter * len(trained)
         else:
@@ -61,7 +64,9 @@ class Exchange:
             gathered = units * self._gathering(passed / units)
             extra = own.step + reducing * each + (plan.microbatches - reducing) * gathered
         messages = own.messages * messages + self.waited(plan, compute)
-        if plan.processes * threads_of(plan) < cores():  # messages have cores of their own
+        if (
+            plan.processes > 1 and plan.processes * threads_of(plan) < cores()
+        ):  # messages have cores of their own
             messages = max(0.0, messages - compute / 2)
         return extra, messages
 
@@ -79,6 +84,8 @@ class Exchange:
 
     def waited(self, plan: Plan, compute: float) -> float:
         """Computes the seconds in which processes wait for the slowest, beyond those of a short message."""
+        if plan.processes == 1:
+            return 0.0
         (computed, waited), least = (
             self._points(plan.processes, links.MEETING)[0],
             self.seconds("all_reduce", plan.processes, SMALL),
@@ -120,6 +127,8 @@ class Exchange:
         bandwidth = self.bandwidth(plan)
 
         def beyond(collective: str, size: int, processes: int) -> float:
+            if processes == 1:  # it sends itself nothing; a sum's gradients are divided and copied
+                return 4 * size / bandwidth if collective == "reduce_scatter" else 0.0
             return self.seconds(collective, processes, size) - self.seconds(collective, processes, SMALL)
 
         total = 0.0

@@ -14,7 +14,7 @@ from grappe.foresight.partition import (
 from grappe.foresight.pipeline_passes import PipelinePasses
 from grappe.foresight.recording import Operator, Recording
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.step_time import StepTime, refuse_untimed
+from grappe.foresight.step_time import StepTime, refuse_untimed, untimed
 from grappe.foresight.trace import LOSS, Trace
 from grappe.foresight.update import update_recording
 from grappe.plan import Plan
@@ -38,6 +38,8 @@ def gpu_time(
         TaskError: the task cannot be traced.
     """
     refuse_untimed(plan)
+    if plan.offload != "none":
+        raise untimed("offload on a GPU")
     if plan.processes > max(1, node):
         raise PlanError(
             f"{plan.processes} GPUs, and a node has {node}: the time between nodes is not foreseen"

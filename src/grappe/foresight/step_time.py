@@ -26,12 +26,13 @@ from grappe.foresight.replay import replayed
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.update import update_recording
 from grappe.launch.world import cores
+from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.profiling import memory, memory_limit
 from grappe.step.clip import needs_norm
 
-UNTIMED = ("offload", "exact", "compile", "batchnorm")
-"""Keys of plans whose time is not foreseen."""
+UNTIMED = ("exact", "compile", "batchnorm")
+"""Keys of plans whose time is foreseen on no device."""
 MEMORY = 0.7  # of what is free: kernels take some besides
 SPREAD, SPREAD_OF_SEVERAL = 0.25, 0.30
 """Relative uncertainty of a calibrated time of one process, and of several: docs/foresee.md has the measured errors."""
@@ -64,13 +65,21 @@ class StepTime:
 
 def refuse_untimed(plan: Plan) -> None:
     """Raises PlanError where the plan's time is foreseen on no device."""
-    why = next((key for key in UNTIMED if key in plan.changed_keys()), None)
-    if plan.pipeline > 1 and plan.shard > 1:
-        why = "pipeline with shard"
-    if 1 < plan.tensor < plan.processes:
-        why = "tensor with another axis"
+    together = {
+        "pipeline with shard": plan.pipeline > 1 and plan.shard > 1,
+        "pipeline with offload": plan.pipeline > 1 and plan.offload != "none",
+        "tensor with another axis": 1 < plan.tensor < plan.processes,
+        "tensor with offload": plan.tensor > 1 and plan.offload != "none",
+    }
+    keys = [key for key in UNTIMED if key in plan.changed_keys()]
+    why = next(iter([*keys, *(name for name, given in together.items() if given)]), None)
     if why is not None:
-        raise PlanError(f"{why}: its time is not foreseen; grappe measure runs any plan")
+        raise untimed(why)
+
+
+def untimed(why: str) -> PlanError:
+    """Makes the error of a plan whose time is not foreseen."""
+    return PlanError(f"{why}: its time is not foreseen; grappe measure runs any plan")
 
 
 class Clock:
@@ -274,4 +283,4 @@ class Clock:
 
 def _holds_gradients(plan: Plan) -> bool:
     """Returns whether gradients stay as backward has made them: they are neither reduced nor added to others."""
-    return plan.replicate == plan.shard == plan.microbatches == 1
+    return plan.replicate == plan.microbatches == 1 and not uses_shard(plan)

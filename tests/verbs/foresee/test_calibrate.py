@@ -11,7 +11,7 @@ from grappe.foresight.links import COLLECTIVES, MEETING
 from grappe.launch.world import cores
 from grappe.verbs.foresee import calibrate
 
-SEVERAL = set(KINDS) - {"one", "recompute"}
+SEVERAL = set(KINDS) - {"one", "recompute", "offload"}
 
 
 def test_every_kind_of_plan_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ REPEATS = 3  # trainings, of which the median counts
 MOST = 8  # processes
 PLANS = (
     ("recompute", "recompute"),
+    ("offload", "offload=cpu"),
     ("replicate", "replicate=2"),
     ("zero3", "shard=2"),
     ("zero1", "shard=2,zero=1"),
