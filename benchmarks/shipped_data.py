@@ -1,4 +1,4 @@
-"""Small stand-ins for the files that shipped tasks read: pixels of no meaning in the official forms, and photographs."""
+"""Small stand-ins for the files that shipped tasks read: random pixels in the official forms, and photographs."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ DO = "measure it anew: grappe doctor --calibrate"
 KINDS = (
     "one", "recompute", "offload", "replicate", "zero3", "zero1", "tensor", "pipeline", "interleaved", "zero_bubble",
 )  # fmt: skip
-"""Kinds of plans whose engine's own time is measured: one process, activation checkpointing, FSDP of
-one process, which offloads, DDP, FSDP that frees parameters or not, modules that are split, pipelines of one stage a process, of several, and of split backwards."""
+"""Kinds of plans whose engine's own time is measured: one process, activation checkpointing, FSDP of one process, which
+offloads, DDP, FSDP that frees parameters or not, modules that are split, pipelines of one stage a process, of several,
+and of split backwards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
