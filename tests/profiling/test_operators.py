@@ -126,6 +126,20 @@ def test_lines_that_read_count_without_the_time_of_the_trace() -> None:
     assert found.read_lines[0].calls == 1
 
 
+def test_reads_take_what_kernels_leave_of_their_modules_seconds() -> None:
+    """Of a module of 50 microseconds without a trace, kernels take 20; two thirds of the rest are at a line that reads."""
+    calls = [
+        call(gap=10e-6, seconds=20e-6, size=4, line="task.py:4", module=1, kernel=20e-6),
+        call(gap=9e-6, seconds=1e-6, size=4, line="task.py:4", kind="read", module=1, kernel=0.0),
+        call(gap=19e-6, seconds=1e-6, size=4, line="task.py:5", module=1, kernel=0.0),
+        call(gap=10e-6, line="task.py:6", module=2),
+    ]
+    found = summarised([calls], (), FLOOR, {1: 50e-6, 2: 1.0}, on_device=False)
+    assert found.reads == pytest.approx(30e-6 * 40 / 60)
+    unknown = summarised([calls], (), FLOOR, {2: 1.0}, on_device=False)
+    assert unknown.reads == summarised([calls], (), FLOOR, on_device=False).reads
+
+
 def test_what_fills_messages_and_calls_collectives_is_no_computing() -> None:
     x = torch.randn(512, 512)
 

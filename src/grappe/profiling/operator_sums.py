@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 KINDS = ("matrix", "copy", "cast", "read", "view", "other")
@@ -34,6 +34,8 @@ class Call(NamedTuple):
     """Seconds of a matrix product in the other precision, or those to free a copy's memory; None: not tried."""
     kernel: float = 0.0
     """Seconds without dispatch; on a GPU, of its kernels."""
+    module: int | None = None
+    """The module that called it, as ModuleTimes has it; None: it is not known, or no forward's."""
 
 
 class Floor(NamedTuple):
@@ -106,13 +108,19 @@ def kernel(call: Call, floor: Floor) -> float:
 
 
 def summarised(
-    steps: Sequence[Sequence[Call]], tried: Sequence[Call], floor: Floor, *, on_device: bool
+    steps: Sequence[Sequence[Call]],
+    tried: Sequence[Call],
+    floor: Floor,
+    modules: Mapping[int, float] | None = None,
+    *,
+    on_device: bool,
 ) -> Traced:
     """Summarises traced steps; of steps with the same operators, each operator's median counts.
 
     Args:
         tried: calls of further steps, in which matrix products and copies were called once more.
         floor: from `operators.least`.
+        modules: seconds of modules in steps that were not traced, from which those of lines that read values follow.
     """
     same = len({tuple(call.name for call in calls) for calls in steps}) == 1
     rows = (
@@ -122,7 +130,8 @@ def summarised(
     )
     parts = 1 if same else len(steps)
     between = {kind: [call.kernel for call in rows if call.kind == kind] for kind in MESSAGES}
-    rows = [call for call in rows if call.kind not in MESSAGES]
+    times = {} if on_device else modules or {}
+    rows = _with_memory([call for call in rows if call.kind not in MESSAGES], times, floor, parts)
     sums = dict.fromkeys(KINDS, 0.0)
     host: dict[str, list[float]] = {}
     copies: dict[str, list[float]] = {}
@@ -143,13 +152,57 @@ def summarised(
         casts=sums["cast"] / parts,
         elementwise=(sums["other"] + sums["read"]) / parts,
         host=sum(call.gap + _called(call, floor) for call in rows) / parts,
-        reads=sum(host[line][1] for line in reads) / parts,
+        reads=_reading(rows, host, reads, times, floor, parts),
         messages=sum(between["message"]) / parts,
         launches=sum(between["launch"]) / parts,
         host_lines=_top({line: cost for line, cost in host.items() if line not in reads}, parts),
         read_lines=_top({line: [count, host[line][1]] for line, count in reads.items()}, parts),
         copy_lines=_top(copies, parts),
     )
+
+
+def _with_memory(
+    rows: Sequence[Call], modules: Mapping[int, float], floor: Floor, parts: float
+) -> Sequence[Call]:
+    """Makes kernels longer by what they and the host leave of their module's seconds without a trace.
+
+    Such seconds take and give back memory, a large copy's say, which a step under a trace finds in the heap.
+    """
+    factors = {}
+    for module, seconds in modules.items():
+        inside = [call for call in rows if call.module == module]
+        kernels = sum(call.kernel for call in inside) / parts
+        host = sum(call.gap + _called(call, floor) for call in inside) / parts
+        factors[module] = max(1.0, (seconds - host) / kernels) if kernels else 1.0
+    return [call._replace(kernel=call.kernel * factors.get(call.module, 1.0)) for call in rows]
+
+
+def _reading(
+    rows: Sequence[Call],
+    host: Mapping[str, Sequence[float]],
+    lines: Collection[str],
+    modules: Mapping[int, float],
+    floor: Floor,
+    parts: float,
+) -> float:
+    """Computes the host's seconds at lines that read values.
+
+    A read is so quick that a trace takes ten times as long. So of a module whose seconds without a trace are known
+    those count that its kernels leave, in proportion to the host's seconds at such lines and at others.
+    """
+    there = {call.module for call in rows if call.line in lines}
+    if not there <= modules.keys():
+        return sum(host[line][1] for line in lines) / parts
+    found = 0.0
+    for module in there:
+        inside = [call for call in rows if call.module == module]
+        kernels = sum(call.kernel for call in inside) / parts
+        reading, whole = (
+            sum(call.gap + _called(call, floor) for call in calls)
+            for calls in ([one for one in inside if one.line in lines], inside)
+        )
+        found += max(0.0, modules[module] - kernels) * reading / whole
+    return found
 
 
 def _called(call: Call, floor: Floor) -> float:

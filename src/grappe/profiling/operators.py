@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from grappe.errors.user_code import is_users_file
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.module_times import ModuleTimes
 from grappe.profiling.operator_sums import Call, Floor, Traced, kernel, summarised
 from grappe.profiling.other_precision import Weights, seconds_in
 from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD
@@ -41,6 +42,7 @@ class OperatorTrace(TorchDispatchMode):
         other: the type whose matrix products are tried beside the plan's; None: none is.
         device_seconds: after the trace, returns kernels' seconds by number of call; None: operators are timed by the
             host's clock, as a CPU's are over when they return.
+        modules: seconds of modules in steps that were not traced; None: they were not timed.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class OperatorTrace(TorchDispatchMode):
         chronometer: Chronometer,
         other: torch.dtype | None = None,
         device_seconds: Callable[[], dict[int, float]] | None = None,
+        modules: ModuleTimes | None = None,
     ) -> None:
         super().__init__()
+        self._modules = modules
         self._chronometer, self._other, self._device_seconds = chronometer, other, device_seconds
         self._weights = Weights(chronometer.parameters)
         self._left, self._gap = time.perf_counter(), 0.0
@@ -104,7 +108,8 @@ class OperatorTrace(TorchDispatchMode):
         kind = "view" if func.is_view else _kind(name, flops, {one.dtype for one in tensors})
         if self._chronometer.phase == COMMUNICATION:
             kind = "message"
-        return Call(name, kind, self._line(), gap, seconds, flops, size, tried)
+        module = None if self._modules is None else self._modules.current
+        return Call(name, kind, self._line(), gap, seconds, flops, size, tried, module=module)
 
     def _line(self) -> str:
         """Finds the innermost line of the user's on the stack."""
@@ -121,11 +126,12 @@ class OperatorTrace(TorchDispatchMode):
             frame = frame.f_back  # type: ignore[assignment]
         return ""
 
-    def result(self, floor: Floor) -> Traced | None:
+    def result(self, floor: Floor, forward: float = 0.0) -> Traced | None:
         """Summarises the steps that ended; None if nothing was computed in them.
 
         Args:
             floor: from `least`.
+            forward: seconds of a step's forward that was not traced.
         """
         device = None if self._device_seconds is None else self._device_seconds()
         calls = [
@@ -134,7 +140,8 @@ class OperatorTrace(TorchDispatchMode):
         ]
         steps = [calls[a:b] for a, b in itertools.pairwise([0, *self._ends]) if a < b]
         tried = calls[self._ends[-1] :] if self._ends else []
-        return summarised(steps, tried, floor, on_device=device is not None) if steps else None
+        modules = {} if self._modules is None else self._modules.seconds(forward)
+        return summarised(steps, tried, floor, modules, on_device=device is not None) if steps else None
 
 
 def _kind(name: str, flops: int, types: set[torch.dtype]) -> str:

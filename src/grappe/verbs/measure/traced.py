@@ -15,6 +15,7 @@ from grappe.launch.files import IN_RUN
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
+from grappe.profiling.module_times import ModuleTimes
 from grappe.profiling.operator_sums import Floor, LineCost, Traced
 from grappe.profiling.operators import OperatorTrace, least
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
@@ -77,7 +78,7 @@ def traced(request: Request, plan: Plan, folder: Path) -> Traces:
         GrappeError: the training fails.
     """
     options = Options(steps=2 * HALF, evaluate_every=HALF, save_every=HALF)
-    watcher = TraceWatcher(precision=plan.precision)
+    watcher = TraceWatcher(precision=plan.precision, compiled=plan.compile)
     training = dataclasses.replace(
         request, plan=plan, run=folder, base=folder.parent, options=options, also=(watcher,), quiet=True
     )
@@ -137,14 +138,16 @@ class TraceWatcher(ClockWatcher):
 
     Args:
         precision: the plan's.
+        compiled: whether units are compiled, which hooks on modules would do anew.
     """
 
     prompt = True  # a trace begins and ends between two steps
 
-    def __init__(self, precision: str) -> None:
-        self._precision = precision
+    def __init__(self, precision: str, *, compiled: bool = False) -> None:
+        self._precision, self._compiled = precision, compiled
         self._seen = 0
-        self._untraced: list[tuple[int, float]] = []
+        self._untraced: list[tuple[int, list[float]]] = []
+        self._modules: ModuleTimes | None = None
         self._before = [0.0] * len(PHASES)
         self._floor = Floor(gap=0.0, seconds=0.0, plain=0.0)
         self._trace: OperatorTrace | None = None
@@ -160,8 +163,8 @@ class TraceWatcher(ClockWatcher):
     def stepped(self, record: Record) -> None:
         self._seen += 1
         if WARMUP <= self._seen <= HALF:
-            steps, spent = self.chronometer.spent()
-            self._untraced.append((steps, spent[FORWARD] + spent[BACKWARD]))
+            self._untraced.append(self.chronometer.spent())
+            self._time_modules()
         since = self._seen - HALF - 1
         if since == 0:
             self._before = self.chronometer.spent()[1]
@@ -170,6 +173,14 @@ class TraceWatcher(ClockWatcher):
             self._trace.end_step(then_try=since >= TRACED)
             if since == TRACED + TRIED:
                 self._end()
+
+    def _time_modules(self) -> None:
+        """Times modules in the steps that are not traced, where operators are timed by the host's clock."""
+        if self._modules is not None:
+            self._modules.end_step()
+        elif self._device == "cpu" and not self._compiled:
+            self._modules = ModuleTimes(self.chronometer)
+            self._modules.start()
 
     def _begin(self) -> None:
         import torch
@@ -183,7 +194,7 @@ class TraceWatcher(ClockWatcher):
             self._kernels.start()
         else:
             other = torch.bfloat16 if self._precision == "fp32" else torch.float32
-            self._trace = OperatorTrace(self.chronometer, other)
+            self._trace = OperatorTrace(self.chronometer, other, modules=self._modules)
         self._trace.__enter__()
 
     def _end(self) -> None:
@@ -191,18 +202,20 @@ class TraceWatcher(ClockWatcher):
         self._trace.__exit__(None, None, None)
         if self._kernels is not None:
             self._kernels.stop()
+        if self._modules is not None:
+            self._modules.stop()
         # On a busy machine one of the two may be too long, and would leave nothing of quick operators.
         self._floor = min(self._floor, least(self.chronometer), key=lambda one: one.traces)
 
     def ended(self, outcome: Outcome | None) -> None:
         if outcome is None:
             return
-        spent = dict(zip(PHASES, self._before, strict=True))
+        spent, forward = dict(zip(PHASES, self._before, strict=True)), _middle(self._untraced, FORWARD)
         totals = outcome.timing.totals
         sizes = [(name, one.numel() * one.element_size()) for name, one in self.chronometer.parameters]
         seen = Seen(
-            traced=None if self._trace is None else self._trace.result(self._floor),
-            computing=_middle(self._untraced),
+            traced=None if self._trace is None else self._trace.result(self._floor, forward),
+            computing=forward + _middle(self._untraced, BACKWARD),
             evaluation=totals[PHASES[EVALUATION]] - spent[PHASES[EVALUATION]],
             checkpoint=totals[PHASES[CHECKPOINT]] - spent[PHASES[CHECKPOINT]],
             gradients=sum(size for _, size in sizes),
@@ -212,7 +225,9 @@ class TraceWatcher(ClockWatcher):
         safe.replace(_file(self._folder, self._rank), json.dumps(content).encode(), IN_RUN)
 
 
-def _middle(marks: Sequence[tuple[int, float]]) -> float:
-    """Returns the median seconds of a step, from the number of steps and the seconds so far at several moments."""
-    each = [(then - now) / (b - a) for (a, now), (b, then) in itertools.pairwise(marks) if b > a]
+def _middle(marks: Sequence[tuple[int, Sequence[float]]], phase: int) -> float:
+    """Returns a phase's median seconds of a step, from the steps and the seconds so far at several moments."""
+    each = [
+        (then[phase] - now[phase]) / (b - a) for (a, now), (b, then) in itertools.pairwise(marks) if b > a
+    ]
     return statistics.median(each) if each else 0.0

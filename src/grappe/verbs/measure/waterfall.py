@@ -171,16 +171,18 @@ def computed(
     mean = {name: pace * statistics.fmean(getattr(one, name) for one in traces) for name in _SECONDS}
     flops = statistics.fmean(one.flops for one in traces)
     kernels = sum(mean[name] for name in _KERNELS)
-    scale = min(1.0, seconds / kernels) if kernels else 1.0  # what was timed without a trace counts
-    between = max(0.0, seconds - kernels)
-    host = between if on_device else min(between, mean["host"])
-    reading = min(host, mean["reads"])
+    # What was timed without a trace counts. Kernels take longer under one, which uses the caches, too; reads do not.
+    reading = min(mean["reads"], max(0.0, seconds - kernels) if on_device else seconds)
+    left = seconds - reading
+    scale = min(1.0, left / kernels) if kernels else 1.0
+    between = max(0.0, left - kernels)
+    host = between if on_device else min(between, max(0.0, mean["host"] - reading))
     matrix = mean["matrix"] * scale
     best, saved = _other_precision(matrix, flops, traces, reachable, precision)
     useful = min(matrix - saved, flops / reachable[best])
     return {
         "values read by the host": reading,
-        "host between kernels": host - reading,
+        "host between kernels": host,
         "copies of layouts": mean["copies"] * scale,
         "memory-bound operators": (mean["casts"] + mean["elementwise"]) * scale,
         "small matrices": matrix - saved - useful,
