@@ -127,7 +127,7 @@ def test_lines_that_read_count_without_the_time_of_the_trace() -> None:
 
 
 def test_reads_take_what_kernels_leave_of_their_modules_seconds() -> None:
-    """Of a module of 50 microseconds without a trace, kernels take 20; two thirds of the rest are at a line that reads."""
+    """A module of 50 microseconds without a trace: kernels take 20, and two thirds of the rest a line that reads."""
     calls = [
         call(gap=10e-6, seconds=20e-6, size=4, line="task.py:4", module=1, kernel=20e-6),
         call(gap=9e-6, seconds=1e-6, size=4, line="task.py:4", kind="read", module=1, kernel=0.0),
