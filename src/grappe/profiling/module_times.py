@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -26,8 +26,8 @@ class ModuleTimes:
         self._chronometer = chronometer
         self._stack: list[int] = []
         self._mark = 0.0
-        self._step: Counter[int] = Counter()
-        self._steps: list[Counter[int]] = []
+        self._step = defaultdict[int, float](float)
+        self._steps: list[dict[int, float]] = []
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -44,13 +44,9 @@ class ModuleTimes:
         self._hooks, self._stack = [], []
 
     def end_step(self) -> None:
-        """Ends a step whose seconds count."""
+        """Ends a step."""
         self._steps.append(self._step)
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Begins a step: what was timed since the last one does not count."""
-        self._step = Counter()
+        self._step = defaultdict(float)
 
     @property
     def current(self) -> int | None:
@@ -59,14 +55,14 @@ class ModuleTimes:
             return None
         return self._stack[-1] if self._stack else OUTSIDE
 
-    def seconds(self, forward: float) -> dict[int, float]:
+    def seconds(self, forward: float) -> dict[int | None, float]:
         """Returns the median seconds of a step by module.
 
         Args:
             forward: seconds of a step's whole forward; what modules do not take of them is OUTSIDE's.
         """
         found = {
-            module: statistics.median(step[module] for step in self._steps)
+            module: statistics.median(step.get(module, 0.0) for step in self._steps)
             for module in set().union(*self._steps)
         }
         return {**found, OUTSIDE: max(0.0, forward - sum(found.values()))}

@@ -111,7 +111,7 @@ def summarised(
     steps: Sequence[Sequence[Call]],
     tried: Sequence[Call],
     floor: Floor,
-    modules: Mapping[int, float] | None = None,
+    modules: Mapping[int | None, float] | None = None,
     *,
     on_device: bool,
 ) -> Traced:
@@ -162,7 +162,7 @@ def summarised(
 
 
 def _with_memory(
-    rows: Sequence[Call], modules: Mapping[int, float], floor: Floor, parts: float
+    rows: Sequence[Call], modules: Mapping[int | None, float], floor: Floor, parts: float
 ) -> Sequence[Call]:
     """Makes kernels longer by what they and the host leave of their module's seconds without a trace.
 
@@ -181,7 +181,7 @@ def _reading(
     rows: Sequence[Call],
     host: Mapping[str, Sequence[float]],
     lines: Collection[str],
-    modules: Mapping[int, float],
+    modules: Mapping[int | None, float],
     floor: Floor,
     parts: float,
 ) -> float:
