@@ -16,8 +16,8 @@ from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.launch import files as safe
 from grappe.profiling.memory import size
 from grappe.profiling.summary import duration
-from grappe.verbs.foresee.out import check_out, unwritable
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
+from grappe.verbs.foresee.out import check_out, unwritable
 
 OF_EACH = ("measured", "error")
 COLUMNS = ("run", "plan", "states foreseen", *OF_EACH, "peak foreseen", *OF_EACH, "step foreseen", *OF_EACH)
