@@ -38,7 +38,7 @@ class Runner:
         self._single = issubclass(self._class, schedules.PipelineScheduleSingle)
         self._relay, self._device, self._loss, self._whole = relay, device, loss, whole
         self._made: tuple[tuple, Any] = (), None
-        """The shape of the microbatches of the last step, and their schedule, which holds buffers for what it receives."""
+        """The shape of the last step's microbatches, and their schedule, which holds buffers for what it receives."""
         self._micros: Sequence[Microbatch] = ()
         for stage in relay.stages:
             if stage.is_first:
