@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks import foresee
 from benchmarks.foresee import measured_cell
 
 from grappe.foresight.compose import Needs, needs
@@ -109,6 +110,15 @@ def test_the_peak_with_statistics_of_the_global_batch(plan: str) -> None:
         unusual.Normed,
         plan,
     )
+
+
+def test_a_pipeline_keeps_no_buffers_of_batches_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+    for steps in (1, 6):
+        monkeypatch.setattr(foresee, "STEPS", steps)
+        cell = measured_cell(f"{TASKS}:Lengths", "pipeline=2,microbatches=2")
+        peaks.append(max(one["peak"] for one in cell))
+    assert peaks[1] < peaks[0] * 1.2  # lengths are 89 to 96
 
 
 def check(found: Needs, task: type, plan: str) -> None:

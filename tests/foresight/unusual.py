@@ -170,3 +170,38 @@ class Normed(Rows):
     def model(self) -> nn.Module:
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()) for _ in range(3)]
         return nn.Sequential(*layers)
+
+
+class Lengths(Ragged):
+    """Batches of one length each, which are longer or shorter than the one before."""
+
+    def model(self) -> nn.Module:
+        inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(256, WIDTH), *inner, nn.Linear(WIDTH, 8))
+
+    def units(self, model: Any) -> list[nn.Module]:
+        return list(model)
+
+    def collate(self, samples: Any) -> tuple[Tensor, Tensor]:
+        length = 96 - int(samples[0][0][0]) % 8
+        return torch.zeros(len(samples), length, dtype=torch.long), torch.zeros(len(samples)).long()
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output[:, 0], target, reduction="none")
+
+
+class Unchained(Rows):
+    """Units of which the second does not take what the first one gives."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Unflatten(1, (4, 2)), nn.Flatten(), nn.Linear(8, 8))
+
+    def units(self, model: Any) -> list[nn.Module]:
+        return [model[0], model[1], model[3]]
+
+
+class Swapped(Rows):
+    """Units in another order than the model's."""
+
+    def units(self, model: Any) -> list[nn.Module]:
+        return [model[1], model[0], model[2]]

@@ -60,7 +60,7 @@ def foresee(
 ) -> int:
     """Say what plans need in memory and time, before any process of them starts.
 
-    Exit code 1 if no plan fits the site.
+    Exit code 1 if no plan fits the site, 2 if none can be foreseen or what is given is wrong.
     """
     if history:
         return _history(Path(task) if task is not None else RUNS, data, out)
@@ -72,7 +72,10 @@ def foresee(
     from grappe.verbs.foresee import table, time_table
     from grappe.verbs.foresee.foresee import foresee as verb
     from grappe.verbs.foresee.foresee import room_of
+    from grappe.verbs.foresee.out import check_out
 
+    if out is not None:
+        check_out(out)
     texts = split(fields)
     room = None if site is None else room_of(site)
     times = verb(task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data)
@@ -94,7 +97,10 @@ def foresee(
 def _history(folder: Path, data: Path | None, out: Path | None) -> int:
     from grappe.verbs.foresee import history_table
     from grappe.verbs.foresee.history import errors, history
+    from grappe.verbs.foresee.out import check_out
 
+    if out is not None:
+        check_out(out, history=True)
     found = history(folder, data)
     summed = errors(found)
     if out is not None:

@@ -67,6 +67,10 @@ class Batches:
         count_of = read.count if isinstance(read.count, float) else self._fake(read.count)
         return read._replace(microbatches=(micro,), count=count_of)
 
+    def inputs(self) -> Any:
+        """Makes the example's inputs, without values."""
+        return tree_map(self._fake, self.example)
+
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the batches
     def seconds(self, rows: int) -> float:
         """Measures the seconds in which this process reads a batch of `rows` samples; of files, of a few of them."""

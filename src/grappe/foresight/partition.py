@@ -158,7 +158,12 @@ def stage_buffers(sketch: Sketch, plan: Plan) -> list[int]:
 
 
 def cut_of(sketch: Sketch, plan: Plan) -> Cut:
-    """Returns the units of each stage of a pipeline, as in a training."""
+    """Returns the units of each stage of a pipeline, as in a training.
+
+    Raises:
+        PlanError: the units are not the model, or cannot be cut.
+    """
+    sketch.check_units()
     return cut(sketch.task, sketch.plain, plan.pipeline * stages_each(plan), sketch.example())
 
 

@@ -109,9 +109,9 @@ def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Fores
             without = dataclasses.replace(room, libraries=NOTHING_KEPT)
             if without.fits(found, plan.processes):
                 found = with_libraries(found, sketch, plan, batch=batch)
-    except TaskError:
-        raise  # every plan has it
     except GrappeError as error:
+        if isinstance(error, TaskError) and plan.pipeline == plan.tensor == 1:
+            raise  # every plan has it
         return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
     return Foreseen(
         plan=str(plan),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from grappe.data.batch import Batch
-from grappe.errors import GrappeError, TaskError, user_code
+from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
 from grappe.foresight.fake_group import pretended
@@ -27,6 +27,7 @@ from grappe.optimizers.modes import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
+from grappe.parallel.pipeline.check import check_without_values
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage
 from grappe.parallel.pipeline.units import pipeline_units
@@ -196,6 +197,22 @@ class Sketch:
                 for number in range(len(stages))
             ]
         return tuple(self._completed(one, threads) for one in found)
+
+    @functools.cache  # noqa: B019 - as long as the sketch
+    def check_units(self) -> None:
+        """Checks that a pipeline's units are the model, as far as it shows without values.
+
+        Raises:
+            PlanError: they are not.
+        """
+        model = self._made()
+        try:
+            with self.mode:
+                check_without_values(self.task, model, self._batch.inputs())
+        except PlanError:
+            raise
+        except Exception:
+            return
 
     def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
         model = self._made()

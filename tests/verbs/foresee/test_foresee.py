@@ -10,7 +10,7 @@ from grappe.foresight.search import Foreseen, Room
 from grappe.verbs.foresee.foresee import foresee, room_of
 from grappe.verbs.foresee.table import sentences
 from grappe.verbs.foresee.times import Timed, Times
-from tests.foresight import test_sketch
+from tests.foresight import test_sketch, unusual
 from tests.foresight.test_search import needing
 
 
@@ -36,6 +36,32 @@ def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> N
     found = [one.foreseen for one in times.plans]
     assert "compile" in found[0].why and "tensor_plan" in found[1].why
     assert found[2].needs is not None and found[2].needs.peak is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "why", "said"),
+    [
+        ("compile", "compile: not known", "compile: not known"),
+        ("engine=x,shard=4", "engine=x: not known", "engine=x,shard=4: not known"),
+        ("shard=4", "a pipeline: not known", "shard=4: a pipeline: not known"),
+        ("", "not known", "one process: not known"),
+    ],
+)
+def test_a_reason_begins_with_its_plan_once(plan: str, why: str, said: str) -> None:
+    found = Foreseen(plan=plan, processes=1, batch=8, needs=None, why=why)
+    assert sentences([found], None) == [said]
+
+
+def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:
+    tasks = unusual.__file__
+    times = foresee(f"{tasks}:Unchained", ["", "pipeline=2,microbatches=2"])
+    assert times.plans[0].foreseen.needs is not None
+    why = times.plans[1].foreseen.why
+    assert "runs Unchained.units() one after the other" in why and "must be the whole model" in why
+    for name in ("Twice", "Swapped"):
+        times = foresee(f"{tasks}:{name}", ["", "pipeline=2,microbatches=2"])
+        assert times.plans[0].foreseen.needs is not None
+        assert "do not compute what the model computes" in times.plans[1].foreseen.why
 
 
 def test_plans_of_which_none_can_be_foreseen_are_refused() -> None:

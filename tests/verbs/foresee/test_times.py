@@ -61,6 +61,25 @@ def test_the_sentence_names_the_best_and_how_many_may_be_as_good() -> None:
     assert time_table.table(Times(plans=PLANS.plans[-1:])) is None
 
 
+def test_the_smallest_is_named_with_its_memory_and_without_times() -> None:
+    bare = Times(plans=tuple(Timed(foreseen=one.foreseen) for one in PLANS.plans))
+    assert time_table.sentences(bare, "smallest") == ["smallest: shard=2, with 1.0 GB a process"]
+    assert time_table.sentences(PLANS, "smallest") == time_table.sentences(bare, "smallest")
+    assert time_table.sentences(bare, "fastest") == []
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", None)
+    monkeypatch.setattr("grappe.verbs.foresee.history.history", None)
+    for out, why in ((tmp_path / "x.csv", r"\.json"), (tmp_path / "no" / "x.json", "No such file")):
+        with pytest.raises(UsageError, match=why):
+            foreseeing.foresee("digits", out=out)
+    with pytest.raises(UsageError, match=r"\.csv"):
+        foreseeing.foresee(history=True, out=tmp_path / "x.txt")
+
+
 def test_all_of_it_is_written_as_json(tmp_path: Path) -> None:
     time_table.write(PLANS, tmp_path / "a.json")
     read = json.loads((tmp_path / "a.json").read_text())

@@ -60,7 +60,7 @@ class PipelinedGradients:
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
         if self._anybody(not self._runner.knows(micros[0])):
-            self._learn(micros[0], len(micros))
+            self._learn(micros[0])
         seed_dropout(self._setup.task.seed, batch.step, world, self._place)
         self._batch, self._total = batch._replace(microbatches=micros), None
         if isinstance(self._losses, WholeBatchLosses):
@@ -92,14 +92,12 @@ class PipelinedGradients:
             return square.sqrt().float()
         return gradient_norm(self._parameters, group)
 
-    def _learn(self, micro: Microbatch, microbatches: int) -> None:
+    def _learn(self, micro: Microbatch) -> None:
         """Runs a microbatch of a new shape through all stages, so that every stage knows its input's shapes."""
         with buffers_restored(self._model.module):
             for _ in self._model.relay.forward([micro]):
                 pass
         self._model.reshard()
-        if not self._runner.knows(micro):
-            self._runner.learn(micro, microbatches)
 
     def _anybody(self, mine: bool) -> bool:
         """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""

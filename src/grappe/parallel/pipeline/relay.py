@@ -86,6 +86,11 @@ class Relay:
         """Returns the header that stage `boundary` sends to the next; known once `forward` has sent it."""
         return self._headers[boundary, training, *key_of(micro.inputs)]
 
+    def knows(self, micro: Microbatch) -> bool:
+        """Returns whether microbatches of this shape have been through all stages."""
+        key = key_of(micro.inputs)
+        return all((stage.number, stage.training, *key) in self._headers for stage in self.stages)
+
     def _through(self, stage: Stage, micro: Microbatch) -> Any:
         key = (stage.training, *key_of(micro.inputs))
         if stage.is_first:

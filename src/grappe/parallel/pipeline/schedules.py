@@ -21,7 +21,6 @@ from grappe.private_api.torch import tree_unflatten
 STEP = inspect.signature(schedules.PipelineScheduleSingle.step)
 RETURN_NOTHING = {"return_outputs": False} if "return_outputs" in STEP.parameters else {}
 """Older releases of torch (2.8) always put the microbatches' outputs together."""
-KEPT = 4  # schedules for microbatches of different shapes; each holds buffers for what it receives
 
 Loss = Callable[[Any, Microbatch], Tensor]
 """A microbatch's output to the scalar that backward starts from."""
@@ -38,7 +37,8 @@ class Runner:
         self._class = getattr(schedules, RULES[schedule].torch_name)
         self._single = issubclass(self._class, schedules.PipelineScheduleSingle)
         self._relay, self._device, self._loss, self._whole = relay, device, loss, whole
-        self._made: dict[tuple, Any] = {}
+        self._made: tuple[tuple, Any] = (), None
+        """The shape of the last step's microbatches, and their schedule, which holds buffers for what it receives."""
         self._micros: Sequence[Microbatch] = ()
         for stage in relay.stages:
             if stage.is_first:
@@ -46,27 +46,12 @@ class Runner:
 
     def knows(self, micro: Microbatch) -> bool:
         """Returns whether microbatches of this shape have been through all stages."""
-        return key_of(micro.inputs) in self._made
-
-    def learn(self, micro: Microbatch, microbatches: int) -> None:
-        """Makes a schedule for microbatches of this shape, once `Relay.forward` has seen one. Collective."""
-        if len(self._made) >= KEPT:
-            del self._made[next(iter(self._made))]
-        stages = [self._stage(stage, micro) for stage in self._relay.stages]
-        try:
-            self._made[key_of(micro.inputs)] = self._class(
-                stages[0] if self._single else stages,
-                n_microbatches=microbatches,
-                loss_fn=self._loss_of,
-                scale_grads=False,
-            )
-        except ValueError as error:  # torch 2.8 has more rules than pipeline/rules.py
-            raise PlanError(f"torch {torch.__version__}: {error}") from error
+        return self._relay.knows(micro)
 
     def run(self, micros: Sequence[Microbatch]) -> None:
         """Runs forward and backward of all microbatches, which have one shape. Collective over the pipeline."""
         self._micros = micros
-        schedule = self._made[key_of(micros[0].inputs)]
+        schedule = self._schedule(micros)
         numbers = torch.arange(len(micros))
         first = any(stage.is_first for stage in self._relay.stages)
         last = any(stage.is_last for stage in self._relay.stages)
@@ -77,6 +62,25 @@ class Runner:
             raise error.__cause__ or error from error.__cause__
         finally:
             self._micros = ()
+
+    def _schedule(self, micros: Sequence[Microbatch]) -> Any:
+        """Returns the schedule for microbatches of this shape; the one of another shape goes, with its buffers."""
+        key = len(micros), *key_of(micros[0].inputs)
+        if self._made[0] == key:
+            return self._made[1]
+        self._made = (), None
+        stages = [self._stage(stage, micros[0]) for stage in self._relay.stages]
+        try:
+            made = self._class(
+                stages[0] if self._single else stages,
+                n_microbatches=len(micros),
+                loss_fn=self._loss_of,
+                scale_grads=False,
+            )
+        except ValueError as error:  # torch 2.8 has more rules than pipeline/rules.py
+            raise PlanError(f"torch {torch.__version__}: {error}") from error
+        self._made = key, made
+        return made
 
     def _stage(self, stage: Stage, micro: Microbatch) -> PipelineStage:
         header = self._relay.header(stage.number, micro, stage.training)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from grappe.errors import UsageError
 from grappe.errors.foreign_text import spreadsheet_cell
 from grappe.launch import files as safe
 from grappe.profiling.memory import size
 from grappe.profiling.summary import duration
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
+from grappe.verbs.foresee.out import check_out, unwritable
 
 OF_EACH = ("measured", "error")
 COLUMNS = ("run", "plan", "states foreseen", *OF_EACH, "peak foreseen", *OF_EACH, "step foreseen", *OF_EACH)
@@ -59,17 +59,16 @@ def write(found: Sequence[Compared], errors: Sequence[Errors], file: Path) -> No
     Raises:
         UsageError: the name ends otherwise, or the file cannot be written.
     """
+    check_out(file, history=True)
     if file.suffix == ".json":
         content = {"kind": "foreseen", "runs": [one.as_json() for one in found]}
         text = json.dumps({**content, "errors": [dataclasses.asdict(one) for one in errors]}, indent=1) + "\n"
-    elif file.suffix == ".csv":
-        text = _csv(found)
     else:
-        raise UsageError(f"--out={file}: the name has to end in .json or .csv")
+        text = _csv(found)
     try:
         safe.replace(file, text.encode())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
+        raise unwritable(file, error.strerror) from error
 
 
 def _csv(found: Sequence[Compared]) -> str:

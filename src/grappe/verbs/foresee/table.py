@@ -35,6 +35,14 @@ def table(found: Sequence[Foreseen], room: Room | None) -> Table:
     return made
 
 
+def reason(plan: str, why: str) -> str:
+    """Says why a plan has no numbers; what both the plan and the reason begin with is said once."""
+    begun, colon, rest = why.partition(": ")
+    if colon and f"{plan},".startswith((f"{begun},", f"{begun}=")):
+        why = rest
+    return f"{plan or 'one process'}: {why}"
+
+
 def _peak(one: Foreseen) -> str:
     assert one.needs is not None
     return _range(one.needs.least, one.needs.peak) or f"more than {size(one.needs.states.total)}"
@@ -49,7 +57,7 @@ def _range(least: int | None, most: int | None) -> str:
 
 def sentences(found: Sequence[Foreseen], room: Room | None) -> list[str]:
     """Says which plans cannot be foreseen, and which one to take for a site."""
-    lines = [f"{one.plan or 'one process'}: {one.why}" for one in found if one.needs is None]
+    lines = [reason(one.plan, one.why) for one in found if one.needs is None]
     if any(one.needs is not None and one.needs.peak is None for one in found):
         lines.append(
             "more than …: the activations of such a plan are not foreseen, so whether it fits is measured"

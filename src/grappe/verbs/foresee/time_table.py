@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from grappe.errors import UsageError
 from grappe.launch import files as safe
+from grappe.profiling.memory import size
 from grappe.profiling.summary import duration
-from grappe.verbs.foresee.times import Aim, Timed, Times, best, merit
+from grappe.verbs.foresee.out import check_out, unwritable
+from grappe.verbs.foresee.times import Aim, Timed, Times, best, is_known, merit
 
 COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
 AIMS = {"fastest": "takes the least time", "cheapest": "costs least", "smallest": "needs the least memory"}
@@ -42,22 +43,22 @@ def sentences(times: Times, aim: Aim) -> list[str]:
     """Says which plan is best under the aim, and what is not known."""
     lines = list(times.notes)
     chosen = best(times, aim)
-    if chosen is not None and len([one for one in times.plans if one.time is not None]) > 1:
-        assert chosen.time is not None
-        lines.append(
-            f"{aim}: {_name(chosen)}, with {_seconds(chosen.time.total)} a step{_close(times, chosen, aim)}"
-        )
-    return lines
+    if chosen is None or sum(is_known(one, aim) for one in times.plans) == 1:
+        return lines
+    if aim == "smallest":
+        return [*lines, f"smallest: {_name(chosen)}, with {size(int(merit(chosen, aim)))} a process"]
+    assert chosen.time is not None
+    close = _close(times, chosen, aim)
+    return [*lines, f"{aim}: {_name(chosen)}, with {_seconds(chosen.time.total)} a step{close}"]
 
 
 def write(times: Times, file: Path) -> None:
     """Writes all of it as JSON.
 
     Raises:
-        UsageError: the name ends otherwise, or the file cannot be written.
+        UsageError: as `check_out`.
     """
-    if file.suffix != ".json":
-        raise UsageError(f"--out={file}: the name has to end in .json (with --history also in .csv)")
+    check_out(file)
     content = {
         "kind": "times",
         "gpu": times.gpu,
@@ -67,7 +68,7 @@ def write(times: Times, file: Path) -> None:
     try:
         safe.replace(file, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
+        raise unwritable(file, error.strerror) from error
 
 
 def _as_json(one: Timed) -> dict[str, Any]:
@@ -77,8 +78,7 @@ def _as_json(one: Timed) -> dict[str, Any]:
 
 def _close(times: Times, chosen: Timed, aim: Aim) -> str:
     """Names how many other plans may be as good, within what is not known."""
-    if aim == "smallest" or chosen.time is None:
-        return ""
+    assert chosen.time is not None
     most = merit(chosen, aim) * (1 + chosen.time.spread)
     others = sum(
         merit(one, aim) * (1 - one.time.spread) <= most

@@ -20,6 +20,7 @@ from grappe.foresight.sketch import Sketch
 from grappe.foresight.step_time import Clock, StepTime
 from grappe.launch.world import cores
 from grappe.plan import Plan
+from grappe.verbs.foresee.table import reason
 
 if TYPE_CHECKING:
     from grappe.sites.schema import Site
@@ -124,15 +125,11 @@ def gpu_or_not(clock: Clock, sketch: Sketch, name: str = REFERENCE) -> str | Non
 
 
 def best(times: Times, aim: Aim) -> Timed | None:
-    """Chooses the plan that is best under an aim, of those that fit as far as is known; None: no time is known.
+    """Chooses the plan that is best under an aim, of those that fit as far as is known; None: nothing is known.
 
     Of plans whose times are closer than those are known, it is one of the fewest processes.
     """
-    known = [one for one in times.plans if one.time is not None and one.foreseen.fits is not False]
-    if aim == "smallest":
-        known = [
-            one for one in known if one.foreseen.needs is not None and one.foreseen.needs.most is not None
-        ]
+    known = [one for one in times.plans if is_known(one, aim) and one.foreseen.fits is not False]
     if aim == "smallest" or not known:
         return min(known, key=lambda one: merit(one, aim), default=None)
     least = min(merit(one, aim) for one in known)
@@ -140,12 +137,19 @@ def best(times: Times, aim: Aim) -> Timed | None:
     return min(close, key=lambda one: (one.foreseen.processes, merit(one, aim)))
 
 
+def is_known(one: Timed, aim: Aim) -> bool:
+    """Returns whether what a plan costs under an aim is known."""
+    if aim != "smallest":
+        return one.time is not None
+    return one.foreseen.needs is not None and one.foreseen.needs.most is not None
+
+
 def merit(one: Timed, aim: Aim) -> float:
     """Returns what a plan costs under an aim, the least being best: hours, hours of all cores or GPUs, or bytes."""
-    assert one.time is not None and one.cost is not None
     if aim == "smallest":
-        assert one.foreseen.needs is not None
-        return float(one.foreseen.needs.most or math.inf)
+        assert one.foreseen.needs is not None and one.foreseen.needs.most is not None
+        return float(one.foreseen.needs.most)
+    assert one.cost is not None
     return one.cost.unit_hours if aim == "cheapest" else one.cost.hours
 
 
@@ -171,8 +175,8 @@ def _on_gpu(sketch: Sketch, found: Sequence[Foreseen], site: Site) -> Times:
 
 def _whys(plans: Sequence[Timed]) -> list[str]:
     """Says why plans have no time: each reason once, with the first plan that it holds for."""
-    first = {one.why: one.foreseen.plan or "one process" for one in reversed(plans) if one.why}
-    return [f"{plan}: {why}" for why, plan in reversed(first.items())]
+    first = {one.why: one.foreseen.plan for one in reversed(plans) if one.why}
+    return [reason(plan, why) for why, plan in reversed(first.items())]
 
 
 def calibrated_here() -> Calibration:
