@@ -211,7 +211,7 @@ class Sketch:
                 check_without_values(self.task, model, self._batch.inputs())
         except PlanError:
             raise
-        except Exception:
+        except Exception:  # the model cannot run without values: its traces say why
             return
 
     def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
