@@ -17,10 +17,10 @@ from grappe import Arrays, Task
 from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import latest
 from grappe.checkpoint.initial import build, built
-from grappe.errors import RunError, TaskError
+from grappe.errors import OutOfMemory, RunError, TaskError
 
 MADE_BY: list[int] = []
-WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing"]
+WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing", "need"]
 
 
 class Small(Task):
@@ -37,6 +37,8 @@ class Small(Task):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.goes == "leave":
             os._exit(0)
+        if self.goes == "need" and torch.get_default_device().type != "meta":
+            raise MemoryError
         if self.goes == "exit":
             sys.exit("no more")
         if self.goes == "nothing":
@@ -162,3 +164,10 @@ def test_an_older_checkpoint_of_a_run_is_said(tmp_path) -> None:
     assert "step-000007 does not verify" in notes[0]
     assert "step-000000 is taken" in notes[0]
     assert build(task, tmp_path / "third/checkpoints", None) == ()
+
+
+def test_too_little_memory_for_the_whole_model_is_said_with_its_size(tmp_path: Path) -> None:
+    with pytest.raises(
+        OutOfMemory, match=r"whatever the plan, with 4 MB of parameters\. Small\.model\(\) ran out"
+    ):
+        build(Small(goes="need", width=250_000), tmp_path / "checkpoints", None)

@@ -45,29 +45,48 @@ def test_that_of_another_machine_is_refused(tmp_path: Path, what: str) -> None:
         read(tmp_path / "a.json")
 
 
+ONE = dataclasses.asdict(Overhead())
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "says"),
     [
-        {"form": 0},
-        {"machine": []},
-        {"machine": None},
-        {"overheads": {"one": {"step": "__import__('os')"}}},
-        {"overheads": {"one": {"step": 1e400}}},
-        {"links": {"2": {"all_reduce": [[1]]}}},
-        {"links": {"2": {"all_reduce": 3}}},
-        {"flops": {"fp32/1": -1}},
-        {"flops": {"fp32/1": True}},
-        {"operators": {"1x1": {"x": float("nan")}}},
-        {"operators": {"1x1": {"x" * 30_000: 1}}},
-        {"operators": 3},
+        ({"form": 0}, "another version of grappe"),
+        ({"machine": []}, "in the entry machine:"),
+        ({"machine": None}, "in the entry machine:"),
+        ({"machine": {"processor": "abacus", "cores": 2}}, "in the entry machine.torch:"),
+        ({"overheads": {}}, "in the entry overheads.one:"),
+        ({"overheads": {"replicate": ONE}}, "in the entry overheads.one:"),
+        ({"overheads": {"one": {"step": 0.1}}}, "in the entry overheads.one.forward:"),
+        ({"overheads": {"one": {**ONE, "step": "__import__('os')"}}}, "in the entry overheads.one.step:"),
+        ({"overheads": {"one": {**ONE, "step": 1e400}}}, "in the entry overheads.one.step:"),
+        ({"overheads": {"one": ONE, "zero1": 3}}, "in the entry overheads.zero1:"),
+        ({"links": None}, "in the entry links:"),
+        ({"links": {"2": 3}}, "in the entry links.2:"),
+        ({"links": {"2": {"all_reduce": [[1]]}}}, "in the entry links.2.all_reduce:"),
+        ({"links": {"2": {"all_reduce": 3}}}, "in the entry links.2.all_reduce:"),
+        ({"flops": {}}, "in the entry flops:"),
+        ({"flops": {"fp32/1": -1}}, "in the entry flops.fp32/1:"),
+        ({"flops": {"fp32/1": True}}, "in the entry flops.fp32/1:"),
+        ({"bandwidth": {}}, "in the entry bandwidth:"),
+        ({"operators": {"1x1": {"x": float("nan")}}}, "in the entry operators.1x1.x:"),
+        ({"operators": {"1x1": {"x" * 30_000: 1}}}, "in the entry operators.1x1:"),
+        ({"operators": 3}, "in the entry operators:"),
     ],
 )
-def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict) -> None:
+def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict, says: str) -> None:
     write(MADE, tmp_path / "a.json")
     content = json.loads((tmp_path / "a.json").read_text())
     (tmp_path / "a.json").write_text(json.dumps({**content, **change}))
-    with pytest.raises(UsageError, match="grappe doctor --calibrate"):
+    with pytest.raises(UsageError, match="grappe doctor --calibrate") as error:
         read(tmp_path / "a.json")
+    assert says in str(error.value)
+
+
+def test_a_machine_of_one_core_has_no_links(tmp_path: Path) -> None:
+    alone = dataclasses.replace(MADE, links={}, operators={})
+    write(alone, tmp_path / "a.json")
+    assert read(tmp_path / "a.json") == alone
 
 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import resource
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPa
     )
     assert "0 MB of optimizer state (of 305 MB)" in told
     assert re.search(r"Foreseen to fit: microbatches=4 \([0-9.]+ GB a process\)", told)
+
+
+def test_what_is_held_and_all_of_it_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 1300)
+    shortage = dataclasses.replace(SHORTAGE, held={"parameters": 302 * MB, "gradients": 0, "optimizer": 36})
+    told = out_of_memory._told(
+        shortage, {"parameters": 302 * MB, "gradients": 321_000, "optimizer": 302 * MB}
+    )
+    assert "302 MB of parameters, 0 kB of gradients (of 321 kB), 0 MB of optimizer state (of 302 MB)" in told
 
 
 def test_a_model_that_cannot_be_traced_is_told_with_general_advice(

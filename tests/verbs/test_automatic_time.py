@@ -15,6 +15,7 @@ from grappe.errors import UsageError
 from grappe.foresight.calibration import Machine, write
 from grappe.sites import slurm
 from grappe.verbs import automatic_time, submission_memory
+from grappe.verbs.foresee.course import Costs
 from grappe.verbs.submission import JobOptions
 from grappe.verbs.submit import Submitted, submit, submit_all
 from tests.foresight.test_calibration import MADE
@@ -104,8 +105,20 @@ def test_a_calibration_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
     write(MADE)
     found = shown("train digits epochs=100 --plan device=cpu,threads=1", None)
     assert "2,300 steps of " in found.time_note and "this machine's calibration" in found.time_note
+    assert found.time_note.index("at its slow end") < found.time_note.index(", with start-up")
     with pytest.raises(UsageError, match="other CPUs than this machine"):
         shown("train digits --plan device=cpu,threads=1", "narval-cpu")
+
+
+def test_the_step_that_is_said_is_at_the_slow_end_that_the_limit_is_made_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = Costs(step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5)
+    known = automatic_time._Known(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
+    monkeypatch.setattr(automatic_time, "_foreseen", lambda job: known)
+    # 2,300 steps of 2 s, a start of 2 minutes and two minutes of examining the node, and a fifth
+    note = shown("train digits epochs=100 --plan device=cpu,threads=1", None).time_note
+    assert "time limit 01:40:00: 2,300 steps of 2.00 s and" in note
 
 
 def test_several_numbers_of_gpus_have_limits_of_their_own(folder: Path) -> None:

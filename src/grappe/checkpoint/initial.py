@@ -23,13 +23,14 @@ from grappe.checkpoint.format import STATE, step_folder
 from grappe.checkpoint.names import LOCAL, MODEL
 from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import InMemory, Weights, kind_of, named_tensors
-from grappe.errors import GrappeError, RunError, TaskError, disk_advice
+from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
 from grappe.launch.limits import LimitReached, Limits
+from grappe.profiling.memory import size
 from grappe.task import Task
 
 SLACK = 1 << 26  # bytes, for what is not weights: names, headers, torch's own
@@ -51,10 +52,32 @@ def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> 
         Notes for the user about what was taken over.
 
     Raises:
+        OutOfMemory: the separate process had no room for the whole model.
         GrappeError: the model cannot be made, or what is given does not fit it.
     """
-    notes = run_in_fork(lambda: _build(task, checkpoints, begin, run))
+    try:
+        notes = run_in_fork(lambda: _build(task, checkpoints, begin, run))
+    except OutOfMemory as error:
+        raise OutOfMemory(
+            f"no room for the initial weights: a process of its own, which process 0 starts, makes the whole model "
+            f"once, whatever the plan{_parameters_in_words(task)}. {error}"
+        ) from error
     return tuple(notes.splitlines())
+
+
+def _parameters_in_words(task: Task) -> str:
+    """Returns the size of the model's parameters, as the end of a clause; "" where it has to have values."""
+
+    def work() -> str:
+        with contextlib.suppress(Exception), torch.device("meta"):
+            sizes = (one.nbytes for one in user_call(task, "model").parameters() if one.is_meta)
+            return f", with {size(sum(sizes))} of parameters"
+        return ""
+
+    try:
+        return run_in_fork(work)
+    except GrappeError:  # it does not even fit without values
+        return ""
 
 
 def built(task: Task) -> Weights:
@@ -173,9 +196,9 @@ def _limited(work: Callable[[], str], given: Path, own: int, most: int) -> str:
     Raises:
         RunError: the process needed more.
     """
-    size = _size(given)
+    mapped = _size(given)
     limits = Limits(
-        memory=most + SLACK, mapped=size + SLACK, seconds=LEAST_SECONDS + size // BYTES_PER_SECOND
+        memory=most + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND
     )
     try:
         return run_in_fork(work, limits)

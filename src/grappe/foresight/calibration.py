@@ -15,6 +15,7 @@ import torch
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
+from grappe.errors.foreign_text import printable
 from grappe.launch.world import cores
 
 FORM = 9
@@ -128,19 +129,20 @@ def read(file: Path | None = None) -> Calibration | None:
         raise UsageError(f"{error}: {DO}") from error
     here = Machine.here()
     try:
-        if content["form"] != FORM:
+        if content.get("form") != FORM:
             raise UsageError(f"{file} was written by another version of grappe: {DO}")
+        machine = _entries(content, "machine")
         made = Machine(
-            **{name: _text(content["machine"][name]) for name in ("processor", "torch")},
-            cores=int(_number(content["machine"]["cores"])),
+            **{name: _text(machine.get(name), f"machine.{name}") for name in ("processor", "torch")},
+            cores=int(_number(machine.get("cores"), "machine.cores")),
         )
         for name in ("processor", "cores", "torch"):
             was, now = getattr(made, name), getattr(here, name)
             if was != now:
                 raise UsageError(f"{file} is of another machine ({name}: {was!r} there, {now!r} here): {DO}")
         return _checked(content, made)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{file} is no calibration ({type(error).__name__}): {DO}") from error
+    except _Wrong as error:
+        raise UsageError(f"{file} is damaged, in the entry {error}: {DO}") from error
 
 
 def write(calibration: Calibration, file: Path | None = None) -> None:
@@ -154,42 +156,78 @@ def write(calibration: Calibration, file: Path | None = None) -> None:
     write_json(file, {"form": FORM, **dataclasses.asdict(calibration)})
 
 
+class _Wrong(Exception):
+    """An entry of a calibration is missing, or wrong; the message is the entry's place."""
+
+
 def _checked(content: Mapping[str, Any], machine: Machine) -> Calibration:
-    names = {one.name for one in dataclasses.fields(Overhead)}
+    overheads = _entries(content, "overheads")
     return Calibration(
         machine=machine,
         overheads={
-            kind: Overhead(**{name: _number(value, -1.0) for name, value in one.items() if name in names})
-            for kind, one in content["overheads"].items()
-            if kind in KINDS
+            kind: _overhead(overheads, kind, f"overheads.{kind}")
+            for kind in KINDS
+            if kind in overheads or kind == "one"  # few cores have no kinds of several processes
         },
         links={
-            _text(count): {
-                _text(name): tuple((_number(size), _number(took)) for size, took in points)
-                for name, points in several.items()
-            }
-            for count, several in content["links"].items()
+            count: {name: _points(points, f"links.{count}.{name}") for name, points in several.items()}
+            for count, several in _nested(content, "links").items()
         },
-        flops=_numbers(content["flops"]),
-        bandwidth=_numbers(content["bandwidth"]),
-        operators={_text(setting): _numbers(several) for setting, several in content["operators"].items()},
+        flops=_numbers(_entries(content, "flops"), "flops", some=True),
+        bandwidth=_numbers(_entries(content, "bandwidth"), "bandwidth", some=True),
+        operators={
+            setting: _numbers(several, f"operators.{setting}")
+            for setting, several in _nested(content, "operators").items()
+        },
     )
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {_text(name): _number(value) for name, value in values.items()}
+def _overhead(overheads: Mapping[str, Any], kind: str, where: str) -> Overhead:
+    known = _entries(overheads, kind, where)
+    names = [one.name for one in dataclasses.fields(Overhead)]
+    return Overhead(**{name: _number(known.get(name), f"{where}.{name}", -1.0) for name in names})
 
 
-def _number(value: Any, least: float = 0.0) -> float:
+def _points(points: Any, where: str) -> tuple[tuple[float, float], ...]:
+    if not isinstance(points, list) or not points:
+        raise _wrong(where)
+    if any(not isinstance(one, list) or len(one) != 2 for one in points):
+        raise _wrong(where)
+    return tuple((_number(size, where), _number(took, where)) for size, took in points)
+
+
+def _nested(content: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:
+    known = _entries(content, name)
+    return {_text(one, name): _entries(known, one, f"{name}.{one}") for one in known}
+
+
+def _entries(content: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
+    found = content.get(name)
+    if not isinstance(found, Mapping):
+        raise _wrong(where or name)
+    return found
+
+
+def _numbers(values: Mapping[str, Any], where: str, *, some: bool = False) -> dict[str, float]:
+    if some and not values:
+        raise _wrong(where)
+    return {_text(name, where): _number(value, f"{where}.{name}") for name, value in values.items()}
+
+
+def _number(value: Any, where: str, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise ValueError("no number of seconds")
+        raise _wrong(where)
     return float(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > 20_000:
-        raise ValueError("no text")
+        raise _wrong(where)
     return value
+
+
+def _wrong(where: str) -> _Wrong:
+    return _Wrong(printable(where, 200))
 
 
 @functools.cache

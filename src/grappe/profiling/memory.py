@@ -160,4 +160,13 @@ def size(number: float) -> str:
     """Formats a number of bytes for users: 247 kB, 101 MB, 1.3 GB."""
     if number >= 999.5e6:
         return f"{number / 1e9:.1f} GB"
-    return f"{number / 1e6:.0f} MB" if not 0 < number < 999.5e3 else f"{number / 1e3:.0f} kB"
+    return f"{number / 1e6:.0f} MB" if not 500 <= number < 999.5e3 else f"{number / 1e3:.0f} kB"
+
+
+def part_and_whole(part: float, whole: float) -> tuple[str, str]:
+    """Formats the bytes of a part and of its whole, both in one unit: 0 kB and 321 kB, 152 MB and 1,304 MB."""
+    if 0 < whole < 999.5e3:
+        return f"{part / 1e3:.0f} kB", f"{whole / 1e3:.0f} kB"
+    if part >= 999.5e6:
+        return size(part), size(whole)
+    return f"{part / 1e6:.0f} MB", f"{whole / 1e6:,.0f} MB"

@@ -214,14 +214,17 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
 
 
 def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
-    from grappe.profiling.memory import size
+    from grappe.profiling.memory import part_and_whole, size
 
     limit, whose, _ = _limit()
     parts = []
     for kind, word in KINDS.items():
         held, whole = shortage.held[kind], states.get(kind, 0)
-        missing = f" (of {size(whole)})" if held < 0.9 * whole else ""
-        parts.append(f"{size(held)} of {word}{missing}")
+        if held < 0.9 * whole:
+            some, all_of_it = part_and_whole(held, whole)
+            parts.append(f"{some} of {word} (of {all_of_it})")
+        else:
+            parts.append(f"{size(held)} of {word}")
     parts.append(f"{size(max(0, shortage.other - (shortage.libraries or 0)))} of activations and others")
     if shortage.libraries is not None:
         parts.append(f"{size(shortage.libraries)} kept by libraries")

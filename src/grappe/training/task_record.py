@@ -49,10 +49,13 @@ def write_record(run: str, name: str, task: Task) -> str | None:
     return None
 
 
-def reference_of(run: Run) -> TaskReference:
+def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
     """Returns the task that a run was trained with: a shipped one, or one that was trained here and has not changed.
 
     Imports nothing.
+
+    Args:
+        asks: whether the command takes --task (task=… in Python), which errors then name.
 
     Raises:
         TaskError: the run is of neither kind: the user has to say which task it is.
@@ -71,12 +74,15 @@ def reference_of(run: Run) -> TaskReference:
     record = _read(run.id)
     if record is None:
         shown = name if name.isprintable() and len(name) < 200 else repr(name[:200])
-        raise TaskError(
+        why = (
             f"{run.folder} names the task {shown}, and was not trained here by you, as far as is known: grappe runs no "
-            "code because a run names it. Say which task it is: --task path/to/file.py (task=… in Python)"
+            "code because a run names it"
+        )
+        raise TaskError(
+            f"{why}. Say which task it is: --task path/to/file.py (task=… in Python)" if asks else why
         )
     file = Path(record["file"])
-    _check(run, record, file)
+    _check(run, record, file, asks)
     if record["task"].partition(":")[0].endswith(".py"):
         return TaskReference(name=record["task"], texts=texts)
     return TaskReference(name=record["task"], texts=texts, root=record["root"])
@@ -121,15 +127,17 @@ def run_around(file: Path) -> Path | None:
     return None
 
 
-def _check(run: Run, record: dict[str, str], file: Path) -> None:
-    again = f"Say which task it is: --task path/to/file.py (task=… in Python) loads {run.folder} with it"
+def _check(run: Run, record: dict[str, str], file: Path, asks: bool) -> None:
     if run_around(file) is not None or not file.is_file():
-        raise TaskError(f"{run.folder} was trained with {file}, which is not there any more. {again}")
+        why = f"{run.folder} was trained with {file}, which is not there any more"
+        again = f"Say which task it is: --task path/to/file.py (task=… in Python) loads {run.folder} with it"
+        raise TaskError(f"{why}. {again}" if asks else why)
     if _hash(file) != record["sha256"]:
-        raise TaskError(
-            f"{file} has changed since {run.folder} was trained with it. If it is still the same task: "
-            f"--task {record['task']} (task=… in Python) takes it as it is now"
+        why = f"{file} has changed since {run.folder} was trained with it"
+        again = (
+            f"If it is still the same task: --task {record['task']} (task=… in Python) takes it as it is now"
         )
+        raise TaskError(f"{why}. {again}" if asks else f"{why}: train it again in another folder")
 
 
 def _read(run: str) -> dict[str, str] | None:

@@ -235,7 +235,7 @@ def _limit_in_words(
 
     evaluations = f"{course.evaluations:,} evaluation{'' if course.evaluations == 1 else 's'}"
     text = (
-        f"time limit {clock(found)}: {course.steps:,} steps of {duration(known.costs.step)} and {evaluations}, "
+        f"time limit {clock(found)}: {course.steps:,} steps of {duration(known.costs.slow_step)} and {evaluations}, "
         f"{known.origin}, with start-up"
     )
     if not capped:

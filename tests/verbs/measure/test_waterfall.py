@@ -13,7 +13,7 @@ from grappe.profiling.operator_sums import LineCost, Traced
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point, Process, Trial
-from grappe.verbs.measure.remedies import SMALL_BATCH, remedies
+from grappe.verbs.measure.remedies import SMALL_BATCH, Remedy, remedies, to_try
 from grappe.verbs.measure.traced import Seen, Traces
 from grappe.verbs.measure.waterfall import PARTS, USEFUL, Every, Waterfall, waterfall
 from grappe.verbs.measure.why import Why, as_json
@@ -132,6 +132,29 @@ def test_fp32_where_bf16_is_meant_and_bf16_where_it_is_slow() -> None:
     )  # fmt: skip
     emulated = traces(other_part=0.2)
     assert first(point(STEP, plan="precision=bf16"), emulated)[2] == "precision=fp32"
+
+
+def test_another_precision_that_was_tried_has_the_gain_that_it_brought_or_none() -> None:
+    one, found = point(STEP), traces(other_part=0.5)
+    fall = waterfall(one, found, EVERY)
+    assert str(to_try(fall)) == "precision=bf16"
+
+    def said(*others: Point) -> Remedy:
+        (remedy,) = [
+            each for each in remedies(fall, one, [one, *others]) if each.part == "precision not used"
+        ]
+        return remedy
+
+    assert said().at_most
+    quick = said(point({"forward": 0.080}, plan="precision=bf16"))
+    assert (quick.word, quick.at_most) == ("precision=bf16 (tried)", False)
+    assert quick.gain == pytest.approx(0.25)
+    slow = said(point({"forward": 0.125}, plan="precision=bf16"))
+    assert slow.word == "nothing: precision=bf16 was tried, and is 0.80 times as fast" and not slow.saves
+    assert said(point({"forward": 0.080}, plan="precision=bf16", batch=256)).at_most  # of another batch
+    failed = said(dataclasses.replace(point(STEP, plan="precision=bf16"), failure="no such units\nmore"))
+    assert failed.word == "precision=bf16 was tried, and failed: no such units" and not failed.saves
+    assert to_try(waterfall(one, traces(), EVERY)) is None
 
 
 def test_on_a_gpu_the_rates_of_its_generation_count() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from benchmarks.slownesses import Planted
 
+from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
+from grappe.verbs.measure import why as module
 from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import Point
 from grappe.verbs.measure.table import write
 from grappe.verbs.measure.why import Why, why
 from tests.sleeping import Sleeping
@@ -65,6 +69,25 @@ def test_tiny_operators_and_the_file_for_a_report(tmp_path: Path) -> None:
     write(points, "planted", tmp_path / "m.json", whys=[found])
     known = json.loads((tmp_path / "m.json").read_text())["why"][0]
     assert sum(known["parts"].values()) == pytest.approx(1)
+
+
+def test_a_precision_that_promises_a_gain_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, options = Planted(width=32), MeasureOptions(steps=3, repeats=2, save_every=10**6)
+    points = verb.measure(task, (PLAN,), options=options, advise=False)
+    tried: list[tuple[str, int, int]] = []
+
+    def measured(task, plans, *, options: MeasureOptions, **_) -> list[Point]:
+        tried.append((str(plans[0]), *options.batch_size, options.repeats))
+        return [dataclasses.replace(points[0], plan=str(plans[0]))]
+
+    promise = Plan.parse(f"{PLAN},precision=bf16")
+    monkeypatch.setattr(module, "to_try", lambda fall: promise)
+    monkeypatch.setattr(module, "measure", measured)
+    known = [*points, dataclasses.replace(points[0], plan=str(promise), origin="advice")]
+    why(task, known, options=options)
+    assert not tried
+    why(task, points, options=options)
+    assert tried == [(str(promise), points[0].batch, 1)]
 
 
 def test_values_that_are_read() -> None:

@@ -237,6 +237,8 @@ def _most(peak: Mapping[str, int]) -> int:
 def _spent(peak: Mapping[str, int]) -> str:
     kinds = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
     held = {word: peak[kind] for kind, word in kinds.items() if kind in peak}
+    if not held:
+        return size(_most(peak))
     rest = max(0, _most(peak) - sum(held.values()))
     parts = [f"{word} {size(number)}" for word, number in {**held, "rest": rest}.items()]
     return f"{size(_most(peak))} = {', '.join(parts)}"

@@ -19,6 +19,7 @@ from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.training.task_record import reference_of
+from grappe.training.task_reference import TaskReference
 from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.foresee.run_time import (
     TimeSource,
@@ -206,9 +207,10 @@ def _foreseen(run: Run, known: Mapping[str, Any], data: Path | None) -> Foreseen
             # Without a step it was written by an earlier grappe, or before this machine was calibrated.
             if written.get("of") == of and (source is None or step.get("from") == source.key):
                 return _read(written, why)
+    reference = reference_of(run, asks=False)  # before a line says that it is traced
     progress(f"tracing the model of {run.folder.name}, to foresee its memory and step; once")
     try:
-        found = json.loads(in_limited_process(lambda: _traced(run, known, data, source)))
+        found = json.loads(in_limited_process(lambda: _traced(run, reference, data, source)))
     finally:
         progress("")
     with contextlib.suppress(OSError, RunError):
@@ -228,18 +230,19 @@ def _read(written: Mapping[str, Any], why: str) -> Foreseen:
     return Foreseen(sizes=_sizes(written.get("foreseen")), step=found, step_why=said)
 
 
-def _traced(run: Run, known: Mapping[str, Any], data: Path | None, source: TimeSource | None) -> str:
+def _traced(run: Run, reference: TaskReference, data: Path | None, source: TimeSource | None) -> str:
     """Traces a run's model once; returns the content of FILE, without what it depends on."""
     from grappe.foresight.compose import needs
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.sketch import Sketch
     from grappe.launch.local import start_server
 
+    known = run.read_description()
     plan, gpu = Plan.parse(str(known.get("plan") or "")), known.get("device") == "cuda"
     threads = known.get("threads")
     if plan.threads is None and isinstance(threads, int) and threads > 0:
         plan = dataclasses.replace(plan, threads=threads)  # as many as that machine's cores
-    task = reference_of(run).resolve()
+    task = reference.resolve()
     if not gpu:
         start_server(metrics=False)  # kernels run in a process that has no OpenMP threads of its parents
     sketch = Sketch(

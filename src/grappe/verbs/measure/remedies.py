@@ -17,6 +17,7 @@ from grappe.verbs.measure.waterfall import Waterfall
 WORTH = 0.02  # share of the time, from which on a part has a remedy
 ENOUGH = 0.05  # share of the time that evaluations, or saves, may well take
 MOST_OF = 0.5  # of a whole, to be named as its cause
+UNUSED = "precision not used"
 SMALL_BATCH = "small batch"
 """What a larger batch brings, as measured: of host, small matrices and update together, so no part of the sum."""
 
@@ -45,7 +46,7 @@ def remedies(fall: Waterfall, point: Point, points: Sequence[Point]) -> list[Rem
 
     Args:
         point: the measured point that was split.
-        points: all measured points, of which one may have a larger batch.
+        points: all measured points, of which one may have a larger batch, and one another precision.
     """
     found = [
         remedy
@@ -53,7 +54,15 @@ def remedies(fall: Waterfall, point: Point, points: Sequence[Point]) -> list[Rem
         if fall.share(part) >= WORTH
         for remedy in make(fall, point, fall.share(part))
     ]
-    return sorted([*found, *_small_batch(fall, point, points)], key=lambda one: -one.saves)
+    found += [*_small_batch(fall, point, points), *_precision(fall, point, points)]
+    return sorted(found, key=lambda one: -one.saves)
+
+
+def to_try(fall: Waterfall) -> Plan | None:
+    """Returns the plan in the precision that would save matrix products' time; None: there is none worth a trial."""
+    if fall.share(UNUSED) < WORTH:
+        return None
+    return dataclasses.replace(Plan.parse(fall.plan), precision=fall.precision)
 
 
 def _evaluation(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
@@ -189,10 +198,6 @@ def _small(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
     yield Remedy(part="small matrices", word="a larger batch_size, or wider layers")
 
 
-def _precision(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
-    yield Remedy(part="precision not used", word=f"precision={fall.precision}", saves=share)
-
-
 def _unexplained(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
     compiled = Plan.parse(fall.plan).compile
     word = (
@@ -218,7 +223,6 @@ REMEDIES: dict[str, Callable[[Waterfall, Point, float], Iterator[Remedy]]] = {
     "copies of layouts": _copies,
     "memory-bound operators": _elementwise,
     "small matrices": _small,
-    "precision not used": _precision,
     "not explained": _unexplained,
 }
 
@@ -229,14 +233,37 @@ def _small_batch(fall: Waterfall, point: Point, points: Sequence[Point]) -> Iter
     if not larger:
         return
     other = max(larger, key=lambda one: one.rate)
-    step = sum(seconds for part, seconds in fall.parts.items() if part not in ("evaluation", "checkpoints"))
-    saved = (1 - point.rate / other.rate) * step / fall.seconds
+    saved = _saved(fall, point, other)
     if saved >= WORTH:
         yield Remedy(
             part=SMALL_BATCH,
             word=f"batch_size={other.batch} (tried; it changes what is learned)",
             saves=saved,
         )
+
+
+def _precision(fall: Waterfall, point: Point, points: Sequence[Point]) -> Iterator[Remedy]:
+    """Compares with the same plan in the quickest precision: casts may take more than products save."""
+    plan = to_try(fall)
+    if plan is None:
+        return
+    word = f"precision={fall.precision}"
+    other = next((one for one in points if (one.plan, one.batch) == (str(plan), point.batch)), None)
+    if other is None:
+        yield Remedy(part=UNUSED, word=word, saves=fall.share(UNUSED), at_most=True)
+    elif other.failure:
+        yield Remedy(part=UNUSED, word=f"{word} was tried, and failed: {other.failure.splitlines()[0]}")
+    elif (saved := _saved(fall, point, other)) >= WORTH:
+        yield Remedy(part=UNUSED, word=f"{word} (tried)", saves=saved)
+    else:
+        speed = other.rate / point.rate
+        yield Remedy(part=UNUSED, word=f"nothing: {word} was tried, and is {speed:.2f} times as fast")
+
+
+def _saved(fall: Waterfall, point: Point, other: Point) -> float:
+    """Computes the share of the time that is saved at the rate of `other`; evaluations and saves stay as they are."""
+    step = sum(seconds for part, seconds in fall.parts.items() if part not in ("evaluation", "checkpoints"))
+    return (1 - point.rate / other.rate) * step / fall.seconds
 
 
 def place(cost: LineCost) -> str:

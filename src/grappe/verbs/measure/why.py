@@ -13,10 +13,11 @@ from grappe.plan import Plan
 from grappe.task import Task
 from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.measure.measure import with_fields
+from grappe.verbs.measure.measure import measure, with_fields
+from grappe.verbs.measure.measure import point as point_of
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point
-from grappe.verbs.measure.remedies import Remedy, remedies
+from grappe.verbs.measure.remedies import Remedy, remedies, to_try
 from grappe.verbs.measure.traced import HALF, Traces, traced
 from grappe.verbs.measure.waterfall import Every, Waterfall, waterfall
 
@@ -45,6 +46,8 @@ def why(
 ) -> list[Why]:
     """Finds where the time of measured points goes: a short training of each plan, whose operators are traced.
 
+    Where another precision promises a gain, one more training tries it.
+
     Args:
         points: from `measure`; those that were asked for, and did not fail, are split.
         options: those that `points` were measured with.
@@ -52,16 +55,29 @@ def why(
     options = options or MeasureOptions()
     request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data))
     found = []
+
+    def tried(plan: Plan, batch: int) -> Sequence[Point]:
+        one = dataclasses.replace(options, repeats=1, batch_size=(batch,), weak=False)
+        try:
+            return measure(task, (plan,), options=one, advise=False, data=data, fields=fields, note=note)
+        except GrappeError as error:
+            return [point_of(plan, batch, (), str(error), "advice")]
+
     with scratch("why") as folder:
         for number, point in enumerate(points):
             if point.origin == "asked" and not point.failure:
                 note(f"tracing {point.plan or 'one process'}, batch {point.batch}")
-                found.append(_one(request, point, points, options, folder / str(number)))
+                found.append(_one(request, point, points, options, folder / str(number), tried))
     return found
 
 
 def _one(
-    request: Request, point: Point, points: Sequence[Point], options: MeasureOptions, folder: Path
+    request: Request,
+    point: Point,
+    points: Sequence[Point],
+    options: MeasureOptions,
+    folder: Path,
+    tried: Callable[[Plan, int], Sequence[Point]],
 ) -> Why:
     epochs = max(request.task.resolve().epochs, 2 * HALF)  # an epoch may be a step
     training = dataclasses.replace(
@@ -72,6 +88,9 @@ def _one(
     except GrappeError as error:
         return Why(plan=point.plan, batch=point.batch, failure=str(error).splitlines()[0])
     fall = waterfall(point, traces, _every(options, traces))
+    plan = to_try(fall)
+    if plan is not None and (str(plan), point.batch) not in {(one.plan, one.batch) for one in points}:
+        points = [*points, *tried(plan, point.batch)]
     return Why(
         plan=point.plan,
         batch=point.batch,
