@@ -62,7 +62,7 @@ def to_try(fall: Waterfall) -> Plan | None:
     """Returns the plan in the precision that would save matrix products' time; None: there is none worth a trial."""
     if fall.share(UNUSED) < WORTH:
         return None
-    return dataclasses.replace(Plan.parse(fall.plan), precision=fall.precision)
+    return dataclasses.replace(Plan.parse(fall.plan), precision=fall.precision)  # pyrefly: ignore
 
 
 def _evaluation(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
