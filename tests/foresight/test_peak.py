@@ -88,6 +88,8 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
         (unusual.Twice, ""),
         (unusual.Twice, "shard=2"),
         (unusual.Ragged, ""),
+        (unusual.Tied, "shard=2"),
+        (unusual.Tied, "offload=cpu"),
     ],
 )
 def test_the_peak_of_what_is_harder_to_trace(task: type, plan: str) -> None:

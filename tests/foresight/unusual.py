@@ -36,6 +36,15 @@ class Rows(Task):
         return torch.optim.Adam(named_parameters)
 
 
+class Tied(Rows):
+    """The first and the last unit share their matrix."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2][0].weight = model[0][0].weight  # type: ignore[index,union-attr]
+        return model
+
+
 class Cube(torch.autograd.Function):
     """Keeps two tensors, and makes a third in its backward."""
 

@@ -15,6 +15,7 @@ from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import split_tensors
+from grappe.parallel.ties import untied
 from grappe.plan import Plan
 from tests.gallery.cell import seen
 from tests.parallel import families
@@ -65,11 +66,14 @@ def test_uneven_counts_give_the_mean_over_all_counted_tokens_as_transformers_own
     )
 
 
-def test_units_are_the_layers_without_what_shares_its_weights() -> None:
+def test_units_are_the_layers_of_which_those_that_share_weights_are_not_sharded() -> None:
     for name, kinds in (("Llama", {"LlamaDecoderLayer"}), ("GPT2", {"GPT2Block"}), ("Bert", {"BertLayer"})):
         task = getattr(families, name)()
-        units = task.units(task.model())
-        assert {type(unit).__name__ for unit in units} == kinds and len(units) in (2, 3)
+        model = task.model()
+        units = task.units(model)
+        tied = {type(unit).__name__ for unit in units} - kinds
+        assert tied == ({"BertEmbeddings"} if name == "Bert" else set())
+        assert {type(unit).__name__ for unit in untied(model, units)} == kinds and len(units) in (2, 3, 4)
     assert families.Llama().units(torch.nn.Linear(2, 2)) == []
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from grappe.foresight.ledger import Ledger
 from grappe.foresight.trace import END, ROOT, tensors_of
+from grappe.parallel.ties import untied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Parameter:
     """Bytes of a number."""
     trained: bool
     unit: int
-    """The first unit that has it; ROOT: none."""
+    """The unit with which it is sharded; ROOT: none."""
     states: tuple[int, ...] = ()
     """Bytes of each tensor of the optimizer's state that has a number for each of the parameter's."""
     whole_states: tuple[int, ...] = ()
@@ -36,6 +37,12 @@ class Parameter:
     def size(self) -> int:
         """Computes the parameter's bytes."""
         return self.item * math.prod(self.shape)
+
+
+def sharded_with(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
+    """Returns the unit with which fully_shard has each parameter, by its id; without those that the root has."""
+    alone = {id(unit) for unit in untied(model, units)}
+    return {one: number for one, number in homes_of(units).items() if id(units[number]) in alone}
 
 
 def homes_of(units: Sequence[nn.Module]) -> dict[int, int]:

@@ -17,7 +17,7 @@ from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
 from grappe.foresight.fake_group import pretended
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.parameters import homes_of, stepped
+from grappe.foresight.parameters import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
 from grappe.foresight.slices import ALONE, Slices
 from grappe.foresight.trace import CPU, Trace, traced, with_kernels
@@ -67,7 +67,7 @@ class Sketch:
         with _explained(task, "be made"):
             self.plain = on_meta(task)
             model = self._made()
-            homes = homes_of(task.units(model))
+            homes = sharded_with(model, task.units(model))
             self.buffers = sum(one.nbytes for one in model.buffers())
         with _explained(task, "be stepped by its optimizer"), self.mode:
             optimizer = optimizer_of(

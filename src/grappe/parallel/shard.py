@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from grappe.launch.world import World, gather_into
+from grappe.parallel.ties import untied
 from grappe.plan import Plan
 from grappe.step.exact.sums import tree_sum, wire
 
@@ -22,11 +23,14 @@ def uses_shard(plan: Plan) -> bool:
 
 
 def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
-    """Shards each unit, then the root's remaining parameters. Gradients are summed, never averaged. Collective."""
+    """Shards each unit, then the root's remaining parameters, those of tied units too. Collective.
+
+    Gradients are summed, never averaged.
+    """
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     mesh, scalars = _mesh(plan, world), set(_scalars(model))
-    for module in [*units, model]:
+    for module in [*untied(model, units), model]:
         fully_shard(
             module,
             mesh=mesh,

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from grappe.errors import PlanError
 from grappe.launch.world import World
+from grappe.parallel.ties import shared_parameters
 from grappe.plan import Plan
 from grappe.private_api import transformers
 from grappe.task import Task
@@ -69,7 +70,7 @@ def _styles(one: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, Pa
             raise PlanError(
                 f"{where} has {name}={heads}, which {plan.tensor} processes cannot share: take a divisor"
             )
-    shared = transformers.shared_parameters(model)
+    shared = shared_parameters(model)
     styles = {}
     for name, word in words.items():
         module = one.get_submodule(name)

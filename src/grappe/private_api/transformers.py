@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,7 +31,7 @@ def models(model: nn.Module) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules that must not be split, in order; without those that share a parameter with another."""
+    """Lists the modules that must not be split, in order."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for one in models(model).values():
@@ -41,22 +40,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
             if type(module).__name__ in kinds and id(module) not in inside:
                 inside.update(id(part) for part in module.modules())
                 found.append(module)
-    shared = shared_parameters(model)
-    return [block for block in found if not _shares_outside(block, shared)]
-
-
-def shared_parameters(model: nn.Module) -> dict[int, set[int]]:
-    """Returns the modules that have a parameter of their own that another has, too; both by id."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-    return {parameter: several for parameter, several in owners.items() if len(several) > 1}
-
-
-def _shares_outside(block: nn.Module, shared: Mapping[int, set[int]]) -> bool:
-    inside = {id(module) for module in block.modules()}
-    return any(shared.get(id(parameter), inside) - inside for parameter in block.parameters())
+    return found
 
 
 def tensor_styles(one: Any) -> dict[str, str]:
