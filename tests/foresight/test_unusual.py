@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from grappe.data.loader import training_order
 from grappe.errors import TaskError
@@ -52,3 +55,55 @@ def test_what_a_function_of_the_users_keeps_is_counted() -> None:
         for task in (unusual.Rows, unusual.Custom)
     )
     assert custom - plain >= 3 * 64 * 128 * 4  # one more tensor in each of three units
+
+
+class Growing(torch.optim.SGD):
+    """Keeps the last gradients, five at most."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    kept = self.state[one].setdefault("kept", [])
+                    kept.append(one.grad.clone())
+                    del kept[:-5]
+
+
+class Late(torch.optim.SGD):
+    """Makes its state in the second step."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    state = self.state[one]
+                    if "steps" in state and "mean" not in state:
+                        state["mean"] = torch.zeros_like(one)
+                    state["steps"] = torch.ones(())
+
+
+def test_a_state_that_grows_from_step_to_step_is_not_foreseen() -> None:
+    class Kept(unusual.Rows):
+        def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
+            return Growing(named_parameters)
+
+    with pytest.raises(TaskError, match="the state of Growing grows from step to step"):
+        Sketch(Kept(), Path("data"))
+
+
+def test_a_state_that_the_second_step_makes_counts() -> None:
+    class Second(unusual.Rows):
+        def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
+            return Late(named_parameters)
+
+    found = Sketch(Second(), Path("data")).parameters[0]
+    assert (found.states, found.whole_states) == ((found.size,), (4,))
+
+
+def test_sparse_gradients_are_not_foreseen() -> None:
+    class Sparse(unusual.Rows):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Embedding(10, 4, sparse=True))
+
+    with pytest.raises(TaskError, match=r"Sparse has sparse gradients.*grappe measure runs it"):
+        Sketch(Sparse(), Path("data"))

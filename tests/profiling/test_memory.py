@@ -33,6 +33,12 @@ def test_held_is_to_the_byte() -> None:
     assert memory.held(half)["parameters"] == 2 * 12
 
 
+def test_a_sparse_gradient_has_its_indices_and_rows() -> None:
+    embedding = torch.nn.Embedding(1000, 8, sparse=True)
+    embedding(torch.tensor([3, 5, 3])).sum().backward()
+    assert memory.bytes_of([embedding.weight.grad]) == 2 * (8 + 8 * 4)
+
+
 def test_peak_is_what_the_kernel_says(tmp_path: Path) -> None:
     fake = tmp_path / "status"
     fake.write_text("Name:\tpython\nVmHWM:\t  1024 kB\nThreads: 1\n")

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grappe.errors import TaskError
 from grappe.foresight.ledger import Ledger
 from grappe.foresight.trace import END, ROOT, tensors_of
 from grappe.parallel.ties import untied
@@ -73,13 +74,12 @@ def stepped(
         if one.requires_grad:
             one.grad = torch.empty_like(one)
             optimizer.step()  # makes the state
-            values = tensors_of(dict(optimizer.state.get(one, {})))
-            for value in values:
-                (split if value.shape == one.shape and value.dim() else whole).append(value.nbytes)
-            ledger = Ledger([one, one.grad, *values])
+            ledger = Ledger([one, one.grad, *_state(optimizer, one)])
             with ledger:
                 optimizer.step()
             ledger.mark(END)
+            for value in _settled(optimizer, one, ledger.now):
+                (split if value.shape == one.shape and value.dim() else whole).append(value.nbytes)
             one.grad = None
             temporary = ledger.marks[-1].peak
         found.append(
@@ -96,11 +96,7 @@ def stepped(
         )
     for _, one in trained:
         one.grad = torch.empty_like(one)
-    held = [
-        value
-        for _, one in named
-        for value in (one, one.grad, *tensors_of(dict(optimizer.state.get(one, {}))))
-    ]
+    held = [value for _, one in named for value in (one, one.grad, *_state(optimizer, one))]
     ledger = Ledger([value for value in held if value is not None])
     with ledger:
         optimizer.step()
@@ -108,3 +104,25 @@ def stepped(
     for _, one in trained:
         one.grad = None
     return tuple(found), ledger.marks[-1].peak / max(1, *(one.temporary for one in found))
+
+
+def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    return tensors_of(dict(optimizer.state.get(parameter, {})))
+
+
+def _settled(optimizer: Optimizer, parameter: nn.Parameter, more: int) -> list[Tensor]:
+    """Returns the state after two steps, of which the second has made `more` bytes.
+
+    Raises:
+        TaskError: the third makes still more.
+    """
+    values = _state(optimizer, parameter)
+    if more:
+        held = sum(one.nbytes for one in values)
+        optimizer.step()
+        if sum(one.nbytes for one in _state(optimizer, parameter)) > held:
+            raise TaskError(
+                f"the state of {type(optimizer).__name__} grows from step to step, so what it takes in the end is not "
+                "foreseen: grappe measure, with so many --steps, measures it"
+            )
+    return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from grappe.data.batch import Batch
-from grappe.errors import GrappeError, PlanError, TaskError, user_code
+from grappe.errors import PlanError
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.batches import Batches
 from grappe.foresight.fake_group import pretended
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.parameters import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
+from grappe.foresight.refusals import explained, refuse_sparse
 from grappe.foresight.slices import ALONE, Slices
 from grappe.foresight.trace import CPU, Trace, traced, with_kernels
 from grappe.launch.rank import ProcessRank
@@ -64,12 +65,13 @@ class Sketch:
         self.mode: Any = fake_tensors()
         with naming_user_line(task):
             self._batch = Batches(task, data, self.mode)
-        with _explained(task, "be made"):
+        with explained(task, "be made"):
             self.plain = on_meta(task)
             model = self._made()
+            refuse_sparse(task, model)
             homes = sharded_with(model, task.units(model))
             self.buffers = sum(one.nbytes for one in model.buffers())
-        with _explained(task, "be stepped by its optimizer"), self.mode:
+        with explained(task, "be stepped by its optimizer"), self.mode:
             optimizer = optimizer_of(
                 task, [(name, one) for name, one in model.named_parameters() if one.requires_grad]
             )
@@ -161,7 +163,7 @@ class Sketch:
         stages = self._stages(plan, cut)
         alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
         world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
-        with _explained(self.task, "run"), world_of as world, self.mode:
+        with explained(self.task, "run"), world_of as world, self.mode:
             if slices.synchronised and world.data_group is not None:
                 for stage in stages:
                     synchronise_batchnorm(stage, world.data_group)
@@ -186,7 +188,7 @@ class Sketch:
         """Traces an evaluation of `rows` validation samples in each stage of a pipeline."""
         batch = self._validation.of(rows)
         stages = self._stages(plan, cut)
-        with _explained(self.task, "be evaluated"), self.mode:
+        with explained(self.task, "be evaluated"), self.mode:
             for stage in stages:
                 stage.eval()
             bounds = Boundaries(stages, batch)
@@ -235,7 +237,7 @@ class Sketch:
 
         The first run finds out how each operator is split, on tensors which no training has.
         """
-        with _explained(self.task, what):
+        with explained(self.task, what):
             if plan.processes == 1:
                 return run(self._made(), World(process=ProcessRank(), device=CPU))
             with pretended(plan) as world:
@@ -282,18 +284,3 @@ class Sketch:
         with self.mode:
             give_memory(model, CPU)
         return model.train()
-
-
-@contextlib.contextmanager
-def _explained(task: Task, what: str) -> Iterator[None]:
-    """Context that explains why a model cannot do `what` on fake tensors."""
-    try:
-        yield
-    except GrappeError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"{type(task).__name__} cannot {what} without values, so nothing can be said before it runs: "
-            f"{user_code.sentence(error)}. Look at tensors' shapes alone, not at their values; or measure it: "
-            "grappe measure"
-        ) from error

@@ -25,6 +25,10 @@ def bytes_of(tensors: Iterable[Any]) -> int:
         if tensor is not None and not tensor.is_meta:
             # FSDP's parameters are DTensors; DeepSpeed's stage 3 keeps a parameter's partition in its ds_tensor.
             local = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
+            if local.is_sparse:  # a gradient of nn.Embedding(sparse=True)
+                found = local.coalesce()
+                total += found.indices().nbytes + found.values().nbytes
+                continue
             # A placeholder for a parameter of another process has its shape, and the memory of one number.
             total += min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
     return total
