@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import itertools
 import multiprocessing
+import os
 import shutil
+import signal
 import tempfile
+import time
 import traceback
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
@@ -23,6 +28,10 @@ MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
 """Of a process before the pool starts new ones: caches of torch's keep process groups, whose threads poll forever.
 Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
+SHOW_STACKS = signal.SIGRTMIN
+"""The signal on which a process of the pool, and a process that it forked, writes the stacks of its Python threads."""
+STACKS_SECONDS = 5.0  # for writing them
+
 
 class Pool:
     """Processes that wait for functions ("package.module:name"), called as function(place, meet, *arguments)."""
@@ -31,6 +40,7 @@ class Pool:
         local.start_server()  # the server is one for all of this process: it must be the one that launching needs
         self._context = multiprocessing.get_context("forkserver")
         self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="grappe-test-"))
+        self._stacks_folder = Path(tempfile.mkdtemp(prefix="grappe-stacks-"))
         self._calls = itertools.count()
         self._size = size
         self._members: list[tuple[Any, Connection]] = []
@@ -39,7 +49,7 @@ class Pool:
     def _start(self, count: int) -> None:
         for _ in range(count):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._stacks_folder), daemon=True)
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -57,8 +67,9 @@ class Pool:
         while missing:
             ready = wait(list(missing), PATIENCE_SECONDS)
             if not ready:
+                stacks = self._stacks()
                 self._restart()
-                raise AssertionError(f"{function}: processes {sorted(missing.values())} hang")
+                raise AssertionError(f"{function}: processes {sorted(missing.values())} hang\n{stacks}")
             for pipe in ready:
                 rank = missing.pop(pipe)
                 try:
@@ -88,15 +99,33 @@ class Pool:
         """Ends the processes."""
         self._kill()
         shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
+        shutil.rmtree(self._stacks_folder, ignore_errors=True)
+
+    def _stacks(self) -> str:
+        """Returns the stacks of all members, and of the processes that they forked."""
+        for process, _ in self._members:
+            for pid in (process.pid, *_children(process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, SHOW_STACKS)
+        time.sleep(STACKS_SECONDS)
+        files = sorted(self._stacks_folder.iterdir())
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.stat().st_size)
 
 
 def _threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def _serve(pipe: Connection) -> None:
+def _children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def _serve(pipe: Connection, stacks: Path) -> None:
     import torch
 
+    # What it forks writes into the same file.
+    faulthandler.register(SHOW_STACKS, file=(stacks / f"process-{os.getpid()}").open("w"), all_threads=True)
     torch.set_num_threads(1)
     while True:
         function, process, rendezvous_folder, arguments = cloudpickle.loads(pipe.recv())

@@ -90,6 +90,8 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
         (unusual.Ragged, ""),
         (unusual.Tied, "shard=2"),
         (unusual.Tied, "offload=cpu"),
+        (unusual.Common, "shard=2"),
+        (unusual.Repeated, "shard=2"),
     ],
 )
 def test_the_peak_of_what_is_harder_to_trace(task: type, plan: str) -> None:

@@ -45,6 +45,27 @@ class Tied(Rows):
         return model
 
 
+class Common(Rows):
+    """The first and the last unit have the same module."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2][0] = model[0][0]  # type: ignore[index]
+        return model
+
+
+class Repeated(Rows):
+    """One unit is listed, and called, three times."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2] = model[1] = model[0]  # type: ignore[index]
+        return model
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [model[number] for number in range(3)]  # type: ignore[index]
+
+
 class Cube(torch.autograd.Function):
     """Keeps two tensors, and makes a third in its backward."""
 

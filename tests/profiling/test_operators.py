@@ -170,6 +170,17 @@ def test_a_copy_costs_the_freeing_of_its_memory_too() -> None:
     assert seen.copies > 0
 
 
+def test_a_modules_seconds_without_a_trace_have_the_freeing_in_them() -> None:
+    """A module of 30 ms: of its copy's kernel, 9 ms, of freeing, 6 ms, and of the host, 10 ms; 5 ms are more memory."""
+    copied = call("clone", "copy", line="task.py:4", kernel=9e-3, gap=10e-3 - 2e-6, module=1)
+    tried = [copied._replace(other=6e-3)]
+    found = summarised([[copied]], tried, FLOOR, {1: 30e-3}, on_device=False)
+    assert found.copies == pytest.approx(20e-3)
+    assert found.copies + found.host == pytest.approx(30e-3)
+    short = summarised([[copied]], tried, FLOOR, {1: 22e-3}, on_device=False)
+    assert short.copies == pytest.approx(15e-3)  # as traced, where a module's seconds leave no more
+
+
 def test_weights_are_known_by_their_place_and_gradients_by_their_shape() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     weights = Weights([("w", weight)])

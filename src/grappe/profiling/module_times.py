@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -26,6 +25,7 @@ class ModuleTimes:
         self._chronometer = chronometer
         self._stack: list[int] = []
         self._mark = 0.0
+        """The step's seconds of forward when a module was last entered or left: waits for processes are not in them."""
         self._step = defaultdict[int, float](float)
         self._steps: list[dict[int, float]] = []
         self._hooks: list[Any] = []
@@ -77,7 +77,7 @@ class ModuleTimes:
             self._stack.pop()
 
     def _charge(self) -> None:
-        now = time.perf_counter()
-        if self._stack and self._chronometer.phase == FORWARD:
-            self._step[self._stack[-1]] += now - max(self._mark, self._chronometer.since)
+        now = self._chronometer.so_far(FORWARD)
+        if self._stack and now > self._mark:  # not in backward, nor in an evaluation
+            self._step[self._stack[-1]] += now - self._mark
         self._mark = now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 KINDS = ("matrix", "copy", "cast", "read", "view", "other")
@@ -120,7 +120,8 @@ def summarised(
     Args:
         tried: calls of further steps, in which matrix products and copies were called once more.
         floor: from `operators.least`.
-        modules: seconds of modules in steps that were not traced, from which those of lines that read values follow.
+        modules: seconds of modules in steps that were not traced, to which their kernels are made longer, and from
+            which the seconds of lines that read values follow.
     """
     same = len({tuple(call.name for call in calls) for calls in steps}) == 1
     rows = (
@@ -131,16 +132,16 @@ def summarised(
     parts = 1 if same else len(steps)
     between = {kind: [call.kernel for call in rows if call.kind == kind] for kind in MESSAGES}
     times = {} if on_device else modules or {}
-    rows = _with_memory([call for call in rows if call.kind not in MESSAGES], times, floor, parts)
+    rows = [call for call in rows if call.kind not in MESSAGES]
+    rows = _with_memory(rows, times, _freed(tried), floor, parts)
     sums = dict.fromkeys(KINDS, 0.0)
     host: dict[str, list[float]] = {}
     copies: dict[str, list[float]] = {}
-    freed = _freed(tried)
     for call in rows:
         sums[call.kind] += call.kernel
         _add(host, call.line, max(0.0, call.gap + _called(call, floor) - floor.traces))
         if call.kind == "copy":
-            _add(copies, call.line, call.kernel + freed.get((call.name, call.line, call.size), 0.0))
+            _add(copies, call.line, call.kernel)
     reads = collections.Counter(call.line for call in rows if call.kind == "read" and call.line)
     return Traced(
         clock="device" if on_device else "host",
@@ -162,19 +163,23 @@ def summarised(
 
 
 def _with_memory(
-    rows: Sequence[Call], modules: Mapping[int | None, float], floor: Floor, parts: float
+    rows: Sequence[Call],
+    modules: Mapping[int | None, float],
+    freed: Callable[[Call], float],
+    floor: Floor,
+    parts: float,
 ) -> Sequence[Call]:
-    """Makes kernels longer by what they and the host leave of their module's seconds without a trace.
+    """Adds to copies the seconds in which their memory is `freed`, and to kernels what their module has besides.
 
-    Such seconds take and give back memory, a large copy's say, which a step under a trace finds in the heap.
+    What kernels, freeing and the host leave of a module's seconds without a trace takes and gives back memory, too,
+    which a step under a trace finds in the heap.
     """
-    factors = {}
+    factors, inside = {}, _by_module(rows)
     for module, seconds in modules.items():
-        inside = [call for call in rows if call.module == module]
-        kernels = sum(call.kernel for call in inside) / parts
-        host = sum(call.gap + _called(call, floor) for call in inside) / parts
-        factors[module] = max(1.0, (seconds - host) / kernels) if kernels else 1.0
-    return [call._replace(kernel=call.kernel * factors.get(call.module, 1.0)) for call in rows]
+        kernels = sum(call.kernel for call in inside[module]) / parts
+        others = sum(call.gap + _called(call, floor) + freed(call) for call in inside[module]) / parts
+        factors[module] = max(1.0, (seconds - others) / kernels) if kernels else 1.0
+    return [call._replace(kernel=call.kernel * factors.get(call.module, 1.0) + freed(call)) for call in rows]
 
 
 def _reading(
@@ -193,15 +198,21 @@ def _reading(
     there = {call.module for call in rows if call.line in lines}
     if not there <= modules.keys():
         return sum(host[line][1] for line in lines) / parts
-    found = 0.0
+    found, inside = 0.0, _by_module(rows)
     for module in there:
-        inside = [call for call in rows if call.module == module]
-        kernels = sum(call.kernel for call in inside) / parts
+        kernels = sum(call.kernel for call in inside[module]) / parts
         reading, whole = (
             sum(call.gap + _called(call, floor) for call in calls)
-            for calls in ([one for one in inside if one.line in lines], inside)
+            for calls in ([one for one in inside[module] if one.line in lines], inside[module])
         )
         found += max(0.0, modules[module] - kernels) * reading / whole
+    return found
+
+
+def _by_module(rows: Iterable[Call]) -> Mapping[int | None, list[Call]]:
+    found: dict[int | None, list[Call]] = collections.defaultdict(list)
+    for call in rows:
+        found[call.module].append(call)
     return found
 
 
@@ -225,13 +236,14 @@ def _other_part(tried: Sequence[Call]) -> float | None:
     return sum(other for _, other in both) / sum(seconds for seconds, _ in both) if both else None
 
 
-def _freed(tried: Sequence[Call]) -> dict[tuple[str, str, int], float]:
-    """Returns the median seconds in which a copy's memory is freed, by operator, line and bytes."""
+def _freed(tried: Sequence[Call]) -> Callable[[Call], float]:
+    """Returns a function: the median seconds in which a copy's memory is freed, by operator, line and bytes."""
     found: dict[tuple[str, str, int], list[float]] = {}
     for call in tried:
         if call.kind == "copy" and call.other is not None:
             found.setdefault((call.name, call.line, call.size), []).append(call.other)
-    return {key: statistics.median(seconds) for key, seconds in found.items()}
+    known = {key: statistics.median(seconds) for key, seconds in found.items()}
+    return lambda call: known.get((call.name, call.line, call.size), 0.0) if call.kind == "copy" else 0.0
 
 
 def _add(lines: dict[str, list[float]], line: str, seconds: float) -> None:

@@ -13,9 +13,9 @@ from grappe.profiling.operator_sums import LineCost, Traced
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point, Process, Trial
-from grappe.verbs.measure.remedies import SMALL_BATCH, Remedy, remedies, to_try
+from grappe.verbs.measure.remedies import SMALL_BATCH, Remedy, as_tried, remedies, to_try
 from grappe.verbs.measure.traced import Seen, Traces
-from grappe.verbs.measure.waterfall import PARTS, USEFUL, Every, Waterfall, waterfall
+from grappe.verbs.measure.waterfall import PARTS, UNUSED, USEFUL, Every, Waterfall, waterfall
 from grappe.verbs.measure.why import Why, as_json
 from grappe.verbs.measure.why_table import table, tables
 
@@ -155,6 +155,32 @@ def test_another_precision_that_was_tried_has_the_gain_that_it_brought_or_none()
     failed = said(dataclasses.replace(point(STEP, plan="precision=bf16"), failure="no such units\nmore"))
     assert failed.word == "precision=bf16 was tried, and failed: no such units" and not failed.saves
     assert to_try(waterfall(one, traces(), EVERY)) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "share", "elementwise", "useful"),
+    [
+        (0.030, 0.70, 0.10 * 30 / 55, 0.40 * 30 / 55),  # 25 points more than products promise
+        (0.080, 0.20, 0.10, 0.40 * 70 / 45),  # casts take more: products have their time again
+        (0.125, 0.00, 0.10, 0.40 * 90 / 45),
+    ],
+)
+def test_the_parts_are_those_of_the_trial(
+    other: float, share: float, elementwise: float, useful: float
+) -> None:
+    """What another precision saves beside products is in its part, and not in theirs."""
+    one = point(STEP)
+    fall = waterfall(
+        one, traces(matrix=0.09, flops=0.08e12, elementwise=0.01, host=0.0, other_part=0.5), EVERY
+    )
+    assert fall.share(UNUSED) == pytest.approx(0.45)
+    points = [one, point({"forward": other}, plan="precision=bf16")]
+    tried = as_tried(fall, one, points)
+    assert tried.share(UNUSED) == pytest.approx(share)
+    assert sum(tried.share(part) for part in PARTS) == pytest.approx(1)
+    assert tried.share("memory-bound operators") == pytest.approx(elementwise)
+    assert tried.share(USEFUL) == pytest.approx(useful)
+    assert as_tried(fall, one, [one]) is fall
 
 
 def test_on_a_gpu_the_rates_of_its_generation_count() -> None:

@@ -12,12 +12,11 @@ from grappe.plan import Plan
 from grappe.profiling.operator_sums import LineCost
 from grappe.verbs.measure.points import Point
 from grappe.verbs.measure.verdict import MOST_WORKERS, slow_process
-from grappe.verbs.measure.waterfall import Waterfall
+from grappe.verbs.measure.waterfall import UNUSED, Waterfall, with_precision
 
 WORTH = 0.02  # share of the time, from which on a part has a remedy
 ENOUGH = 0.05  # share of the time that evaluations, or saves, may well take
 MOST_OF = 0.5  # of a whole, to be named as its cause
-UNUSED = "precision not used"
 SMALL_BATCH = "small batch"
 """What a larger batch brings, as measured: of host, small matrices and update together, so no part of the sum."""
 
@@ -48,11 +47,12 @@ def remedies(fall: Waterfall, point: Point, points: Sequence[Point]) -> list[Rem
         point: the measured point that was split.
         points: all measured points, of which one may have a larger batch, and one another precision.
     """
+    known = as_tried(fall, point, points)
     found = [
         remedy
         for part, make in REMEDIES.items()
-        if fall.share(part) >= WORTH
-        for remedy in make(fall, point, fall.share(part))
+        if known.share(part) >= WORTH
+        for remedy in make(known, point, known.share(part))
     ]
     found += [*_small_batch(fall, point, points), *_precision(fall, point, points)]
     return sorted(found, key=lambda one: -one.saves)
@@ -63,6 +63,14 @@ def to_try(fall: Waterfall) -> Plan | None:
     if fall.share(UNUSED) < WORTH:
         return None
     return dataclasses.replace(Plan.parse(fall.plan), precision=fall.precision)  # pyrefly: ignore
+
+
+def as_tried(fall: Waterfall, point: Point, points: Sequence[Point]) -> Waterfall:
+    """Returns the waterfall with what another precision saves where one of `points` has tried it: else the same."""
+    other = _in_other_precision(fall, point, points)
+    if other is None or other.failure:
+        return fall
+    return with_precision(fall, _saved(fall, point, other) * fall.seconds)
 
 
 def _evaluation(fall: Waterfall, point: Point, share: float) -> Iterator[Remedy]:
@@ -244,11 +252,10 @@ def _small_batch(fall: Waterfall, point: Point, points: Sequence[Point]) -> Iter
 
 def _precision(fall: Waterfall, point: Point, points: Sequence[Point]) -> Iterator[Remedy]:
     """Compares with the same plan in the quickest precision: casts may take more than products save."""
-    plan = to_try(fall)
-    if plan is None:
+    if to_try(fall) is None:
         return
     word = f"precision={fall.precision}"
-    other = next((one for one in points if (one.plan, one.batch) == (str(plan), point.batch)), None)
+    other = _in_other_precision(fall, point, points)
     if other is None:
         yield Remedy(part=UNUSED, word=word, saves=fall.share(UNUSED), at_most=True)
     elif other.failure:
@@ -258,6 +265,11 @@ def _precision(fall: Waterfall, point: Point, points: Sequence[Point]) -> Iterat
     else:
         speed = other.rate / point.rate
         yield Remedy(part=UNUSED, word=f"nothing: {word} was tried, and is {speed:.2f} times as fast")
+
+
+def _in_other_precision(fall: Waterfall, point: Point, points: Sequence[Point]) -> Point | None:
+    plan = to_try(fall)
+    return next((one for one in points if (one.plan, one.batch) == (str(plan), point.batch)), None)
 
 
 def _saved(fall: Waterfall, point: Point, other: Point) -> float:

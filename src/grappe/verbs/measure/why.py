@@ -17,7 +17,7 @@ from grappe.verbs.measure.measure import measure, with_fields
 from grappe.verbs.measure.measure import point as point_of
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point
-from grappe.verbs.measure.remedies import Remedy, remedies, to_try
+from grappe.verbs.measure.remedies import Remedy, as_tried, remedies, to_try
 from grappe.verbs.measure.traced import HALF, Traces, traced
 from grappe.verbs.measure.waterfall import Every, Waterfall, waterfall
 
@@ -94,7 +94,7 @@ def _one(
     return Why(
         plan=point.plan,
         batch=point.batch,
-        waterfall=fall,
+        waterfall=as_tried(fall, point, points),
         remedies=tuple(remedies(fall, point, points)),
     )
 
