@@ -10,12 +10,14 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.foresight.calibration import Calibration, Machine, Overhead, file_here, read, write
-from grappe.foresight.links import SIZES, seconds
+from grappe.foresight.links import COLLECTIVES, MEETING, SIZES, seconds
 
 MADE = Calibration(
     machine=Machine.here(),
     overheads={"one": Overhead(step=1e-4, forward=5e-6, update=-1e-6)},
-    links={"2": {"all_reduce": ((256.0, 1e-4), (1e6, 1e-3))}},
+    links={
+        "2": {**dict.fromkeys(COLLECTIVES, ((256.0, 1e-4), (1e6, 1e-3))), MEETING: ((1e-3, 1e-4),)},
+    },
     flops={"fp32/1": 1e10},
     bandwidth={"1": 1e10},
     operators={"1x1": {"aten.mm.default": 1e-3}},
@@ -65,6 +67,8 @@ ONE = dataclasses.asdict(Overhead())
         ({"links": {"2": 3}}, "in the entry links.2:"),
         ({"links": {"2": {"all_reduce": [[1]]}}}, "in the entry links.2.all_reduce:"),
         ({"links": {"2": {"all_reduce": 3}}}, "in the entry links.2.all_reduce:"),
+        ({"links": {"2": {}}}, "in the entry links.2.all_reduce:"),
+        ({"links": {"2": {name: [[256, 1e-4]] for name in COLLECTIVES}}}, "in the entry links.2.meeting:"),
         ({"flops": {}}, "in the entry flops:"),
         ({"flops": {"fp32/1": -1}}, "in the entry flops.fp32/1:"),
         ({"flops": {"fp32/1": True}}, "in the entry flops.fp32/1:"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from grappe.errors import TaskError
 from grappe.foresight import search
@@ -13,9 +15,22 @@ from grappe.foresight.memory import States
 from grappe.foresight.search import Room, candidates, fitting
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
+from tests.foresight.unusual import Rows
 from tests.short_source import Short as Source
 
 MB = 1_000_000
+
+
+class Reading(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.detach().sum())
+
+
+class Looks(Rows):
+    """Its last unit looks at values."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*super().model(), Reading())
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +81,15 @@ def test_memory_that_processes_share_is_divided_and_copies_count(sketch: Sketch)
     shared = Room(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
     plans = [fitting(sketch, Plan.parse("replicate=2"), room) for room in (alone, shared)]
     assert [plan and plan.plan for plan in plans] == ["shard=2,zero=1", "shard=2"]
+
+
+def test_what_no_plan_can_trace_ends_the_search_for_a_pipeline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, check = [], search.engines.check
+    monkeypatch.setattr(search.engines, "check", lambda plan: (asked.append(plan), check(plan)))
+    sketch = Sketch(Looks(), Path("data"))
+    with pytest.raises(TaskError, match="cannot run without values"):
+        fitting(sketch, Plan.parse("pipeline=2,microbatches=2"), Room(whose="", size=MB, gpu=False))
+    assert len(asked) == 1
 
 
 def test_a_search_that_takes_too_long_is_left(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:

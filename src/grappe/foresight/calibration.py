@@ -16,6 +16,7 @@ import torch
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import printable
+from grappe.foresight.links import COLLECTIVES, MEETING
 from grappe.launch.world import cores
 
 FORM = 9
@@ -170,7 +171,9 @@ def _checked(content: Mapping[str, Any], machine: Machine) -> Calibration:
             if kind in overheads or kind == "one"  # few cores have no kinds of several processes
         },
         links={
-            count: {name: _points(points, f"links.{count}.{name}") for name, points in several.items()}
+            count: {
+                name: _points(several.get(name), f"links.{count}.{name}") for name in (*COLLECTIVES, MEETING)
+            }
             for count, several in _nested(content, "links").items()
         },
         flops=_numbers(_entries(content, "flops"), "flops", some=True),

@@ -43,7 +43,7 @@ class Exchange:
         self._calibration, self._parameters = calibration, parameters
 
     def of(self, plan: Plan, passed: float, compute: float) -> tuple[float, float]:
-        """Computes the engine's seconds for a plan of several processes, and those of messages, not overlapped.
+        """Computes the engine's seconds of FSDP or several processes, and those of messages, not overlapped.
 
         Args:
             passed: seconds of a microbatch's forward and backward.

@@ -110,8 +110,10 @@ def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Fores
             if without.fits(found, plan.processes):
                 found = with_libraries(found, sketch, plan, batch=batch)
     except GrappeError as error:
-        if isinstance(error, TaskError) and plan.pipeline == plan.tensor == 1:
-            raise  # every plan has it
+        if isinstance(error, TaskError):
+            if plan.pipeline == plan.tensor == 1:
+                raise  # every plan has it
+            needs(sketch, Plan(), batch=batch)  # raises it where it is not of the plan's stages or parts
         return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
     return Foreseen(
         plan=str(plan),

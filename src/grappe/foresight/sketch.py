@@ -200,21 +200,26 @@ class Sketch:
             ]
         return tuple(self._completed(one, threads) for one in found)
 
-    @functools.cache  # noqa: B019 - as long as the sketch
     def check_units(self) -> None:
         """Checks that a pipeline's units are the model, as far as it shows without values.
 
         Raises:
             PlanError: they are not.
         """
+        if self._units_problem is not None:
+            raise self._units_problem
+
+    @functools.cached_property
+    def _units_problem(self) -> PlanError | None:
         model = self._made()
         try:
             with self.mode:
                 check_without_values(self.task, model, self._batch.inputs())
-        except PlanError:
-            raise
+        except PlanError as error:
+            return error
         except Exception:  # the model cannot run without values: its traces say why
-            return
+            return None
+        return None
 
     def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
         model = self._made()

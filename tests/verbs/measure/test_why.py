@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from benchmarks.slownesses import Planted
 
+from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
-from grappe.verbs.measure import verdict
+from grappe.verbs.measure import remedies, verdict
 from grappe.verbs.measure import why as module
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Point
 from grappe.verbs.measure.table import write
+from grappe.verbs.measure.waterfall import UNUSED
 from grappe.verbs.measure.why import Why, why
 from tests.sleeping import Sleeping
 
@@ -88,6 +90,15 @@ def test_a_precision_that_promises_a_gain_is_tried_once(monkeypatch: pytest.Monk
     assert not tried
     why(task, points, options=options)
     assert tried == [(str(promise), points[0].batch, 1)]
+
+    def fails(*_, **__) -> list[Point]:
+        raise UsageError("nothing could be measured: no such units")
+
+    monkeypatch.setattr(module, "measure", fails)
+    monkeypatch.setattr(remedies, "to_try", lambda fall: promise)
+    (found,) = why(task, points, options=options)
+    (said,) = [one.word for one in found.remedies if one.part == UNUSED]
+    assert said.endswith("was tried, and failed: no such units")
 
 
 def test_values_that_are_read() -> None:

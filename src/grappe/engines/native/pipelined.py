@@ -59,7 +59,7 @@ class PipelinedGradients:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
-        if self._anybody(not self._runner.knows(micros[0])):
+        if self._anybody(not self._model.relay.knows(micros[0])):
             self._learn(micros[0])
         seed_dropout(self._setup.task.seed, batch.step, world, self._place)
         self._batch, self._total = batch._replace(microbatches=micros), None

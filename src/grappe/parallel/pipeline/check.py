@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grappe.errors import PlanError, user_code
+from grappe.parallel.pipeline.module_calls import agree, recorded
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
@@ -36,72 +35,24 @@ def check_units(task: Task, example: Any) -> None:
         raise _differ(task)
 
 
-@torch.no_grad()
 def check_without_values(task: Task, model: nn.Module, example: Any) -> None:
-    """Checks as `check_units`, without values: the outputs' shapes, and the order in which modules are called.
+    """Checks as `check_units`, without values: the outputs' shapes, and which modules get which others' outputs.
 
     Raises:
         PlanError: they differ.
     """
-    units, runs = pipeline_units(task, model), _Calls()
-    with runs.recorded(model):
+    units = pipeline_units(task, model)
+    with recorded(model) as by_model:
         wanted = task.forward(model, example)
-        found = _sequence(task, units, example, runs.begin_unit)
-    if not _alike(wanted, found, lambda *_: True) or not runs.agree:
+    with recorded(model) as by_units:
+        found = _sequence(task, units, example)
+    if not _alike(wanted, found, lambda *_: True) or not agree(by_model, by_units):
         raise _differ(task)
 
 
-class _Calls:
-    """Calls of modules with parameters of their own: by the model, and by its units in sequence."""
-
-    def __init__(self) -> None:
-        self._by_model: list[nn.Module] = []
-        self._by_units = defaultdict[nn.Module, list[int]](list)
-        self._unit: int | None = None
-
-    @contextlib.contextmanager
-    def recorded(self, model: nn.Module) -> Iterator[None]:
-        """Context in which calls are recorded, those of the model itself until `begin_unit`."""
-        own = [one for one in model.modules() if next(one.parameters(recurse=False), None) is not None]
-        hooks = [one.register_forward_pre_hook(self._called) for one in own]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def begin_unit(self, number: int) -> None:
-        """Notes that the calls that follow are those of this unit."""
-        self._unit = number
-
-    @property
-    def agree(self) -> bool:
-        """Returns whether the units call as often as the model, and in the order in which the model does.
-
-        A module that only one of both calls says nothing: its parameters may be used without a call.
-        """
-        places, order = {one: list(units) for one, units in self._by_units.items()}, []
-        for one in self._by_model:
-            if one in places:
-                if not places[one]:
-                    return False
-                order.append(places[one].pop(0))
-        called = set(self._by_model)
-        return order == sorted(order) and not any(left for one, left in places.items() if one in called)
-
-    def _called(self, module: nn.Module, _: Any) -> None:
-        if self._unit is None:
-            self._by_model.append(module)
-        else:
-            self._by_units[module].append(self._unit)
-
-
-def _sequence(
-    task: Task, units: list[nn.Module], value: Any, begin: Callable[[int], None] = lambda number: None
-) -> Any:
+def _sequence(task: Task, units: list[nn.Module], value: Any) -> Any:
     try:
         for number, unit in enumerate(units):
-            begin(number)
             value = unit(value) if number else task.forward(unit, value)
     except Exception as error:
         raise PlanError(

@@ -44,10 +44,6 @@ class Runner:
             if stage.is_first:
                 stage.source = self._inputs
 
-    def knows(self, micro: Microbatch) -> bool:
-        """Returns whether microbatches of this shape have been through all stages."""
-        return self._relay.knows(micro)
-
     def run(self, micros: Sequence[Microbatch]) -> None:
         """Runs forward and backward of all microbatches, which have one shape. Collective over the pipeline."""
         self._micros = micros
@@ -64,7 +60,11 @@ class Runner:
             self._micros = ()
 
     def _schedule(self, micros: Sequence[Microbatch]) -> Any:
-        """Returns the schedule for microbatches of this shape; the one of another shape goes, with its buffers."""
+        """Returns the schedule for microbatches of this shape; the one of another shape goes, with its buffers.
+
+        Each change of shape makes a schedule anew: 0.2 ms for 1f1b, 11 to 21 ms for interleaved and zero_bubble with 32
+        microbatches, and two messages of a byte from stage to stage. Buffers that stayed took half a peak, once.
+        """
         key = len(micros), *key_of(micros[0].inputs)
         if self._made[0] == key:
             return self._made[1]

@@ -210,7 +210,7 @@ def _foreseen(run: Run, known: Mapping[str, Any], data: Path | None) -> Foreseen
     reference = reference_of(run, asks=False)  # before a line says that it is traced
     progress(f"tracing the model of {run.folder.name}, to foresee its memory and step; once")
     try:
-        found = json.loads(in_limited_process(lambda: _traced(run, reference, data, source)))
+        found = json.loads(in_limited_process(lambda: _traced(run, known, reference, data, source)))
     finally:
         progress("")
     with contextlib.suppress(OSError, RunError):
@@ -230,14 +230,19 @@ def _read(written: Mapping[str, Any], why: str) -> Foreseen:
     return Foreseen(sizes=_sizes(written.get("foreseen")), step=found, step_why=said)
 
 
-def _traced(run: Run, reference: TaskReference, data: Path | None, source: TimeSource | None) -> str:
+def _traced(
+    run: Run,
+    known: Mapping[str, Any],
+    reference: TaskReference,
+    data: Path | None,
+    source: TimeSource | None,
+) -> str:
     """Traces a run's model once; returns the content of FILE, without what it depends on."""
     from grappe.foresight.compose import needs
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.sketch import Sketch
     from grappe.launch.local import start_server
 
-    known = run.read_description()
     plan, gpu = Plan.parse(str(known.get("plan") or "")), known.get("device") == "cuda"
     threads = known.get("threads")
     if plan.threads is None and isinstance(threads, int) and threads > 0:

@@ -13,11 +13,10 @@ from pathlib import Path
 from rich.table import Table
 
 from grappe.errors.foreign_text import spreadsheet_cell
-from grappe.launch import files as safe
 from grappe.profiling.memory import size
 from grappe.profiling.summary import duration
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
-from grappe.verbs.foresee.out import check_out, unwritable
+from grappe.verbs.foresee.out import check_out, write_out
 
 OF_EACH = ("measured", "error")
 COLUMNS = ("run", "plan", "states foreseen", *OF_EACH, "peak foreseen", *OF_EACH, "step foreseen", *OF_EACH)
@@ -65,10 +64,7 @@ def write(found: Sequence[Compared], errors: Sequence[Errors], file: Path) -> No
         text = json.dumps({**content, "errors": [dataclasses.asdict(one) for one in errors]}, indent=1) + "\n"
     else:
         text = _csv(found)
-    try:
-        safe.replace(file, text.encode())
-    except OSError as error:
-        raise unwritable(file, error.strerror) from error
+    write_out(file, text)
 
 
 def _csv(found: Sequence[Compared]) -> str:

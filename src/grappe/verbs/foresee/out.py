@@ -1,4 +1,4 @@
-"""Out: checks that the file of --out can be written, before there is anything to write."""
+"""Out: checks that the file of --out can be written, before there is anything to write, and writes it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.launch import files as safe
 
 
 def check_out(file: Path, *, history: bool = False) -> None:
@@ -20,13 +21,24 @@ def check_out(file: Path, *, history: bool = False) -> None:
     if not history and file.suffix != ".json":
         raise UsageError(f"--out={file}: the name has to end in .json (with --history also in .csv)")
     if not file.parent.is_dir():
-        raise unwritable(file, os.strerror(errno.ENOENT))
+        raise _unwritable(file, os.strerror(errno.ENOENT))
     if file.is_dir():
-        raise unwritable(file, os.strerror(errno.EISDIR))
+        raise _unwritable(file, os.strerror(errno.EISDIR))
     if not os.access(file.parent, os.W_OK | os.X_OK):
-        raise unwritable(file, os.strerror(errno.EACCES))
+        raise _unwritable(file, os.strerror(errno.EACCES))
 
 
-def unwritable(file: Path, why: str | None) -> UsageError:
-    """Makes the error of a file that cannot be written."""
+def write_out(file: Path, text: str) -> None:
+    """Writes `text` to the file of --out.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        safe.replace(file, text.encode())
+    except OSError as error:
+        raise _unwritable(file, error.strerror) from error
+
+
+def _unwritable(file: Path, why: str | None) -> UsageError:
     return UsageError(f"{file} cannot be written: {why}: give another with --out")

@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from grappe.launch import files as safe
 from grappe.profiling.memory import size
 from grappe.profiling.summary import duration
-from grappe.verbs.foresee.out import check_out, unwritable
+from grappe.verbs.foresee.out import check_out, write_out
 from grappe.verbs.foresee.times import Aim, Timed, Times, best, is_known, merit
 
 COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
@@ -65,10 +64,7 @@ def write(times: Times, file: Path) -> None:
         "plans": [_as_json(one) for one in times.plans],
         "notes": times.notes,
     }
-    try:
-        safe.replace(file, (json.dumps(content, indent=1) + "\n").encode())
-    except OSError as error:
-        raise unwritable(file, error.strerror) from error
+    write_out(file, json.dumps(content, indent=1) + "\n")
 
 
 def _as_json(one: Timed) -> dict[str, Any]:

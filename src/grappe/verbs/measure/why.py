@@ -61,7 +61,10 @@ def why(
         try:
             return measure(task, (plan,), options=one, advise=False, data=data, fields=fields, note=note)
         except GrappeError as error:
-            return [point_of(plan, batch, (), str(error), "advice")]
+            why_not = str(error).removeprefix(
+                "nothing could be measured: "
+            )  # as measure() says of its only plan
+            return [point_of(plan, batch, (), why_not, "advice")]
 
     with scratch("why") as folder:
         for number, point in enumerate(points):
