@@ -116,6 +116,12 @@ def test_the_peak_with_statistics_of_the_global_batch(plan: str) -> None:
     )
 
 
+def test_the_peak_of_shards_of_a_stage_with_tied_units_is_not_known() -> None:
+    sketch = Sketch(unusual.Neighbours(), Path("data"), kernels=Kernels())
+    assert needs(sketch, Plan.parse("pipeline=2,microbatches=2")).peak is not None
+    assert needs(sketch, Plan.parse("pipeline=2,microbatches=2,shard=2")).peak is None
+
+
 def test_a_pipeline_keeps_no_buffers_of_batches_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for steps in (1, 6):

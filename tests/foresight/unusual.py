@@ -45,6 +45,15 @@ class Tied(Rows):
         return model
 
 
+class Neighbours(Rows):
+    """The last two units share their matrix."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2][0].weight = model[1][0].weight  # type: ignore[index,union-attr]
+        return model
+
+
 class Common(Rows):
     """The first and the last unit have the same module."""
 

@@ -24,7 +24,9 @@ from grappe.foresight.sharding import Copies, Sharding
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import REDUCE, START, Trace
 from grappe.parallel.pipeline.rules import stages_each
+from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import uses_shard
+from grappe.parallel.ties import untied
 from grappe.plan import Plan
 from grappe.step.scores import bytes_kept
 
@@ -32,6 +34,8 @@ from grappe.step.scores import bytes_kept
 def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
     """Computes the peaks of the process that needs most; of plans that do not split layers, without offload."""
     if plan.tensor > 1 or plan.offload != "none" or sketch.task.whole_batch_loss:
+        return UNKNOWN
+    if uses_shard(plan) and _has_ties(sketch):  # stages whose root gathers parameters, too
         return UNKNOWN
     made = _Pipeline(sketch, plan, samples, copies)
     if not made.complete:
@@ -41,6 +45,11 @@ def peaks(sketch: Sketch, plan: Plan, samples: int, copies: Copies) -> Peaks:
         step=max(made.step(place) for place in places),
         evaluation=max(made.evaluation(place) for place in places),
     )
+
+
+def _has_ties(sketch: Sketch) -> bool:
+    units = pipeline_units(sketch.task, sketch.plain)
+    return len(untied(sketch.plain, units)) < len(units)
 
 
 def traces(sketch: Sketch, plan: Plan, samples: int) -> list[tuple[tuple[Trace, ...], Trace]]:
