@@ -46,11 +46,19 @@ def test_the_best_plan_depends_on_the_aim_and_fits(aim: Any, found: str) -> None
     assert chosen is not None and chosen.foreseen.plan == found
 
 
-def test_of_times_that_are_closer_than_they_are_known_it_is_the_one_of_fewest_processes() -> None:
-    plans = (plan("replicate=2", 1.0, 2, 1), plan("", 1.04, 1, 1), plan("microbatches=2", 1.03, 1, 1))
+def test_of_times_that_are_closer_than_they_are_known_it_is_the_plainest() -> None:
+    """The fewest processes, then the fewest microbatches, then the least time."""
+    plans = (
+        plan("replicate=2", 1.0, 2, 1),
+        plan("microbatches=2", 1.03, 1, 1),
+        plan("threads=1", 1.09, 1, 1),
+        plan("", 1.08, 1, 1),
+    )
     chosen = best(Times(plans=plans), "fastest")
+    assert chosen is not None and chosen.foreseen.plan == ""
+    chosen = best(Times(plans=plans[:2]), "fastest")
     assert chosen is not None and chosen.foreseen.plan == "microbatches=2"
-    chosen = best(Times(plans=(plans[0], plan("", 1.06, 1, 1))), "fastest")
+    chosen = best(Times(plans=(plans[0], plan("", 1.11, 1, 1))), "fastest")
     assert chosen is not None and chosen.foreseen.plan == "replicate=2"
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.foresight import calibration as kept
@@ -25,10 +25,11 @@ from grappe.verbs.foresee.table import reason
 if TYPE_CHECKING:
     from grappe.sites.schema import Site
 
+T = TypeVar("T")
 Aim = Literal["fastest", "cheapest", "smallest"]
 REFERENCE = "V100, 16 GB"
 """The GPU that a model is compared with where no site is named: the slowest that sites have."""
-CLOSE = 0.05  # of a time: half of what is foreseen is further off
+CLOSE = 0.1  # of a time: a sixth of what is foreseen is further off
 BUSY = 0.3  # of a step, below which a GPU is not worth its queue
 UNCALIBRATED = "times are not foreseen before this machine is measured, once: grappe doctor --calibrate"
 
@@ -127,14 +128,23 @@ def gpu_or_not(clock: Clock, sketch: Sketch, name: str = REFERENCE) -> str | Non
 def best(times: Times, aim: Aim) -> Timed | None:
     """Chooses the plan that is best under an aim, of those that fit as far as is known; None: nothing is known.
 
-    Of plans whose times are closer than those are known, it is one of the fewest processes.
+    Of plans whose times are closer than those are known, it is the plainest.
     """
     known = [one for one in times.plans if is_known(one, aim) and one.foreseen.fits is not False]
     if aim == "smallest" or not known:
         return min(known, key=lambda one: merit(one, aim), default=None)
-    least = min(merit(one, aim) for one in known)
-    close = [one for one in known if merit(one, aim) <= least * (1 + CLOSE)]
-    return min(close, key=lambda one: (one.foreseen.processes, merit(one, aim)))
+    return plainest(known, lambda one: merit(one, aim), lambda one: one.foreseen.plan)
+
+
+def plainest(known: Sequence[T], cost: Callable[[T], float], plan: Callable[[T], str]) -> T:
+    """Chooses, of those that cost at most CLOSE more than the cheapest, that of fewest processes, then microbatches."""
+
+    def order(one: T) -> tuple[int, int, float]:
+        parsed = Plan.parse(plan(one))
+        return parsed.processes, parsed.microbatches, cost(one)
+
+    least = min(map(cost, known))
+    return min((one for one in known if cost(one) <= least * (1 + CLOSE)), key=order)
 
 
 def is_known(one: Timed, aim: Aim) -> bool:
