@@ -9,6 +9,7 @@ import pytest
 from grappe import sites
 from grappe.errors import PlanError
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, OF_PEAK, device_named, devices
+from grappe.foresight.fabric import Fabric
 from grappe.foresight.gpu_time import gpu_time
 from grappe.foresight.recording import Operator, Ref
 from grappe.foresight.sketch import Sketch
@@ -52,10 +53,10 @@ def test_a_step_on_a_gpu_is_not_calibrated_and_small_models_leave_it_idle() -> N
     v100 = device_named("V100, 16 GB")
     assert v100 is not None
     sketch = Sketch(Small(), Path("data"), foreach=True, records=True)
-    found = gpu_time(sketch, Plan(), v100)
+    found = gpu_time(sketch, Plan(), Fabric(device=v100))
     assert not found.calibrated and found.busy is not None
     assert found.busy < 0.5 * found.compute
-    several = gpu_time(sketch, Plan.parse("replicate=2"), v100, node=4)
+    several = gpu_time(sketch, Plan.parse("replicate=2"), Fabric(device=v100, node=4))
     assert several.compute <= found.compute
     for text, why in (
         ("replicate=8", "a node has 4"),
@@ -64,7 +65,7 @@ def test_a_step_on_a_gpu_is_not_calibrated_and_small_models_leave_it_idle() -> N
         ("pipeline=2,shard=2,microbatches=2", "pipeline with shard"),
     ):
         with pytest.raises(PlanError, match=why):
-            gpu_time(sketch, Plan.parse(text), v100, node=4)
+            gpu_time(sketch, Plan.parse(text), Fabric(device=v100, node=4))
 
 
 @pytest.mark.parametrize("schedule", sorted(RULES))
@@ -72,13 +73,17 @@ def test_a_pipeline_of_gpus_is_simulated_pass_by_pass(schedule: str) -> None:
     v100 = device_named("V100, 16 GB")
     assert v100 is not None
     sketch = Sketch(Digits(), Path("data"), foreach=True, records=True)
-    alone = gpu_time(sketch, Plan.parse("microbatches=4"), v100)
-    found = gpu_time(sketch, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), v100, node=4)
+    alone = gpu_time(sketch, Plan.parse("microbatches=4"), Fabric(device=v100))
+    found = gpu_time(
+        sketch, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), Fabric(device=v100, node=4)
+    )
     assert found.busy is not None and alone.busy is not None
     assert alone.busy / 2 <= found.busy < alone.busy
     assert found.bubble > 0 and found.communication == 0 and not found.calibrated
     both = gpu_time(
-        sketch, Plan.parse(f"replicate=2,pipeline=2,microbatches=4,schedule={schedule}"), v100, node=4
+        sketch,
+        Plan.parse(f"replicate=2,pipeline=2,microbatches=4,schedule={schedule}"),
+        Fabric(device=v100, node=4),
     )
     assert both.communication > 0
 
@@ -88,9 +93,9 @@ def test_modules_that_are_split_over_gpus_wait_for_their_messages() -> None:
     assert v100 is not None
     task = PySource(width=1024, depth=2, heads=8, batch_size=64, megabytes=0.3)
     sketch = Sketch(task, Path("data"), foreach=True, records=True)
-    alone = gpu_time(sketch, Plan(), v100)
-    found = gpu_time(sketch, Plan.parse("tensor=2"), v100, node=4)
+    alone = gpu_time(sketch, Plan(), Fabric(device=v100))
+    found = gpu_time(sketch, Plan.parse("tensor=2"), Fabric(device=v100, node=4))
     assert alone.communication == 0 < found.communication
     assert found.busy is not None and alone.busy is not None and found.busy < alone.busy
     with pytest.raises(PlanError, match="tensor with another axis"):
-        gpu_time(sketch, Plan.parse("tensor=2,replicate=2"), v100, node=4)
+        gpu_time(sketch, Plan.parse("tensor=2,replicate=2"), Fabric(device=v100, node=4))

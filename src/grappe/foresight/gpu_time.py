@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grappe.errors import PlanError
-from grappe.foresight.devices import LAUNCH, LEAST, PASS, SPLIT, STEP, Device, kernels
+from grappe.foresight.devices import LAUNCH, LEAST, PASS, SPLIT, STEP, kernels
+from grappe.foresight.fabric import Fabric
 from grappe.foresight.partition import (
     largest_rows,
     precision_of,
@@ -24,14 +24,11 @@ SPREAD = 0.5
 OVERLAP = 0.5  # of the computing, during which messages travel unnoticed
 
 
-def gpu_time(
-    sketch: Sketch, plan: Plan, device: Device, *, batch: int | None = None, node: int = 1
-) -> StepTime:
+def gpu_time(sketch: Sketch, plan: Plan, fabric: Fabric, *, batch: int | None = None) -> StepTime:
     """Foresees a step of `plan`, one process on each GPU; kernels by roofline, the host by operators.
 
     Args:
         sketch: made with `records`.
-        node: GPUs of a node, beyond which no link is known.
 
     Raises:
         PlanError: the plan's time is not foreseen.
@@ -40,14 +37,12 @@ def gpu_time(
     refuse_untimed(plan)
     if plan.offload != "none":
         raise untimed("offload on a GPU")
-    if plan.processes > max(1, node):
-        raise PlanError(
-            f"{plan.processes} GPUs, and a node has {node}: the time between nodes is not foreseen"
-        )
+    fabric.refuse_unknown(plan)
+    device = fabric.device
     device.flops(plan.precision)
     samples = batch or sketch.task.batch_size
     if plan.pipeline > 1:
-        return _pipelined(sketch, plan, samples, device)
+        return _pipelined(sketch, plan, samples, fabric)
     rows = largest_rows(sketch, plan, samples)
     trace = sketch.trace(rows, precision_of(plan), plan.recompute, 1, plan.tensor)
     assert trace.recording is not None
@@ -58,32 +53,37 @@ def gpu_time(
     compute = max(busy, host)
     return StepTime(
         compute=compute,
-        communication=_split(plan, trace.recording, device)
-        + max(0.0, _exchanged(sketch, plan, device) - OVERLAP * compute),
+        communication=_split(plan, trace.recording, fabric)
+        + max(0.0, _exchanged(sketch, plan, fabric) - OVERLAP * compute),
         spread=SPREAD,
         calibrated=False,
         busy=busy,
     )
 
 
-def _pipelined(sketch: Sketch, plan: Plan, samples: int, device: Device) -> StepTime:
+def _pipelined(sketch: Sketch, plan: Plan, samples: int, fabric: Fabric) -> StepTime:
     """Foresees a step of a pipeline, pass by pass; the process that has most is what the others wait for."""
     passes, owned = PipelinePasses(sketch, plan, samples), stage_parameters(sketch, plan)
+    device = fabric.device
     on_gpu = passes.parts(lambda one: device.kernel(one, plan.precision))
     ahead, back = (passes.parts(lambda one, way=way: _launch(one, way)) for way in ("forward", "backward"))
     took = {
         key: max(part.kernels, PASS + (ahead if key[0] == "forward" else back)[key].kernels)
         for key, part in on_gpu.items()
     }
-    simulated = passes.simulated(took, device.message)
-    kernels_alone = passes.simulated({key: part.kernels for key, part in on_gpu.items()}, device.message)
+
+    def message(size: float) -> float:
+        return fabric.message(size, plan.pipeline, plan.processes // plan.pipeline)
+
+    simulated = passes.simulated(took, message)
+    kernels_alone = passes.simulated({key: part.kernels for key, part in on_gpu.items()}, message)
     updates = _updates(sketch, plan)
     updated = max(max(kernels(device, one, plan), STEP + _launched(one, "update")) for one in updates)
     largest = max(sum(one.size for one in own if one.trained) for own in owned)
     return StepTime(
         compute=max(simulated.busy) + updated,
         bubble=simulated.bubble,
-        communication=device.all_reduce(largest, plan.replicate),
+        communication=fabric.all_reduce(largest, plan.replicate),
         spread=SPREAD,
         calibrated=False,
         busy=max(kernels_alone.busy) + max(kernels(device, one, plan) for one in updates),
@@ -114,23 +114,24 @@ def _launch(one: Operator, phase: str) -> float:
     return LAUNCH["view" if one.view else phase]
 
 
-def _split(plan: Plan, recording: Recording, device: Device) -> float:
+def _split(plan: Plan, recording: Recording, fabric: Fabric) -> float:
     """Computes the seconds of the messages of modules that are split: what comes next waits for each."""
     parts = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
     return plan.microbatches * sum(
-        LEAST + parts[collective] * device.all_reduce(size, plan.tensor)
+        LEAST + parts[collective] * fabric.all_reduce(size, plan.tensor)
         for collective, size in recording.messages
     )
 
 
-def _exchanged(sketch: Sketch, plan: Plan, device: Device) -> float:
-    """Computes the seconds of a step's messages, overlapped or not: gathering and reducing take half each."""
-    if plan.data_parallel == 1:
-        return 0.0
+def _exchanged(sketch: Sketch, plan: Plan, fabric: Fabric) -> float:
+    """Computes the seconds of a step's messages, overlapped or not: gathering and reducing take half each.
+
+    Replicas of shards reduce the gradients of their own shard alone.
+    """
     size = sum(one.size for one in sketch.parameters if one.trained)
-    reduced = device.all_reduce(size, plan.processes)
+    across = fabric.all_reduce(size / plan.shard, plan.replicate, plan.shard)
     if plan.shard == 1:
-        return reduced
+        return across
     gathers = plan.microbatches * (2 if plan.zero == 3 else 1)
     reductions = 1 if plan.zero == 1 else plan.microbatches
-    return (gathers + reductions) * reduced / 2
+    return (gathers + reductions) * fabric.all_reduce(size, plan.shard) / 2 + reductions * across

@@ -53,6 +53,8 @@ class Node:
     cores_per_gpu: int | None = None
     memory_per_gpu_gb: int | None = None
     network: str = ""
+    network_gbit: float | None = None
+    """Gb/s of all of the node's network adapters together, in one direction; None: unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -157,8 +157,8 @@ def _foreseen(job: _Job) -> _Known:
         GrappeError: it cannot be foreseen.
     """
     source = _source(job)
-    if source.device is not None:
-        origin = f"from the data sheet of {source.device.title}, not measured, at its slow end"
+    if source.fabric is not None:
+        origin = f"from the data sheet of {source.fabric.device.title}, not measured, at its slow end"
     else:
         origin = "from this machine's calibration, at its slow end, if the job's cores are as fast as these"
     progress("tracing the model, to foresee the time and the memory that the plan needs")
@@ -181,6 +181,7 @@ def _source(job: _Job) -> TimeSource:
         UsageError: there is nothing.
     """
     from grappe.foresight.devices import device_named
+    from grappe.foresight.fabric import Fabric
     from grappe.verbs.foresee.times import calibrated_here
 
     if job.layout.gpus:
@@ -188,7 +189,8 @@ def _source(job: _Job) -> TimeSource:
         device = device_named(job.site.node.gpu)
         if device is None:
             raise UsageError(f"no data sheet of {job.site.name}'s GPU ({job.site.node.gpu}) is known here")
-        return TimeSource(device=device, node=job.site.node.gpus)
+        node = job.site.node
+        return TimeSource(fabric=Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit))
     if not job.here:
         raise UsageError(
             f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known"
@@ -198,9 +200,9 @@ def _source(job: _Job) -> TimeSource:
 
 def _traced(job: _Job, source: TimeSource) -> str:
     """Traces the model once; returns JSON: the costs, the steps of an epoch, and what is said of the memory."""
-    sketch = sketch_of(job.task, job.submission, gpu=source.device is not None, records=True)
+    sketch = sketch_of(job.task, job.submission, gpu=source.fabric is not None, records=True)
     plan = job.plan
-    if source.device is None:
+    if source.fabric is None:
         plan = dataclasses.replace(plan, threads=plan.threads or job.layout.cores)
     step = step_foreseen(sketch, plan, source)
     batch = min(job.task.batch_size, sketch.samples)

@@ -68,14 +68,6 @@ class Device:
         moving = one.moved / (self.bandwidth_gb * 1e9 * OF_BANDWIDTH)
         return max(LEAST, computing, moving)
 
-    def all_reduce(self, size: float, processes: int) -> float:
-        """Computes the seconds of a ring's all-reduce of `size` bytes within a node (Patarasuk and Yuan 2009)."""
-        return 2 * (processes - 1) / processes * size / (self.link_gb * 1e9 * OF_BANDWIDTH)
-
-    def message(self, size: float) -> float:
-        """Computes the seconds of a message of `size` bytes to another GPU of the node."""
-        return LEAST + size / (self.link_gb * 1e9 * OF_BANDWIDTH)
-
 
 def device_named(name: str) -> Device | None:
     """Finds a device by a site's name for it; None: there is no data sheet of it here."""

@@ -14,7 +14,7 @@ from grappe.plan import Plan
 
 if TYPE_CHECKING:
     from grappe.foresight.calibration import Calibration
-    from grappe.foresight.devices import Device
+    from grappe.foresight.fabric import Fabric
     from grappe.foresight.sketch import Sketch
     from grappe.foresight.step_time import StepTime
 
@@ -28,20 +28,19 @@ class TimeSource:
     """Source from which the times of a run can be foreseen: one of both."""
 
     calibration: Calibration | None = None
-    device: Device | None = None
-    node: int = 1
-    """GPUs of the run's node that has most."""
+    fabric: Fabric | None = None
+    """The GPUs, as their data sheet has them."""
 
     @property
     def kind(self) -> str:
         """Returns CALIBRATION or DATA_SHEET."""
-        return CALIBRATION if self.device is None else DATA_SHEET
+        return CALIBRATION if self.fabric is None else DATA_SHEET
 
     @property
     def key(self) -> str:
         """Identifies what was measured, or the data sheet: another one foresees other times."""
-        if self.device is not None:
-            return json_hash(dataclasses.asdict(self.device))
+        if self.fabric is not None:
+            return json_hash(dataclasses.asdict(self.fabric))
         assert self.calibration is not None
         # Operators are added whenever a task needs them; the others keep their times.
         return json_hash(dataclasses.asdict(dataclasses.replace(self.calibration, operators={})))
@@ -56,13 +55,14 @@ def time_source(known: Mapping[str, Any]) -> tuple[TimeSource | None, str]:
     costs = costs_of(known)
     if known.get("device") == "cuda":
         from grappe.foresight.devices import device_reported
+        from grappe.foresight.fabric import Fabric
 
         name = str(costs[0].get("device") or known.get("processor")) if costs else ""
         device = device_reported(name)
         if device is None:
             return None, "no data sheet of their GPU is known here"
         nodes = [one.get("host") for one in costs]
-        return TimeSource(device=device, node=max(nodes.count(one) for one in nodes)), ""
+        return TimeSource(fabric=Fabric(device=device, node=max(nodes.count(one) for one in nodes))), ""
     from grappe.verbs.foresee.times import calibrated_here
 
     try:
@@ -102,10 +102,10 @@ def step_foreseen(sketch: Sketch, plan: Plan, source: TimeSource) -> StepTime:
     Raises:
         GrappeError: the plan's time is not foreseen.
     """
-    if source.device is not None:
+    if source.fabric is not None:
         from grappe.foresight.gpu_time import gpu_time
 
-        return gpu_time(sketch, plan, source.device, node=source.node)
+        return gpu_time(sketch, plan, source.fabric)
     from grappe.foresight.step_time import Clock
     from grappe.launch.local import start_server
 

@@ -13,6 +13,7 @@ from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.foresight import calibration as kept
 from grappe.foresight.calibration import Calibration
 from grappe.foresight.devices import device_named
+from grappe.foresight.fabric import Fabric
 from grappe.foresight.gpu_time import gpu_time
 from grappe.foresight.partition import threads_of
 from grappe.foresight.search import Foreseen
@@ -101,7 +102,7 @@ def gpu_or_not(clock: Clock, sketch: Sketch, name: str = REFERENCE) -> str | Non
     device = device_named(name)
     assert device is not None
     try:
-        on_gpu, here = gpu_time(sketch, Plan(), device), clock.of(Plan())
+        on_gpu, here = gpu_time(sketch, Plan(), Fabric(device=device)), clock.of(Plan())
     except GrappeError:
         return None
     assert on_gpu.busy is not None
@@ -169,11 +170,12 @@ def _on_gpu(sketch: Sketch, found: Sequence[Foreseen], site: Site) -> Times:
     if node is None or device is None:
         why = f"{site.name}: no data sheet of its GPU is known here, so times are not foreseen"
         return Times(plans=tuple(Timed(foreseen=one) for one in found), notes=(why,))
+    fabric = Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
     plans = [
         _timed(
             one,
             sketch,
-            lambda plan, batch: gpu_time(sketch, plan, device, batch=batch, node=node.gpus),
+            lambda plan, batch: gpu_time(sketch, plan, fabric, batch=batch),
             device.watts,
         )
         for one in found
