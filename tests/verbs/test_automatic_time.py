@@ -137,7 +137,7 @@ def test_several_numbers_of_gpus_have_limits_of_their_own(folder: Path) -> None:
             "grappe doctor --calibrate. Give a limit, as --time 3h; or try some",
         ),
         ("train digits lr=0.3", "leonardo", "no data sheet of leonardo's GPU"),
-        ("train digits --plan replicate=8", "narval", "the time between nodes is not foreseen"),
+        ("train digits --plan replicate=8", "fir", "the rate of the network between nodes is not known"),
         ("train digits --plan offload=cpu", "narval", "-- train digits --plan offload=cpu --steps 100"),
         ("train nothing.py", "narval", "the task cannot be loaded here"),
         ("verify digits", "narval", "--time auto is for trainings"),

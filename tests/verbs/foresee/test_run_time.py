@@ -78,9 +78,9 @@ def test_without_a_calibration_it_says_what_to_do(tmp_path: Path, monkeypatch: p
 def test_a_gpu_has_its_data_sheet_by_torchs_name_for_it() -> None:
     costs = [cost(device="NVIDIA A100-SXM4-40GB", host=host) for host in ("one", "one", "two")]
     source, _ = time_source(described(device="cuda", costs=costs))
-    assert source is not None and source.device is not None
-    assert source.kind == DATA_SHEET and source.node == 2
-    assert source.device.names == ("A100, 40 GB",)
+    assert source is not None and source.fabric is not None
+    assert source.kind == DATA_SHEET and source.fabric.node == 2
+    assert source.fabric.device.names == ("A100, 40 GB",)
     source, why = time_source(described(device="cuda", costs=[cost(device="Voodoo 2")]))
     assert source is None and "data sheet" in why
     assert time_source(described(device="cuda", costs=None))[0] is None

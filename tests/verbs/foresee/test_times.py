@@ -109,10 +109,17 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     one, four, eight = found.plans
     assert one.time is not None and one.cost is not None and four.time is not None
     assert not one.time.calibrated and one.time.spread == 0.5 and one.cost.kwh is not None
-    assert "a node has 4" in eight.why and found.gpu.startswith("NVIDIA A100")
+    assert eight.time is not None and eight.time.communication > four.time.communication
+    assert found.gpu.startswith("NVIDIA A100")
     assert "not calibrated" in found.notes[-1] and "data sheet" in found.notes[-1]
     assert foreseeing.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
     assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
+
+
+def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
+    four, eight = foresee("digits", ["replicate=4", "replicate=8"], site="fir").plans
+    assert four.time is not None
+    assert "a node has 4" in eight.why and "network_gbit" in eight.why
 
 
 @pytest.mark.parametrize(
