@@ -22,7 +22,14 @@ from tests.foresight.test_calibration import MADE
 from tests.verbs.foresee.test_earlier import cost, made, with_evaluations
 from tests.verbs.test_submission_memory import BIG
 
-ACCOUNTS = {None: None, "perlmutter": "m1_g", "leonardo": "me", "narval": "def-me", "narval-cpu": "def-me"}
+ACCOUNTS = {
+    "fir": "def-me",
+    None: None,
+    "perlmutter": "m1_g",
+    "leonardo": "me",
+    "narval": "def-me",
+    "narval-cpu": "def-me",
+}
 SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2"
 
 

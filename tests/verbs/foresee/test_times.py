@@ -109,7 +109,7 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     one, four, eight = found.plans
     assert one.time is not None and one.cost is not None and four.time is not None
     assert not one.time.calibrated and one.time.spread == 0.5 and one.cost.kwh is not None
-    assert eight.time is not None and eight.time.communication > four.time.communication
+    assert eight.time is not None and eight.time.communication == 0  # within computing
     assert found.gpu.startswith("NVIDIA A100")
     assert "not calibrated" in found.notes[-1] and "data sheet" in found.notes[-1]
     assert foreseeing.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
