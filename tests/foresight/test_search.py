@@ -27,7 +27,7 @@ class Reading(nn.Module):
 
 
 class Looks(Rows):
-    """Its last unit looks at values."""
+    """A task whose last unit looks at values."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(*super().model(), Reading())

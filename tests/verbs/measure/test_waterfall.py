@@ -168,7 +168,7 @@ def test_another_precision_that_was_tried_has_the_gain_that_it_brought_or_none()
 def test_the_parts_are_those_of_the_trial(
     other: float, share: float, elementwise: float, useful: float
 ) -> None:
-    """What another precision saves beside products is in its part, and not in theirs."""
+    """The saving of another precision beside products is in its part, and not in theirs."""
     one = point(STEP)
     fall = waterfall(
         one, traces(matrix=0.09, flops=0.08e12, elementwise=0.01, host=0.0, other_part=0.5), EVERY
