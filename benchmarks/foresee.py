@@ -1,7 +1,7 @@
 """Predicted memory beside measured memory, for docs/foresee.md: `python -m benchmarks.foresee`.
 
-It measures what docs/foresee.json has not yet; with `--again` everything. `python -m benchmarks.foresee --large` says
-how long foreseeing 32 plans of 1,024 processes takes.
+It measures what benchmarks/results/foresee.json has not yet; with `--again` everything.
+`python -m benchmarks.foresee --large` says how long foreseeing 32 plans of 1,024 processes takes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import RunInfo, Watcher
 from grappe.training.worker import worker as train_worker
 
-FILE = Path(__file__).parent.parent / "docs" / "foresee.json"
+FILE = Path(__file__).parent / "results" / "foresee.json"
 STEPS = 3  # the optimizer's state comes with the first
 TASKS = (
     "digits", "pysource batch_size=8 megabytes=0.3", "benchmarks/mlp_task.py:Mlp", "coatnet batch_size=8", "mnist",

@@ -21,7 +21,7 @@ from benchmarks.foresee_time import measured, reference
 from grappe.verbs.foresee.foresee import foresee
 from grappe.verbs.foresee.times import plainest
 
-FILE = Path(__file__).parent.parent / "docs" / "foresee_choice.json"
+FILE = Path(__file__).parent / "results" / "foresee_choice.json"
 SECONDS = 1.0  # of a training's steps
 TURNS = 3
 ASKED = 4  # times at most: operators that one command had no time to run are run by the next

@@ -27,7 +27,7 @@ from grappe.training.out_of_memory import MARGIN, Shortage
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 
-FILE = Path(__file__).parent.parent / "docs" / "foresee_limits.json"
+FILE = Path(__file__).parent / "results" / "foresee_limits.json"
 STEPS = 3
 SHARES = (1.0, 0.95, 0.9, 0.85)
 """Of what a process is taken to need."""

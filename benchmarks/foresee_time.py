@@ -36,7 +36,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 
-FILE = Path(__file__).parent.parent / "docs" / "foresee_time.json"
+FILE = Path(__file__).parent / "results" / "foresee_time.json"
 SECONDS = 4  # of a cell's steps
 TASKS = (
     "digits", "digits batch_size=512", "pysource batch_size=8 megabytes=0.3", "mlp", "mlp batch_size=512", "cnn",

@@ -1,4 +1,4 @@
-"""The gallery's tasks by name, the plain loops beside them, and docs/gallery.json, which holds what was measured."""
+"""The gallery's tasks by name, the plain loops beside them, and the file of what was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "gallery"
-RESULTS = ROOT / "docs" / "gallery.json"
+RESULTS = ROOT / "benchmarks" / "results" / "gallery.json"
 NAMES = tuple(sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")))
 
 

@@ -16,6 +16,7 @@ from grappe.plan import Plan
 from grappe.verbs.catalogue import plan_markdown
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PACKAGE = ROOT / "src" / "grappe"
 NEAR = 2  # per cent, by which a chosen plan may be slower than the quickest one
 BEFORE_RULES = 20  # choices that were known when the rules of choosing were made
@@ -35,18 +36,18 @@ def rooms() -> str:
 
 
 def parity() -> str:
-    """A line for every plan of docs/parity.json, which `python -m tests.parity.table` measures."""
+    """A line for every plan of parity.json, which `python -m tests.parity.table` measures."""
     lines = ["| engine | plan | largest difference |", "|---|---|---|"]
-    for text, gap in json.loads((ROOT / "docs" / "parity.json").read_text())["gaps"].items():
+    for text, gap in json.loads((RESULTS / "parity.json").read_text())["gaps"].items():
         engine = Plan.parse(text).engine
         lines.append(f"| {engine} | `{text.removeprefix(f'engine={engine},')}` | {gap:.0e} |")
     return "\n".join(lines)
 
 
 def foreseen() -> str:
-    """A line for every task and plan of docs/foresee.json, which `python -m benchmarks.foresee` measures."""
+    """A line for every task and plan of foresee.json, which `python -m benchmarks.foresee` measures."""
     lines = ["| task | plan | measured | predicted | outside the range |", "|---|---|---|---|---|"]
-    for key, cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).items():
+    for key, cell in json.loads((RESULTS / "foresee.json").read_text()).items():
         task, _, plan = key.partition(" | ")
         measured = max(one["peak"] for one in cell["measured"])
         said, gap = _predicted(cell["predicted"]["least"], cell["predicted"]["peak"], measured)
@@ -55,9 +56,9 @@ def foreseen() -> str:
 
 
 def foreseen_errors() -> str:
-    """Sums up how far the measured peaks of docs/foresee.json lie outside the predicted ranges."""
+    """Sums up how far the measured peaks of benchmarks/results/foresee.json lie outside the predicted ranges."""
     gaps, over, low = [], [], 0
-    for cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).values():
+    for cell in json.loads((RESULTS / "foresee.json").read_text()).values():
         least, most = cell["predicted"]["least"], cell["predicted"]["peak"]
         measured = max(one["peak"] for one in cell["measured"])
         if most is not None:
@@ -80,7 +81,7 @@ def foreseen_between() -> str:
         "| task | plan | evaluation, measured | predicted | outside the range | copy, measured | predicted |",
         "|---|---|---|---|---|---|---|",
     ]
-    for key, cell in json.loads((ROOT / "docs" / "foresee.json").read_text()).items():
+    for key, cell in json.loads((RESULTS / "foresee.json").read_text()).items():
         if "between" not in cell:
             continue
         task, _, plan = key.partition(" | ")
@@ -97,8 +98,8 @@ def foreseen_between() -> str:
 
 
 def foreseen_limits() -> str:
-    """Says what ran under each limit of docs/foresee_limits.json, which `python -m benchmarks.foresee_limits` tries."""
-    cells = json.loads((ROOT / "docs" / "foresee_limits.json").read_text())
+    """Says what ran under each limit of foresee_limits.json, which `python -m benchmarks.foresee_limits` tries."""
+    cells = json.loads((RESULTS / "foresee_limits.json").read_text())
     shares = sorted({share for cell in cells.values() for share in cell["ran"]}, key=float, reverse=True)
     columns = " | ".join(f"ran at {share}" for share in shares)
     lines = [
@@ -126,12 +127,12 @@ def foreseen_limits() -> str:
 
 
 def foreseen_time() -> str:
-    """A line for every task and plan of docs/foresee_time.json, which `python -m benchmarks.foresee_time` measures."""
+    """A line for every task and plan of foresee_time.json, which `python -m benchmarks.foresee_time` measures."""
     lines = ["| task | plan | step, measured | predicted | off by |", "|---|---|---|---|---|"]
     errors: dict[str, list[float]] = {
         name: [] for name in ("one process", "two processes", "pipelines", "all")
     }
-    for key, cell in json.loads((ROOT / "docs" / "foresee_time.json").read_text()).items():
+    for key, cell in json.loads((RESULTS / "foresee_time.json").read_text()).items():
         task, _, plan = key.partition(" | ")
         measured, predicted = cell["measured"]["step"], cell["predicted"]["total"]
         error = predicted / measured - 1
@@ -153,8 +154,8 @@ def foreseen_time() -> str:
 
 
 def foreseen_choice() -> str:
-    """A line for every choice of docs/foresee_choice.json, which `python -m benchmarks.foresee_choice` measures."""
-    known = json.loads((ROOT / "docs" / "foresee_choice.json").read_text())
+    """A line for every choice of foresee_choice.json, which `python -m benchmarks.foresee_choice` measures."""
+    known = json.loads((RESULTS / "foresee_choice.json").read_text())
     found = {choice: cell for choice, cell in known.items() if "loss" in cell}
     if not found:
         return "Not measured yet."
@@ -184,7 +185,7 @@ def _predicted(low: int | None, high: int | None, measured: int) -> tuple[str, s
 
 def optimizers() -> str:
     """A line for every plan, a column for every optimizer of grappe's."""
-    found = json.loads((ROOT / "docs" / "parity.json").read_text())["optimizers"]
+    found = json.loads((RESULTS / "parity.json").read_text())["optimizers"]
     lines = [f"| plan | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
     for text in next(iter(found.values())):
         gaps = [gaps[text] for gaps in found.values()]
@@ -267,7 +268,7 @@ def _gallery() -> list[Path]:
 
 
 def _measured(part: str) -> dict[str, Any]:
-    return json.loads((ROOT / "docs" / "gallery.json").read_text()).get(part, {})
+    return json.loads((RESULTS / "gallery.json").read_text()).get(part, {})
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {

@@ -1,4 +1,4 @@
-"""docs/parity.json: every engine is in it, nothing in it is beyond the tolerance, and it still holds."""
+"""benchmarks/results/parity.json: every engine is in it, nothing in it is beyond the tolerance, and it still holds."""
 
 from __future__ import annotations
 

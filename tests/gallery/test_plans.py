@@ -1,4 +1,4 @@
-"""Tasks of all kinds learn the same under every plan, and docs/gallery.json has them all."""
+"""Tasks of all kinds learn the same under every plan, and benchmarks/results/gallery.json has them all."""
 
 from __future__ import annotations
 

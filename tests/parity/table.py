@@ -1,4 +1,4 @@
-"""Measures plans of every engine against one plain loop and writes docs/parity.json, which docs/parity.md shows.
+"""Measures plans of every engine against one plain loop and writes the results that docs/parity.md shows.
 
 python -m tests.parity.table        # two minutes on two cores; engines that are not installed keep their last figures
 """
@@ -21,7 +21,7 @@ from tests.parity.optimizers import RULES, TunedTokens
 from tests.parity.tasks import Tokens
 from tests.processes import Pool
 
-FILE = Path(__file__).parents[2] / "docs" / "parity.json"
+FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
 STEPS = 6
 PLANS = (
     "replicate=2", "replicate=4", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "replicate=2,shard=2",
