@@ -27,7 +27,6 @@ lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	@$(BIN)/python docs/generate.py --check
-	@$(BIN)/python docs/api.py --check
 	@$(BIN)/python -m docs.messages --check
 	@$(BIN)/python -m docs.translations || true  # named; their pages say so
 
@@ -40,9 +39,8 @@ horovod: .venv/train  ## build Horovod's last release for engine=horovod (four m
 operators: .venv/test  ## compile DeepSpeed's operators for engine=deepspeed (three minutes, a C++ compiler)
 	@$(BIN)/python -m tests.operators
 
-docs: .venv/test  ## regenerate the README's tables, docs/api.md and the catalogue of French messages
+docs: .venv/test  ## regenerate the README's tables and the catalogue of French messages
 	@$(BIN)/python docs/generate.py
-	@$(BIN)/python docs/api.py
 	@$(BIN)/python -m docs.messages
 
 site: .venv/test  ## build the documentation site, which opens from its folder: build/site/index.html

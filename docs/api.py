@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the stable surface, from the code; with --check says whether the page is up to date."""
+"""Makes the reference of public names from the code: pages of the site; `python -m docs.api` prints them all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ForwardRef
@@ -17,7 +16,6 @@ from grappe.cli.commands import app
 from grappe.plan import Plan
 from grappe.verbs.catalogue import plan_markdown
 
-PAGE = Path(__file__).with_name("api.md")
 # Beside grappe itself: each says in __all__ what is public.
 MODULES = ("grappe.data", "grappe.data.augment", "grappe.optimizers", "grappe.slurm")
 # What public functions return: these attributes are public, the classes are not for importing.
@@ -41,11 +39,11 @@ MEMBERS = {
     "Plan": ("processes", "data_parallel", "parse", "check_fits"),
 }  # of a class with more than users need
 TEXT_FORMS = ("Duration", "Names", "Counts", "Ranks")  # Python has plain values
-HEAD = """# The stable surface
+HEAD = """# Public names
 
 Every name of this page keeps its meaning between two minor versions; a change is announced in the changelog.
 **What is not on this page is private**, whatever its name looks like: it may change from one commit to the next.
-Generated from the code: `make docs`.
+Generated from the code.
 
 Beside Python, the commands and their options are stable: `grappe COMMAND --help` lists them."""
 SECTION = re.compile(r"(Args|Raises|Returns|Yields|Attributes):$")
@@ -186,18 +184,5 @@ def prose(text: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Exit code 1 when --check finds the page out of date."""
-    before = PAGE.read_text() if PAGE.exists() else ""
-    after = page()
-    if before == after:
-        return 0
-    if "--check" in sys.argv:
-        print("docs/api.md is not up to date: make docs")
-        return 1
-    PAGE.write_text(after)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(page())
