@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch
@@ -17,7 +16,7 @@ from grappe.engines.shared.memory_needs import Needs
 from grappe.engines.shared.state import SavedState, State, TrainState
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.step.losses import OnOutput
+from grappe.step.observers import Observers
 from grappe.step.result import After, StepResult, loop
 from grappe.step.scores import Scores
 from grappe.task import Task
@@ -25,16 +24,6 @@ from grappe.task import Task
 COMMON = frozenset(
     {"device", "backend", "threads", "workers", "loading", "prefetch", "validation_batch", "per_device"}
 )
-
-Named = Sequence[tuple[str, nn.Parameter]]
-
-
-def _ignore_phase(phase: int) -> None:
-    """Ignores a phase: no clock is running."""
-
-
-def _ignore_optimizer(optimizer: Optimizer, named: Named) -> None:
-    """Ignores an optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,13 +38,8 @@ class EngineSetup:
     total_steps: int
     stop_requested: Callable[[], float]
     """Returns more than 0 when all processes should stop after this step (signal or time limit)."""
-    on_phase: Callable[[int], None] = _ignore_phase
-    """Callback at the start of a training step's phase: FORWARD with each microbatch, BACKWARD once the loss's values
-    are there, UPDATE before clipping and stepping, COMMUNICATION before a wait that is not torch.distributed's."""
-    on_optimizer: Callable[[Optimizer, Named], None] = _ignore_optimizer
-    """Callback when the optimizer is made: the optimizer that steps, and this process's trained parameters."""
-    on_output: OnOutput | None = None
-    """Callback with each training microbatch, after its loss."""
+    observers: Observers = dataclasses.field(default_factory=Observers)
+    """The callbacks that the engine calls at its steps' phases, at its making of the optimizer, and after each loss."""
     sample_inputs: Any = None
     """Inputs of one or two samples, on the CPU, by which the work of pipeline stages is counted."""
     samples: int = 0

@@ -67,7 +67,7 @@ class Horovod(Stepper):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase, setup.on_output)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.observers)
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),
@@ -75,7 +75,7 @@ class Horovod(Stepper):
             op=self._hvd.Sum,
             backward_passes_per_step=setup.plan.microbatches,
         )
-        setup.on_optimizer(self._optimizer, named)
+        setup.observers.optimizer(self._optimizer, named)
         self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)
         self.train_state = ModelState(
             model=self._model, optimizer=self._optimizer, schedule=self._schedule, world=self._world
@@ -94,9 +94,9 @@ class Horovod(Stepper):
         total = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
             total += self._backward(batch, micro)
-        self._setup.on_phase(COMMUNICATION)
+        self._setup.observers.phase(COMMUNICATION)
         sums = self._sum(total)
-        self._setup.on_phase(UPDATE)
+        self._setup.observers.phase(UPDATE)
         norm, _ = self._clip() if self._clip is not None else (None, False)
         lr = self._optimizer.param_groups[0]["lr"]
         with self._optimizer.skip_synchronize():
@@ -121,7 +121,7 @@ class Horovod(Stepper):
 
     def _backward(self, batch: Batch, micro: Microbatch) -> Tensor:
         """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""
-        self._setup.on_phase(FORWARD)
+        self._setup.observers.phase(FORWARD)
         with contextlib.nullcontext() if micro.rows else statistics_frozen(self._model):
             loss = self._losses(self._forward(0, micro), micro, batch)
             loss.values.backward(loss.output_gradient)

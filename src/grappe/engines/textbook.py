@@ -168,9 +168,9 @@ class Textbook(Stepper):
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.on_phase, setup.on_output)
+        self._losses = losses_of(self._task, setup.plan, setup.world, setup.observers)
         self._optimizer = self._task.optimizer(named)
-        setup.on_optimizer(self._optimizer, named)
+        setup.observers.optimizer(self._optimizer, named)
         self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)
         # What is saved: parameters and optimizer state once, since all have the same; the buffers of each process.
         self.train_state = ModelState(
@@ -208,7 +208,7 @@ class Textbook(Stepper):
         )
         loss = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
-            self._setup.on_phase(FORWARD)
+            self._setup.observers.phase(FORWARD)
             if micro.rows:
                 loss += self._gradients(batch, micro)
             else:  # one padding row that counts nothing; dropout draws for it, as it does on other engines
@@ -231,13 +231,13 @@ class Textbook(Stepper):
         )
         for index, micro in enumerate(batch.microbatches):
             loss = None
-            self._setup.on_phase(FORWARD)
+            self._setup.observers.phase(FORWARD)
             if micro.rows:
                 with exact.piece(index, batch.step, self._task.seed):
                     loss = self._gradients(batch, micro)
             exact.add(loss)
         sums = exact.reduce(self._setup.stop_requested(), batch.samples)
-        self._setup.on_phase(UPDATE)
+        self._setup.observers.phase(UPDATE)
         if self._task.clip is None:
             return sums, None
         norm = exact.norm()
@@ -269,7 +269,7 @@ class Textbook(Stepper):
         wire = self._flat(loss).to(self._wire)
         self._all_reduce(wire, self._world.rank, self._world.size)
         gradient, sums, reached = wire.split([sum(self._sizes), PAYLOAD_SIZE, len(self._sizes)])
-        self._setup.on_phase(UPDATE)
+        self._setup.observers.phase(UPDATE)
         norm = self._clip(gradient)
         pieces = gradient.split(self._sizes)
         for parameter, piece, count in zip(self._parameters, pieces, reached, strict=True):

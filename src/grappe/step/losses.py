@@ -5,7 +5,7 @@ Shapes: values [B, ...], one per example or token; weights and output_gradient t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from grappe.errors.user_code import at
 from grappe.profiling.phases import BACKWARD
 from grappe.step.each_alone import check_each_alone
 from grappe.step.given import Values, loss_of
+from grappe.step.observers import Observers
 from grappe.task import Task
 
 if TYPE_CHECKING:
@@ -38,10 +39,6 @@ class Loss(NamedTuple):
         return (self.values.float() * self.output_gradient.float()).sum()
 
 
-OnOutput = Callable[[Any, Microbatch, Mapping[str, Tensor]], None]
-"""Callback, called with a training microbatch's output, itself, and the sums of its named losses."""
-
-
 class Scored(NamedTuple):
     """The loss of an evaluated microbatch."""
 
@@ -59,13 +56,13 @@ class Losses:
     """Calls `task.loss`, checks its contract, and divides by the count of the global batch.
 
     Args:
-        on_phase: callback, called with BACKWARD once the loss values of a training microbatch are known.
+        observers: called with BACKWARD, and with the output, once the loss values of a training microbatch are known.
     """
 
-    def __init__(
-        self, task: Task, on_phase: Callable[[int], None] | None = None, on_output: OnOutput | None = None
-    ) -> None:
-        self._task, self._on_phase, self._on_output = task, on_phase, on_output
+    def __init__(self, task: Task, observers: Observers | None = None) -> None:
+        self._task = task
+        self._on_phase = observers.phase if observers is not None else None
+        self._on_output = observers.output if observers is not None else None
         self._kept: tuple[object, Tensor] | None = None
         self._checked = False  # once, with an evaluation's first microbatch
 

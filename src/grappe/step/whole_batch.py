@@ -11,7 +11,7 @@ Shapes: a global batch of B rows, b of them in this process's slice, its microba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.gathered_slices import GatheredSlices
-from grappe.step.losses import Loss, Losses, OnOutput, Scored, values_of
+from grappe.step.losses import Loss, Losses, Scored, values_of
+from grappe.step.observers import Observers
 from grappe.task import Task
 
 
@@ -42,20 +43,19 @@ def losses_of(
     task: Task,
     plan: Plan,
     world: World,
-    on_phase: Callable[[int], None] | None = None,
-    on_output: OnOutput | None = None,
+    observers: Observers | None = None,
 ) -> AnyLosses:
     """Makes what computes the task's loss under the plan."""
     if task.whole_batch_loss:
-        return WholeBatchLosses(task, plan, world, on_phase, on_output)
-    return Losses(task, on_phase, on_output)
+        return WholeBatchLosses(task, plan, world, observers)
+    return Losses(task, observers)
 
 
 class WholeBatchLosses:
     """Calls `task.loss` with the outputs and targets of the global batch. Collective over the data slices.
 
     Args:
-        on_phase: callback, called with BACKWARD once the loss of a training microbatch is known.
+        observers: called with BACKWARD, and with the output, once the loss of a training microbatch is known.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class WholeBatchLosses:
         task: Task,
         plan: Plan,
         world: World,
-        on_phase: Callable[[int], None] | None = None,
-        on_output: OnOutput | None = None,
+        observers: Observers | None = None,
     ) -> None:
-        self._task, self._plan, self._on_phase, self._on_output = task, plan, on_phase, on_output
+        self._task, self._plan = task, plan
+        self._on_phase = observers.phase if observers is not None else None
+        self._on_output = observers.output if observers is not None else None
         self._slices = GatheredSlices(plan, world)
         # Exact plans add up in the order of their pieces, on one process too.
         self._whole_here = world.size == 1 and not plan.exact

@@ -29,7 +29,7 @@ class WeightAverage:
         self._averages: dict[str, Tensor] = {}
 
     def watch(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Begins with the weights as they are; for `EngineSetup.on_optimizer`."""
+        """Begins with the weights as they are; for `Observers.optimizer`."""
         if self.kept:
             self._weights = dict(named)
             self._averages = {name: one.detach().clone() for name, one in named}

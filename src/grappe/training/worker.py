@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from grappe import engines
 from grappe.checkpoint.foreign_training import Begin
@@ -32,6 +30,7 @@ from grappe.profiling.communication import waits_counted
 from grappe.profiling.memory import resident, reused
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
+from grappe.step.observers import Observers
 from grappe.step.training_scores import TrainingScores
 from grappe.task import Task, overrides
 from grappe.training.average import WeightAverage
@@ -125,14 +124,16 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     weights=ModelWeights(tensors),
                     total_steps=info.total_steps,
                     stop_requested=stop_signal.flag,
-                    on_phase=_each(chronometer.switch, noise.on_phase if noise else None),
-                    on_optimizer=_each(
-                        chronometer.on_optimizer,
-                        average.watch,
-                        functools.partial(note_optimizer, facts),
-                        noise.on_optimizer if noise else None,
+                    observers=Observers(
+                        phase=[chronometer.switch, *([noise.on_phase] if noise else ())],
+                        optimizer=[
+                            chronometer.on_optimizer,
+                            average.watch,
+                            functools.partial(note_optimizer, facts),
+                            *([noise.on_optimizer] if noise else ()),
+                        ],
+                        output=[training_scores.add, *([noise.on_output] if noise else ())],
                     ),
-                    on_output=_each(training_scores.add, noise.on_output if noise else None),
                     sample_inputs=example,
                     samples=info.samples,
                 )
@@ -317,19 +318,6 @@ def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | 
         steps_per_epoch=info.steps_per_epoch,
         start=info.start,
     )
-
-
-def _each(*callbacks: Callable[..., None] | None) -> Callable[..., None]:
-    """Returns a callback that calls each of `callbacks`; of one, itself."""
-    wanted = [callback for callback in callbacks if callback is not None]
-    if len(wanted) == 1:
-        return wanted[0]
-
-    def call(*arguments: Any) -> None:
-        for callback in wanted:
-            callback(*arguments)
-
-    return call
 
 
 def _write_outcome(run: Run, outcome: Outcome, total_steps: int, meter: Meter, world: World) -> None:

@@ -26,6 +26,7 @@ from grappe.optimizers import LAMB, LARC, LARS, Muon
 from grappe.plan import Plan
 from grappe.step.host_copy import HostCopy
 from grappe.step.noise_scale import NoiseScale
+from grappe.step.observers import Observers
 from grappe.step.training_scores import TrainingScores
 from grappe.training.average import WeightAverage
 from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in
@@ -158,13 +159,13 @@ def waits(gpu: GpuStandIn, task: Task, text: str, noise: NoiseScale | None = Non
         total_steps=100,
         stop_requested=lambda: 0.0,
         samples=64,
-        on_optimizer=average.watch,
-        on_output=scores.add,
+        observers=Observers(optimizer=[average.watch], output=[scores.add]),
     )
     if noise is not None:
-        setup = dataclasses.replace(
-            setup, on_optimizer=noise.on_optimizer, on_output=noise.on_output, on_phase=noise.on_phase
+        observers = Observers(
+            phase=[noise.on_phase], optimizer=[noise.on_optimizer], output=[noise.on_output]
         )
+        setup = dataclasses.replace(setup, observers=observers)
     engine = Native(setup)
     before: list[Any] = []
     for number, batch in enumerate(loader.batches(0, WARM + STEPS)):

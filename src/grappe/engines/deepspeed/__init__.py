@@ -75,7 +75,7 @@ class DeepSpeed(Stepper):
         self.train_state = held.train_state
         self._group = held.optimizer.param_groups[0]
         self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase, setup.on_output)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.observers)
         self._reduction = loss_reduction(setup.world)
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]
@@ -100,7 +100,7 @@ class DeepSpeed(Stepper):
         held.reached.check()
         sums = self._reduction.sums()
         lr = self._group["lr"]
-        setup.on_phase(UPDATE)
+        setup.observers.phase(UPDATE)
         norm, skipped = self._update()
         if not skipped and held.schedule is not None:
             held.schedule.step()
@@ -116,7 +116,7 @@ class DeepSpeed(Stepper):
 
     def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
         """Runs forward and backward of a microbatch; returns the sum of losses so far."""
-        self._setup.on_phase(FORWARD)
+        self._setup.observers.phase(FORWARD)
         scale = self._loss_factor()
         with contextlib.nullcontext() if micro.rows else ignoring_padding(self._held.module):
             output = self._held.engine(entering(micro))

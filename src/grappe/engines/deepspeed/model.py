@@ -86,7 +86,7 @@ class DeepSpeedModel:
         given = optimizer_of(task, self.named)
         optimizer.check_elementwise(given, self.stage)
         self.optimizer, words = optimizer.chosen(given, plan, world)
-        self._setup.on_optimizer(self.optimizer, self.named)
+        self._setup.observers.optimizer(self.optimizer, self.named)
         self.remark = f"DeepSpeed {self._deepspeed.__version__}, ZeRO {self.stage}, {words}"
         self.engine, wrapped, *_ = self._deepspeed.initialize(
             model=self._carrier, optimizer=self.optimizer, config=config, dist_init_required=False

@@ -32,7 +32,7 @@ class Spread:
         named = trained_parameters(model)
         parameters = [parameter for _, parameter in named]
         optimizer = optimizer_of(task, named)
-        setup.on_optimizer(optimizer, named)
+        setup.observers.optimizer(optimizer, named)
         schedule = schedule_of(task, optimizer, setup.total_steps)
         self.train_state: TrainState = ModelState(
             model=model, optimizer=optimizer, schedule=schedule, world=world

@@ -62,7 +62,7 @@ class Steps:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
         self._forward, self._gradient_divisor, self._switch = forward, gradient_divisor, switch
         self._loss_context, self._clip, self._after_update = loss_context, clip, after_update
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase, setup.on_output)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.observers)
         self._reduction = loss_reduction(setup.world)
         self._padding = contextlib.ExitStack()
         self._total: Tensor | None = None
@@ -90,7 +90,7 @@ class Steps:
 
     def loss(self, item: Item) -> Tensor:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar."""
-        self.setup.on_phase(FORWARD)
+        self.setup.observers.phase(FORWARD)
         batch, micro, last = item
         output = self._forward(entering(micro))
         with self._loss_context:
@@ -102,7 +102,7 @@ class Steps:
 
     def clip(self) -> None:
         """Clips the gradients, between the step's last backward and its update."""
-        self.setup.on_phase(UPDATE)
+        self.setup.observers.phase(UPDATE)
         self._lr = self.optimizer.param_groups[0]["lr"]
         self._norm = self._clip()
 

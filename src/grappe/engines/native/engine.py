@@ -56,13 +56,13 @@ class Native(Stepper):
         return next((why for rule in rules if (why := rule.unsupported_reason(plan))), None)
 
     def __init__(self, setup: EngineSetup) -> None:
-        self._on_phase, self._plan = setup.on_phase, setup.plan
+        self._on_phase, self._plan = setup.observers.phase, setup.plan
         set_tf32(setup.plan.precision)
         loss_scale = LossScale(setup.plan.precision)
         self._model, strategy = _spread(setup, loss_scale)
         self._gradients = strategy.gradients
         optimizer = self._model.make_optimizer()
-        setup.on_optimizer(optimizer, self._model.named)
+        setup.observers.optimizer(optimizer, self._model.named)
         self._schedule = schedule_of(setup.task, optimizer, setup.total_steps)
         self.train_state = self._model.train_state(optimizer, self._schedule, loss_scale)
         self._group = optimizer.param_groups[0]

@@ -35,7 +35,7 @@ class PipelinedGradients:
         self._place = world.coordinates()["pipeline"][0]
         self._parameters = [parameter for _, parameter in model.named]
         self._reduction = loss_reduction(world)
-        self._losses = losses_of(setup.task, plan, world, on_output=setup.on_output)
+        self._losses = losses_of(setup.task, plan, world, setup.observers)
         if isinstance(self._losses, WholeBatchLosses) and len(model.stages) > 1:
             raise PlanError(
                 f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order "
@@ -52,8 +52,8 @@ class PipelinedGradients:
         self._batch: Batch | None = None
         self._total: Tensor | None = None
         for stage in model.stages:  # what a schedule does between two forwards is backward, but for its waits
-            stage.register_forward_pre_hook(lambda *_: setup.on_phase(FORWARD))
-            stage.register_forward_hook(lambda *_: setup.on_phase(BACKWARD))
+            stage.register_forward_pre_hook(lambda *_: setup.observers.phase(FORWARD))
+            stage.register_forward_hook(lambda *_: setup.observers.phase(BACKWARD))
 
     def gradients(self, batch: Batch) -> Sums:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""

@@ -82,11 +82,11 @@ class ForwardBackward:
     ) -> None:
         self._model = model
         forward = forward or functools.partial(setup.task.forward, model)
-        self._forward = replaying(forward, setup.plan, keeps=setup.on_output is not None)
-        self._on_phase, self._stop_requested = setup.on_phase, setup.stop_requested
+        self._forward = replaying(forward, setup.plan, keeps=setup.observers.output is not None)
+        self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
         self._autocast = autocast(setup.plan.precision, setup.world.device)
         self._setup = setup
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.on_phase, setup.on_output)
+        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.observers)
         self._loss_scale, self._gradient_divisor = loss_scale, gradient_divisor
 
     def __call__(
