@@ -17,7 +17,7 @@ from tests import operators as compiled
 from tests import tiers
 from tests.processes import Pool
 
-pytest_plugins = ["tests.skips", "tests.small_disk"]
+pytest_plugins = ["tests.grid", "tests.skips", "tests.small_disk"]
 # What grappe keeps in the user's state folder is kept in one of the tests; processes that they start have it, too.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="grappe-state-")
 os.environ.pop("XDG_RUNTIME_DIR", None)

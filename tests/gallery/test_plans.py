@@ -34,6 +34,7 @@ def _plain(pool: Pool, name: str, plan: str) -> dict[str, Any]:
     return pool.run("tests.gallery.cell:train", 1, gallery_files.file(name), plan, STEPS)[0]
 
 
+@pytest.mark.grid(each=2)
 @pytest.mark.parametrize(("name", "plan"), CELLS)
 def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     exact = "exact" in plan and name in NORMALISED

@@ -72,6 +72,7 @@ TASKS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -156,6 +157,7 @@ def test_batch_normalisation_is_that_of_the_pieces_one_after_the_other(pool: Poo
     assert gap <= TOLERANCE, worst
 
 
+@pytest.mark.grid(each=2)
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(SIZES, 2)))
 def test_killed_under_one_number_of_processes_and_resumed_under_another(
     pool: Pool, tmp_path_factory, first: int, second: int

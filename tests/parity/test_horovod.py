@@ -17,6 +17,7 @@ BUILT = importlib.util.find_spec("horovod") is not None
 PLANS = ["engine=horovod", "engine=horovod,replicate=2", "engine=horovod,replicate=3,microbatches=2"]
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(not BUILT, reason="Horovod is not built: make horovod")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)

@@ -39,18 +39,21 @@ def expected(rule: str) -> dict:
     return reference.train(TunedTokens(by=rule), STEPS)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", ["lars", "lamb", "muon"])
 def test_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
     check(pool, TunedTokens(by=rule), plan, expected(rule))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", KINDS)
 @pytest.mark.parametrize("rule", ["larc", "schedule-free"])
 def test_its_kin_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
     check(pool, TunedTokens(by=rule), plan, expected(rule))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", ["shard=2", "shard=3", "replicate=2"])
 @pytest.mark.parametrize("rule", ["larc", "muon"])
 def test_convolutions_and_small_batches_learn_the_same(pool: Pool, rule: str, plan: str) -> None:

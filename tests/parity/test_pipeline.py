@@ -59,12 +59,14 @@ SPLIT = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", SCHEDULES + PRODUCTS)
 @pytest.mark.parametrize("name", ["adam", "tokens"])
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", SPLIT)
 @pytest.mark.parametrize("name", ["tokens", "tokens-sgd"])
 def test_beside_tensor_parallelism_learns_the_same(pool: Pool, name: str, plan: str) -> None:
@@ -121,6 +123,7 @@ def test_options_learn_the_same(pool: Pool, plan: str) -> None:
     check(pool, TASKS["adam"], plan, expected("adam"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "pipeline=3,microbatches=3"])
 @pytest.mark.parametrize("name", ["tiny", "frozen"])
 def test_hard_ones_learn_the_same(pool: Pool, name: str, plan: str) -> None:

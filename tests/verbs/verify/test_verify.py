@@ -126,6 +126,7 @@ def test_what_was_asked_for_is_the_same_but_for_that(
     assert all(one.startswith(wanted) for one, wanted in zip(found.causes, causes, strict=True)), found.causes
 
 
+@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2,microbatches=2", "engine=textbook,replicate=2"])
 @pytest.mark.parametrize("name", TASKS)
 def test_batches_that_are_no_stacks_of_rows_are_judged(pool: Pool, name: str, plan: str) -> None:

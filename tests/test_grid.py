@@ -1,0 +1,91 @@
+"""Tests of thinned grids: what is left out is covered, and nothing is left out when it is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TESTS = """
+import pytest
+
+@pytest.mark.grid
+@pytest.mark.parametrize("plan", ["", "shard=2", "shard=3", "shard=2,zero=1", "shard=3,zero=1"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_product(name, plan):
+    pass
+
+@pytest.mark.grid(each=1)
+@pytest.mark.parametrize("plan", ["x", "y"])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_values(name, plan):
+    pass
+
+@pytest.mark.parametrize("plan", ["x", "y"])
+def test_plain(plan):
+    pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "test_cells.py"
+    path.write_text(TESTS)
+    return path
+
+
+def collected(file: Path, *arguments: str, grid: str = "") -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        "-p",
+        "tests.grid",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*command, "--rootdir", str(file.parent), *arguments],
+        cwd=file.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GRAPPE_GRID": grid},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_each_task_meets_each_value_of_each_key_and_every_plan_occurs(file: Path) -> None:
+    cells = [name[13:-1].partition("-")[::2] for name in collected(file, file.name) if "product" in name]
+    assert len(cells) < 10
+    assert {plan for _, plan in cells} == {"", "shard=2", "shard=3", "shard=2,zero=1", "shard=3,zero=1"}
+    met = {(name, key) for name, plan in cells for key in plan.split(",")}
+    assert met == {(name, key) for name in "ab" for key in ("", "shard=2", "shard=3", "zero=1")}
+
+
+def test_every_value_occurs(file: Path) -> None:
+    cells = [name[12:-1].split("-") for name in collected(file, file.name) if "values" in name]
+    assert len(cells) == 3
+    assert {name for name, _ in cells} == {"a", "b", "c"}
+    assert {plan for _, plan in cells} == {"x", "y"}
+
+
+def test_tests_without_the_mark_stay(file: Path) -> None:
+    assert len([name for name in collected(file, file.name) if "plain" in name]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-k", "product"], ["test_cells.py::test_product"]], ids=["k", "named"]
+)
+def test_a_test_that_is_asked_for_has_all_its_cells(file: Path, arguments: list[str]) -> None:
+    assert len(collected(file, *arguments)) == 10
+
+
+def test_all_cells_run_in_a_soak(file: Path) -> None:
+    assert len(collected(file, file.name, grid="all")) == 18
