@@ -2,14 +2,12 @@
 
 One training in which loading a sample costs time in every second block of eight steps: sleeping, as a disk lets one
 wait, or computing, as a decoder does. What removing the cost brings is the difference between neighbouring blocks, so
-that what else the machine does is in both. The network waits for a fixed time, as for a device of its own; or
-computes on this machine's cores, of which loading beside it takes some.
+that what else the machine does is in both. The network waits for a fixed time, as for a device of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import mmap
 import tempfile
@@ -27,19 +25,15 @@ from benchmarks.figures import machine, table
 SIDE, CLASSES, BATCH = 32, 10, 32
 BLOCK = 8
 STEP_SECONDS = 0.1
-MATRIX, PRODUCTS = 768, 5
-BLOB = bytes(200_000)
 
 
 class Case(NamedTuple):
     """Cost of a sample, and the way in which it is loaded."""
 
     kind: str
-    """"sleeps"; "computes", in Python; "decodes": computes without the interpreter's lock, as a decoder."""
+    """"sleeps", or "computes", in Python."""
     milliseconds: float
     plan: str
-    network: str = "waits"
-    """"waits", or "computes"."""
 
 
 CASES = (
@@ -47,11 +41,6 @@ CASES = (
     Case("sleeps", 3.0, "workers=0,threads=1"),
     Case("sleeps", 10.0, "workers=2,loading=threads,threads=1"),
     Case("computes", 1.0, "workers=0,threads=1"),
-    Case("computes", 4.0, "workers=1,loading=threads,threads=1"),
-    Case("computes", 8.0, "workers=1,loading=threads,threads=1"),
-    Case("computes", 2.0, "workers=1,loading=threads,threads=1", "computes"),
-    Case("computes", 2.0, "workers=1,threads=2", "computes"),
-    Case("decodes", 2.0, "workers=2,loading=threads,threads=2", "computes"),
 )
 switches: list[mmap.mmap] = []
 """Whether loading costs nothing now; in the training's process alone, in memory that its data workers share."""
@@ -83,8 +72,6 @@ class Costly(Dataset):
             time.sleep(self._seconds)
         while self._kind == "computes" and time.thread_time() < stop:
             pass
-        while self._kind == "decodes" and time.thread_time() < stop:
-            hashlib.sha256(BLOB).digest()
         return self._image, index % CLASSES
 
 
@@ -97,21 +84,6 @@ class Pause(nn.Module):
         return inputs
 
 
-class Products(nn.Module):
-    """Layer that multiplies matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("matrix", torch.eye(MATRIX), persistent=False)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns what it gets."""
-        product = self.matrix
-        for _ in range(PRODUCTS):
-            product = torch.tanh(product @ self.matrix)
-        return inputs + 0.0 * product.sum()
-
-
 class Waiting(grappe.Task):
     """A small network whose samples cost `milliseconds` each."""
 
@@ -120,13 +92,10 @@ class Waiting(grappe.Task):
     pairs: int = 15
     milliseconds: float = 1.0
     kind: str = "sleeps"
-    network: str = "waits"
 
     def model(self) -> nn.Module:
-        last = Pause() if self.network == "waits" else Products()
-        return nn.Sequential(
-            nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten()), nn.Linear(48, CLASSES), last
-        )
+        first = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        return nn.Sequential(first, nn.Linear(48, CLASSES), Pause())
 
     def data(self, split: str, folder: Path) -> Dataset:
         if split == "train":
@@ -148,38 +117,22 @@ class Switch(grappe.Watcher):
         switches[-1][0] = not switches[-1][0]
 
 
-class Compared(NamedTuple):
-    """Shares of a training's time."""
-
-    named: float
-    told: bool
-    """Whether what loading took from the steps is in it."""
-    waited: float
-    brought: float
-
-
-def compared(case: Case, place: Path, pairs: int) -> Compared:
-    """Compares what a training names with what removing the cost of its data brings."""
+def compared(case: Case, place: Path, pairs: int) -> dict[str, float]:
+    """Returns the shares of a training's time that it names, and that removing the cost of its data brings."""
     run = grappe.train(
-        Waiting(kind=case.kind, milliseconds=case.milliseconds, network=case.network, pairs=pairs),
+        Waiting(kind=case.kind, milliseconds=case.milliseconds, pairs=pairs),
         f"{case.plan},device=cpu",
         place,
         options=grappe.Options(evaluate_every=BLOCK),
         watchers=[Switch()],
     )
-    known = run.read_description()
-    totals = known["costs"][0]["timing"]["totals"]
-    whole = sum(totals.values()) - totals["start"]
+    description = run.read_description()
+    totals = description["costs"][0]["timing"]["totals"]
     blocks = [0.0, 0.0]
     for record in run.records("step"):
         blocks[(record["step"] - 1) // BLOCK % 2] += record["seconds"]
-    named = known["headspace"]
-    return Compared(
-        named["share"],
-        named["slowed"] is not None,
-        named["waited"] / whole,
-        (blocks[0] - blocks[1]) / whole,
-    )
+    saved = (blocks[0] - blocks[1]) / (sum(totals.values()) - totals["start"])
+    return {"named": description["headspace"]["share"], "brings": saved}
 
 
 def main() -> None:
@@ -189,30 +142,20 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="by number, from 0")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    before, rows, found = machine(), [], {}
+    before, rows, shares = machine(), [], {}
     with tempfile.TemporaryDirectory() as place:
         for number in options.cases:
             case = CASES[number]
-            one = compared(case, Path(place, str(number)), options.pairs)
-            found[number] = one._asdict()
-            apart = f"{100 * (one.named - one.brought):+.1f}"
-            named = f"{'' if one.told else 'at least '}{one.named:.1%}"
+            shares[number] = compared(case, Path(place, str(number)), options.pairs)
+            named, saved = shares[number]["named"], shares[number]["brings"]
             sample = f"{case.kind} {case.milliseconds:g} ms"
             rows.append(
-                [
-                    sample,
-                    case.network,
-                    f"`{case.plan}`",
-                    f"{one.waited:.1%}",
-                    named,
-                    f"{one.brought:.1%}",
-                    apart,
-                ]
+                [sample, f"`{case.plan}`", f"{named:.1%}", f"{saved:.1%}", f"{100 * (named - saved):+.1f}"]
             )
     print(f"\n## Headspace\n\nFrom {before}\nto {machine()}.\n")
-    print(table(("a sample", "the network", "plan", "waited", "named", "brings", "points apart"), rows))
+    print(table(("a sample", "plan", "named", "brings", "points apart"), rows))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(shares, indent=1))
 
 
 if __name__ == "__main__":

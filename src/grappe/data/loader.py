@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch, SampleIds
 from grappe.data.collate import augment, augments, collated
-from grappe.data.contention import Contention
 from grappe.data.counts import as_weights, counts_of, divided
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
@@ -82,7 +81,6 @@ class BatchLoader:
         )
         self.waited = 0.0
         """Seconds spent waiting for samples."""
-        self.contention = Contention()
 
     def slices(self, start: int, stop: int) -> Iterator[Slice]:
         """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""
@@ -120,9 +118,7 @@ class BatchLoader:
         try:
             for part in self.slices(start, stop):
                 batch = self._batch(part, lambda _, source=source: source.next())
-                self.contention.begin_step(source, steady=not self.sources.tuning)
                 yield batch
-                self.contention.end_step(source)
                 if part.step + 1 < stop and self.sources.changes():
                     self.sources.end(source, exhausted=False)
                     source = self._begun(part.step + 1, stop)

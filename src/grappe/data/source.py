@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from grappe.data.collate import collated
 from grappe.data.device_copy import is_dense, page_locked
-from grappe.data.holdable import HoldableDataset
 from grappe.data.loading import Loading
 from grappe.data.seeded import SeededDataset
 from grappe.data.shared_memory import explained
@@ -36,18 +35,6 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Ends its threads or processes."""
-
-    def ready(self) -> bool:
-        """Returns whether a further batch is loaded, so that the next step need not wait for it."""
-
-    def hold(self) -> None:
-        """Has its threads or processes load nothing for a while: until `release`, or some seconds."""
-
-    def release(self) -> None:
-        """Has them go on."""
-
-    def cpu_seconds(self) -> float:
-        """Returns what they have computed beside this process's main thread, in seconds of a core."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,18 +100,6 @@ class ThisProcess:
     def close(self) -> None:
         return
 
-    def ready(self) -> bool:
-        return False
-
-    def hold(self) -> None:
-        return
-
-    def release(self) -> None:
-        return
-
-    def cpu_seconds(self) -> float:
-        return 0.0
-
 
 class WorkerProcesses:
     """Batches of a DataLoader's worker processes, which are forked once."""
@@ -132,12 +107,10 @@ class WorkerProcesses:
     def __init__(self, samples: Samples, workers: int) -> None:
         self._requests = _Requests()
         self._loaded: Any = None
-        self._dataset = HoldableDataset(samples.dataset, workers)
-        self._taken = 0
         # How many are too many is measured; workers that wait for a disk may be more than cores.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader: DataLoader[Any] = DataLoader(
-            self._dataset,
+            samples.dataset,
             batch_sampler=self._requests,
             collate_fn=functools.partial(collated, samples.task),
             num_workers=workers,
@@ -166,24 +139,10 @@ class WorkerProcesses:
         register(self._loaded)
 
     def next(self) -> Any:
-        self._taken += 1
         return next_batch(self._loaded)
 
     def close(self) -> None:
-        self.release()
         end_data_workers(self._loaded)
-
-    def ready(self) -> bool:
-        return self._dataset.batches() > self._taken
-
-    def hold(self) -> None:
-        self._dataset.hold()
-
-    def release(self) -> None:
-        self._dataset.release()
-
-    def cpu_seconds(self) -> float:
-        return self._dataset.cpu_seconds()
 
 
 class _Requests:

@@ -65,11 +65,6 @@ class Sources:
             self._note(self.loading)  # what works is known if the next way ends the training
         return self._load_as(loading)
 
-    @property
-    def tuning(self) -> bool:
-        """Returns whether ways to load are still being measured."""
-        return self._tuner is not None
-
     def close(self) -> None:
         """Ends all threads and worker processes."""
         kept = [] if self._idle is None else [self._idle]

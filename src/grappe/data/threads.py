@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from grappe.errors import PlanError
 
 Request = tuple[int, int]
 _PARTS = 4  # of a batch for each thread: samples differ in size
-LONGEST_HOLD = 5.0  # seconds: a hold ends then, whatever has become of who holds
 
 _ACTIVE: weakref.WeakSet[ThreadedBatches] = weakref.WeakSet()
 
@@ -43,9 +41,6 @@ class ThreadedBatches:
         self._sample, self._collate = sample, collate
         self._workers, self._most = workers, ahead + 1
         self._collating = threading.Lock()
-        self._free = threading.Event()
-        self._free.set()
-        self._cpu_seconds: dict[int, float] = {}
         self._requests: Iterator[Sequence[Request]] = iter(())
         self._batches: deque[_Batch] = deque()
         self._pool = _pool(workers)
@@ -62,25 +57,8 @@ class ThreadedBatches:
         batch = self._batches.popleft()
         return batch.loaded.result()
 
-    def ready(self) -> bool:
-        """Returns whether the batch that `next` will return is loaded."""
-        return bool(self._batches) and self._batches[0].loaded.done()
-
-    def hold(self) -> None:
-        """Has threads begin no sample until `release`, or for LONGEST_HOLD seconds."""
-        self._free.clear()
-
-    def release(self) -> None:
-        """Has threads go on."""
-        self._free.set()
-
-    def cpu_seconds(self) -> float:
-        """Returns what the threads have computed, up to the last sample of each."""
-        return sum(list(self._cpu_seconds.values()))
-
     def close(self) -> None:
         """Ends the threads; batches that were read ahead are dropped."""
-        self.release()
         for batch in self._batches:
             batch.drop()
         self._batches.clear()
@@ -88,7 +66,6 @@ class ThreadedBatches:
 
     def settle(self) -> None:
         """Waits until no thread is at work; it goes on when the next batch is asked for."""
-        self.release()
         wait([batch.loaded for batch in self._batches])
 
     def _read_ahead(self) -> None:
@@ -96,19 +73,12 @@ class ThreadedBatches:
             requests = next(self._requests, None)
             if requests is None:
                 return
-            batch = _Batch(self._loaded, self._collated, requests)
+            batch = _Batch(self._sample, self._collated, requests)
             self._batches.append(batch)
             share = -(-len(requests) // (_PARTS * self._workers))
             batch.parts = -(-len(requests) // share)
             for first in range(0, len(requests), share):
                 self._pool.submit(batch.load, first, first + share)
-
-    def _loaded(self, request: Request) -> Any:
-        if not self._free.wait(LONGEST_HOLD):
-            self.release()
-        sample = self._sample(request)
-        self._cpu_seconds[threading.get_ident()] = time.thread_time()
-        return sample
 
     def _collated(self, samples: Sequence[Any]) -> Any:
         with self._collating:  # a task's own collate may not be made for several threads

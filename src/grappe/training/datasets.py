@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grappe.data import loader
-from grappe.data.contention import Contention
 from grappe.data.order import SampleOrder
 from grappe.data.prepare import dataset_of, refuse_differing_lengths
 from grappe.data.workers import explaining_ended_workers
@@ -55,7 +54,6 @@ def loaders(
     if chronometer is not None and batches.loading is not None:
         batches.sources.tune(chronometer.spent, opened.run.read_description().get("loading"), chosen)
         validation.sources.like = batches.sources
-        batches.contention = Contention(chronometer.spent, on_cpu=world.device.type == "cpu")
     try:
         with explaining_ended_workers():
             yield batches, validation

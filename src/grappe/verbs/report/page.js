@@ -104,8 +104,7 @@ function memory() {
 function waited(headspace) {
   if (!known(headspace?.share)) return "";
   const advice = headspace.advice ? `: ${headspace.advice}` : "";
-  const least = headspace.slowed === null ? "at least " : "";
-  return `${least}${short(100 * headspace.share)} % of the time${advice}`;
+  return `${short(100 * headspace.share)} % of the time${advice}`;
 }
 
 function scaling() {
