@@ -237,7 +237,7 @@ def measured_cell(task: str, plan: str, *, between: bool = False) -> list[dict]:
             options=Options(steps=STEPS, bare=not between),
             also=(Begun(),),
         )
-        found = start("benchmarks.foresee:measured", request, request.plan)
+        found = start("benchmarks.foresee:measured", request, request.plan, run=request.run)
         for rank, one in enumerate(found):
             one.update(json.loads((Path(folder) / f"{rank}.json").read_text()))
     return found

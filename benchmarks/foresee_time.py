@@ -135,7 +135,7 @@ def measured(task: str, plan: str, expected: float, seconds: float = SECONDS) ->
             quiet=True,
             options=Options(steps=steps, bare=True),
         )
-        start("grappe.training.worker:worker", request, request.plan)
+        start("grappe.training.worker:worker", request, request.plan, run=request.run)
         timings = [one["timing"] for one in Run(request.run or Path()).read_description()["costs"]]
     slowest = max(timings, key=lambda one: one["step"]["median"])
     phases = {name: round(values["median"], 6) for name, values in slowest["phases"].items()}

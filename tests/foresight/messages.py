@@ -48,4 +48,4 @@ def sent(task: str, plan: str) -> list[str]:
             quiet=True,
             options=Options(steps=3, bare=True),
         )
-        return start("tests.foresight.messages:recorded", request, request.plan)
+        return start("tests.foresight.messages:recorded", request, request.plan, run=request.run)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from grappe.errors import PlanError, nearest
 from grappe.plan import Plan
 
 if TYPE_CHECKING:
-    from grappe.engines.base import Engine
+    from grappe.engines.base import Engine, EngineSetup
 
 NOT_ENGINES = frozenset({"base", "shared"})
 
@@ -51,6 +53,14 @@ def check(plan: Plan) -> type[Engine]:
     if reason:
         raise PlanError(reason)
     return engine
+
+
+@contextlib.contextmanager
+def running(setup: EngineSetup) -> Iterator[Engine]:
+    """Context with the engine of `setup`; closes it, but not after an error. Raises like `check`. Collective."""
+    engine = check(setup.plan)(setup)
+    yield engine
+    engine.close()
 
 
 def supported(plan: Plan) -> bool:

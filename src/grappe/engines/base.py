@@ -17,13 +17,17 @@ from grappe.engines.shared.state import SavedState, State, TrainState
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.step.observers import Observers
-from grappe.step.result import After, StepResult, loop
+from grappe.step.result import After, StepResult
 from grappe.step.scores import Scores
 from grappe.task import Task
 
 COMMON = frozenset(
     {"device", "backend", "threads", "workers", "loading", "prefetch", "validation_batch", "per_device"}
 )
+
+
+def _never() -> float:
+    return 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ class EngineSetup:
     weights: Weights
     """The model's initial parameters and buffers."""
     total_steps: int
-    stop_requested: Callable[[], float]
+    stop_requested: Callable[[], float] = _never
     """Returns more than 0 when all processes should stop after this step (signal or time limit)."""
     observers: Observers = dataclasses.field(default_factory=Observers)
     """The callbacks that the engine calls at its steps' phases, at its making of the optimizer, and after each loss."""
@@ -49,7 +53,7 @@ class EngineSetup:
 class Engine(ABC):
     """Executes optimizer steps; made from an EngineSetup. Collective in all it does.
 
-    Methods to write: `__init__`, which sets `train_state`, `train` (or `Stepper.step`) and `evaluate`; if needed,
+    Methods to write: `__init__`, which sets `train_state`, `step` (or `train`) and `evaluate`; if needed,
     `close`, `remarks`, `unsupported_reason` and `offloaded_to_disk`.
     """
 
@@ -74,9 +78,18 @@ class Engine(ABC):
     @abstractmethod
     def __init__(self, setup: EngineSetup) -> None: ...
 
-    @abstractmethod
+    owns_loop: ClassVar[bool] = False
+    """Whether a library has the loop over the steps: the engine then overrides `train`, and has no `step`."""
+
+    def step(self, batch: Batch) -> StepResult:
+        """Takes one optimizer step."""
+        raise NotImplementedError
+
     def train(self, batches: Iterator[Batch], after: After) -> None:
         """Takes a step for each of `batches` and then calls `after`, until `batches` end or `after` returns True."""
+        for batch in batches:
+            if after(self.step(batch)):
+                return
 
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
@@ -109,15 +122,3 @@ class Engine(ABC):
     def remarks(self) -> Sequence[str]:
         """Returns remarks on the plan's execution for the run's summary."""
         return ()
-
-
-class Stepper(Engine):
-    """An engine that leaves the loop to grappe."""
-
-    @abstractmethod
-    def step(self, batch: Batch) -> StepResult:
-        """Takes one optimizer step."""
-
-    @final
-    def train(self, batches: Iterator[Batch], after: After) -> None:
-        loop(self.step, batches, after)

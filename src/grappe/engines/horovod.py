@@ -23,7 +23,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
-from grappe.engines.base import COMMON, EngineSetup, Stepper
+from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
@@ -49,7 +49,7 @@ MISSING = (
 )
 
 
-class Horovod(Stepper):
+class Horovod(Engine):
     """Replicates the model; parameters and optimizer state are broadcast before the first step."""
 
     supported_keys = COMMON | {"replicate", "microbatches"}

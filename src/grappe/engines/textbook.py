@@ -24,7 +24,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.device_copy import sent
 from grappe.data.draw import mix
 from grappe.data.rand_like import entering
-from grappe.engines.base import COMMON, EngineSetup, Stepper
+from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.evaluation import evaluate
 from grappe.engines.shared.first_pass import first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
@@ -151,7 +151,7 @@ def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
 # ---- 3. One step, seen from one process (the book's train_batch) ---------------------------------------
 
 
-class Textbook(Stepper):
+class Textbook(Engine):
     """Engine with the whole model on every process, which sums the gradients by hand between backward and update."""
 
     supported_keys = COMMON | {"replicate", "microbatches", "exact"}
@@ -294,7 +294,7 @@ class Textbook(Stepper):
         gradient *= torch.clamp(self._task.clip / (norm + 1e-6), max=1.0)
         return norm
 
-    # The book's train() calls train_batch for each batch: that is Stepper.train, the same for all engines.
+    # The book's train() calls train_batch for each batch: that is Engine.train, the same for all engines.
 
     # ---- 4. Evaluation: the book's exercise 4 --------------------------------------------------------------
 

@@ -78,7 +78,6 @@ class KernelRequest:
 
     calls: tuple[Call, ...]
     threads: int
-    run: None = None
 
 
 def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:

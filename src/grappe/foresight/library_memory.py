@@ -54,7 +54,6 @@ class KeptRequest:
 
     calls: tuple[Calls, ...]
     threads: int
-    run: None = None
 
 
 def library_memory(sketch: Sketch, plan: Plan, samples: int) -> LibraryMemory | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grappe.launch import local, mps
 from grappe.launch.exit import reported_once
@@ -13,19 +13,13 @@ from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan
 
 
-class Request(Protocol):
-    """The argument of a function on other processes, pickled by value."""
-
-    @property
-    def run(self) -> Path | None:
-        """Returns the run's folder, used for the rendezvous of several nodes; None if there is none yet."""
-
-
-def start(function: str, request: Request, plan: Plan, *, saves: bool = False) -> Any:
+def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, saves: bool = False) -> Any:
     """Runs `function` as function(request, process, rendezvous_folder) on the plan's processes.
 
     Args:
         function: "package.module:name", imported in each process.
+        request: pickled by value.
+        run: a folder that all nodes see, for their rendezvous: the run's; None: the one that the launcher gives.
         saves: whether a signal makes the function save and return.
 
     Returns:
@@ -43,7 +37,7 @@ def start(function: str, request: Request, plan: Plan, *, saves: bool = False) -
     try:
         with mps.shared_gpus(plan, process):
             return getattr(importlib.import_module(module), name)(
-                request, process, rendezvous_folder_of(process, request.run)
+                request, process, rendezvous_folder_of(process, run)
             )
     except Exception as error:
         raise reported_once(error, process) from error

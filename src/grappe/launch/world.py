@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -166,6 +168,18 @@ def join(
     world = _with_mesh(plan, process, device, threads, backend)
     _prove_smaller_groups(world, backend, secret)
     return world
+
+
+@contextlib.contextmanager
+def joined(plan: Plan, process: ProcessRank, rendezvous_folder: Path) -> Iterator[World]:
+    """Context of a process among its plan's others: joins them, waits for them at the end, and leaves. Collective.
+
+    Raises like `join`. After an error nobody is waited for: the others may never come.
+    """
+    world = join(plan, process, rendezvous_folder)
+    yield world
+    world.barrier()
+    world.leave()
 
 
 def choose_device(plan: Plan, process: ProcessRank) -> torch.device:

@@ -1,8 +1,8 @@
-"""StepResult: the result of a step; and the training loop of engines without their own."""
+"""StepResult: the result of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from grappe.data.batch import Batch
@@ -28,10 +28,3 @@ class StepResult(NamedTuple):
 
 
 After = Callable[[StepResult], bool]
-
-
-def loop(step: Callable[[Batch], StepResult], batches: Iterator[Batch], after: After) -> None:
-    """Takes a step for each of `batches`, until `batches` end or `after` returns True."""
-    for batch in batches:
-        if after(step(batch)):
-            return

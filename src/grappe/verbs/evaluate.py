@@ -52,8 +52,6 @@ def evaluate(
         task: needed where the run was not trained here by this user: no code is run because a run names it. An
             instance, a class, or a name as on the command line.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
-
-    Args:
         trained: take the weights themselves where the run keeps a moving average (`ema`).
 
     Raises:
@@ -75,7 +73,7 @@ def evaluate(
         step=chosen.step,
         trained=trained,
     )
-    scores = start("grappe.verbs.evaluate:worker", request, request.plan)
+    scores = start("grappe.verbs.evaluate:worker", request, request.plan, run=run.folder)
     return dataclasses.replace(scores, checkpoint=str(found))
 
 
@@ -85,30 +83,25 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     from grappe.data import loader
     from grappe.data.prepare import dataset_of, prepare
     from grappe.engines.base import EngineSetup
-    from grappe.launch.world import join
+    from grappe.launch.world import joined
 
-    world = join(request.plan, process, rendezvous_folder)
-    engine = engines.check(request.plan)
-    run = Run(request.run)
-    task = request.task.resolve()
-    prepare(task, request.data, world)
-    dataset = dataset_of(task, request.split, request.data)
-    folder = step_folder(run.checkpoints, request.step)
-    weights = Checkpoint(folder=folder, step=request.step).read_model(averaged=not request.trained)
-    batches = loader.evaluation_loader(task, dataset, request.plan, world)
-    with naming_user_line(task):
-        setup = EngineSetup(
-            task=task,
-            plan=request.plan,
-            world=world,
-            weights=weights,
-            total_steps=1,
-            stop_requested=lambda: 0.0,
-            sample_inputs=batches.example(),
-        )
-        running = engine(setup)
-        scores = running.evaluate(batches.batches(0, batches.order.steps_per_epoch), batches.order.length)
-    running.close()
-    world.barrier()
-    world.leave()
-    return scores
+    plan = request.plan
+    with joined(plan, process, rendezvous_folder) as world:
+        task = request.task.resolve()
+        prepare(task, request.data, world)
+        batches = loader.evaluation_loader(task, dataset_of(task, request.split, request.data), plan, world)
+        folder = step_folder(Run(request.run).checkpoints, request.step)
+        weights = Checkpoint(folder=folder, step=request.step).read_model(averaged=not request.trained)
+        with naming_user_line(task):
+            setup = EngineSetup(
+                task=task,
+                plan=plan,
+                world=world,
+                weights=weights,
+                total_steps=1,
+                sample_inputs=batches.example(),
+            )
+            with engines.running(setup) as engine:
+                return engine.evaluate(
+                    batches.batches(0, batches.order.steps_per_epoch), batches.order.length
+                )

@@ -77,4 +77,4 @@ def run_training(request: Request) -> Result:
             return Result(
                 run=finished.folder, status="finished before", step=finished.read_description().get("step", 0)
             )
-    return start("grappe.training.worker:worker", request, request.plan, saves=True)
+    return start("grappe.training.worker:worker", request, request.plan, run=request.run, saves=True)

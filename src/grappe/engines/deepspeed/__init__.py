@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
-from grappe.engines.base import COMMON, EngineSetup, Stepper
+from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.deepspeed import disk, library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel
 from grappe.engines.deepspeed.reached import explained
@@ -33,7 +33,7 @@ from grappe.step.scores import Scores
 from grappe.step.whole_batch import losses_of
 
 
-class DeepSpeed(Stepper):
+class DeepSpeed(Engine):
     """Trains the task's model and optimizer in DeepSpeed's engine; the loss is divided once, by the global count."""
 
     supported_keys = (COMMON | KEYS | {"config"}) - {"tensor", "channels_last", "compile"}

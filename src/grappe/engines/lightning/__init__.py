@@ -24,6 +24,7 @@ class Lightning(Engine):
 
     supported_keys = COMMON | KEYS
     about = "lightning.Trainer and its strategies: DDP, FSDP2 with tensor parallelism, DeepSpeed for offload"
+    owns_loop = True
 
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from grappe.data.batch import Batch
-from grappe.engines.base import COMMON, EngineSetup, Stepper
+from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.native.whole import WholeGradients, WholeModel
 from grappe.parallel import compile as compile_rules
 from grappe.parallel.parallelize import KEYS
@@ -38,7 +38,7 @@ class Gradients(Protocol):
         """Computes the 2-norm of the whole gradient on the parameters: a scalar, the same on every process."""
 
 
-class Native(Stepper):
+class Native(Engine):
     """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
 
     supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs"}

@@ -39,7 +39,6 @@ class Request:
     job: bool = False
     task: str | None = None
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    run: Path | None = None
 
 
 def doctor(request: Request) -> list[Finding]:
@@ -51,8 +50,7 @@ def doctor(request: Request) -> list[Finding]:
     Raises:
         GrappeError: the plan's processes could not connect; the message gives the reason.
     """
-    request = dataclasses.replace(request, run=request.folder)
-    return start("grappe.verbs.doctor.doctor:worker", request, request.plan)
+    return start("grappe.verbs.doctor.doctor:worker", request, request.plan, run=request.folder)
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> list[Finding]:

@@ -31,7 +31,6 @@ class LRFindRequest:
     plan: Plan
     data: Path
     ramp: Ramp
-    run: None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,6 @@ class LargestRequest:
     limit: int | None
     """Bytes of data that a process may have; None: no limit."""
 
-    @property
-    def run(self) -> Path | None:
-        """Returns the run's folder, used for the rendezvous of several nodes."""
-        return self.training.run
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Largest:
@@ -134,7 +129,7 @@ class _Runner:
         )
         request = LargestRequest(training=training, limit=self._limit)
         try:
-            start("grappe.verbs.measure.largest:worker", request, self._plan)
+            start("grappe.verbs.measure.largest:worker", request, self._plan, run=training.run)
         except GrappeError as error:
             if not OUT_OF_MEMORY.search(str(error)):
                 raise

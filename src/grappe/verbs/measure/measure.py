@@ -32,11 +32,6 @@ class MeasureRequest:
     count: bool
     """Whether to count the model's operations, and to measure the device's FLOP/s."""
 
-    @property
-    def run(self) -> Path | None:
-        """Returns the run's folder, used for the rendezvous of several nodes."""
-        return self.training.run
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -131,7 +126,10 @@ class _Runner:
             quiet=True,
         )
         return start(
-            "grappe.verbs.measure.measure:worker", MeasureRequest(training=training, count=count), plan
+            "grappe.verbs.measure.measure:worker",
+            MeasureRequest(training=training, count=count),
+            plan,
+            run=training.run,
         )
 
     def _report(

@@ -38,11 +38,6 @@ class TraceRequest:
 
     training: Request
 
-    @property
-    def run(self) -> Path | None:
-        """Returns the run's folder, used for the rendezvous of several nodes."""
-        return self.training.run
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
@@ -82,7 +77,7 @@ def traced(request: Request, plan: Plan, folder: Path) -> Traces:
     training = dataclasses.replace(
         request, plan=plan, run=folder, base=folder.parent, options=options, also=(watcher,), quiet=True
     )
-    return start("grappe.verbs.measure.traced:worker", TraceRequest(training=training), plan)
+    return start("grappe.verbs.measure.traced:worker", TraceRequest(training=training), plan, run=folder)
 
 
 def worker(request: TraceRequest, process: ProcessRank, rendezvous_folder: Path) -> Traces | None:

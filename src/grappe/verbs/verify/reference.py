@@ -55,7 +55,6 @@ class ReferenceRequest:
     recorded: tuple[RecordedBatch, ...] = ()
     perturbed: bool = False
     """Whether the noise is also that of parameters which are moved by their last bit."""
-    run: None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,6 @@ class TrialRequest:
     instrumentation: Instrumentation = NOTHING
     draws: bool = False
     """Whether the model draws random numbers, which are then recorded."""
-    run: None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
