@@ -127,6 +127,23 @@ def test_links_lead_somewhere() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_links_into_a_page_lead_to_one_of_its_headings() -> None:
+    faults = []
+    for page, text in _texts():
+        for link, anchor in re.findall(r"\]\(([^)#]*\.md|)#([^)]+)\)", text):
+            target = (ROOT / page).parent / link if link else ROOT / page
+            if not link.startswith("http") and anchor not in _anchors(target.read_text()):
+                faults.append(f"{page}: {link}#{anchor}")
+    assert not faults, "\n".join(faults)
+
+
+def _anchors(text: str) -> set[str]:
+    """Returns the anchors of a page's headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_plans_that_are_shown_can_be_asked_for() -> None:
     faults = []
     for page, text in _texts():

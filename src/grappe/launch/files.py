@@ -1,4 +1,4 @@
-"""Opens, makes, replaces and removes what lies below a run, and follows no link there (decision 71).
+"""Opens, makes, replaces and removes what lies below a run, and follows no link there (docs/decisions/security.md).
 
 A run may come from somebody else, or lie where others write. So the last names of a path are each opened from the
 folder before, without following links: as many of them as `levels` says. What stands before them is the user's to

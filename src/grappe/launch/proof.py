@@ -1,7 +1,8 @@
 """Has processes prove to each other that they are of one start, over the very connections that they use.
 
 A port is open to all who reach the machine, and torch's stores and gloo ask nobody who they are. So each process shows
-each other one that it knows a secret: the command's, or one in a file that only the user can read (decision 75).
+each other one that it knows a secret: the command's, or one in a file that only the user can read
+(docs/decisions/launch.md).
 """
 
 from __future__ import annotations

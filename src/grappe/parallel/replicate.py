@@ -58,7 +58,7 @@ class Replicas:
 
     DDP fails at its second step if a parameter gets no gradient, unless DDP looks for such parameters at every step,
     which costs a
-    walk through the graph and an extra reduction. See decision 50.
+    walk through the graph and an extra reduction. See docs/decisions/step.md.
     """
 
     def __init__(self, model: nn.Module, world: World, call: Call) -> None:

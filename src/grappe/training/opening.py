@@ -174,7 +174,7 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
 def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Lists reasons why a resumed exact training would not have the bits of an uninterrupted one, a few words each.
 
-    The number of processes is no reason; decision 20 lists the reasons.
+    The number of processes is no reason; docs/decisions/exact.md lists the reasons.
     """
     plans = [Plan.parse(str(of.get("plan", ""))) for of in (known, now)]
     if not plans[1].exact:

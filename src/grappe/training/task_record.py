@@ -1,6 +1,6 @@
 """Keeps, outside of all runs, which task each run was trained with here; a run's own words are no reason to run code.
 
-Decision 72. A record is a file of the user's state folder, named by the run's id.
+See docs/decisions/security.md. A record is a file of the user's state folder, named by the run's id.
 """
 
 from __future__ import annotations

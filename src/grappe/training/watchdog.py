@@ -5,7 +5,7 @@ the stacks of its threads, next to the run's logs. A process that sees another's
 rank that answered reads all reports, and ends with an error that names the process at fault.
 
 The main thread's activity is explicit state: the phase, whether the thread waits for other processes, whether
-the thread writes to the user's terminal (decision 57).
+the thread writes to the user's terminal (docs/decisions/training.md).
 """
 
 from __future__ import annotations

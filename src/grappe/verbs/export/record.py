@@ -1,6 +1,6 @@
 """Keeps, outside of all exports, which packages this user has made here: grappe opens no other.
 
-Decision 131. A record is a file of the user's state folder, named by the package's hash.
+See docs/decisions/export.md. A record is a file of the user's state folder, named by the package's hash.
 """
 
 from __future__ import annotations
