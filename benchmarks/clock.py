@@ -26,11 +26,11 @@ from grappe.profiling.chronometer import Chronometer
 AIM = 5.0  # microseconds
 BLOCK, WARMUP = 100, 20
 SECONDS = 3e-4  # what each step is said to have taken while it is off
-LAP, SWITCH = Chronometer.lap, Chronometer.switch.__code__
+LAP, SWITCH = Chronometer.end_step, Chronometer.switch.__code__
 
 
 class Turns:
-    """Switches the chronometer off and on again, every so many steps; called in place of `Chronometer.lap`."""
+    """Switches the chronometer off and on again, every so many steps; called in place of `Chronometer.end_step`."""
 
     def __init__(self) -> None:
         self.on, self._left = True, BLOCK
@@ -76,7 +76,7 @@ def run(pairs: int) -> list[float]:
     def lap(self: Chronometer) -> float:
         return turns.lap(self)
 
-    Chronometer.lap = lap  # type: ignore[method-assign]
+    Chronometer.end_step = lap  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory(prefix="grappe-bench-") as folder:
         seat = Seat(rank=0, size=1, folder=Path(folder))
         os.environ["GRAPPE_TERMINAL"] = str(grappe.terminal(Path(folder) / grappe.TERMINAL))

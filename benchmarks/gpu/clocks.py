@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu.pace import train_here
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.tasks import Tokens
-from grappe.profiling.cuda_events import SAMPLE
+from grappe.profiling.chronometer import SAMPLE
 from grappe.profiling.phases import WARMUP
 from grappe.training.options import Options
 from grappe.training.run import Run

@@ -251,7 +251,7 @@ def test_a_pipeline_of_a_model_of_transformers(clock: Clock, tmp_path: Path) -> 
 def test_operators_that_memory_has_no_room_for_are_not_run(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_time.memory_limit, "free", lambda: 1_000_000)
+    monkeypatch.setattr(step_time.limits, "free", lambda: 1_000_000)
     with pytest.raises(
         PlanError, match=r"its operators were not run: they take [0-9.]+ MB, and 1 MB are free"
     ):

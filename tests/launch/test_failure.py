@@ -13,8 +13,8 @@ import pytest
 from grappe.launch.child import Report
 from grappe.launch.failure import explanation
 from grappe.launch.local_process import hint
-from grappe.profiling import memory_limit
-from grappe.profiling.memory_limit import ControlGroup
+from grappe.profiling import limits
+from grappe.profiling.limits import ControlGroup
 
 PEER = "Connection closed by peer [127.0.0.1]:5000"
 
@@ -68,8 +68,8 @@ def test_a_silent_end_where_memory_is_limited_names_the_limit(
 
 def test_a_kill_at_the_limit_of_a_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ControlGroup(size=4_000_000_000, free=0)
-    monkeypatch.setattr(memory_limit, "control_group", lambda: group)
-    monkeypatch.setattr(memory_limit, "killed", lambda: 2)
+    monkeypatch.setattr(limits, "control_group", lambda: group)
+    monkeypatch.setattr(limits, "killed", lambda: 2)
     assert "this job or container may have 4.0 GB of memory together" in hint(-signal.SIGKILL, 1)
     for before in (2, None):  # somebody else killed it
         assert "see `dmesg`" in hint(-signal.SIGKILL, before)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,7 @@ from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.communication import waits_counted
+from grappe.profiling.chronometer import SAMPLE, Chronometer, waits_counted
 from grappe.profiling.phases import (
     BACKWARD,
     COMMUNICATION,
@@ -182,7 +182,7 @@ def test_the_gradient_that_comes_last_ends_the_computing() -> None:
             clock.switch(BACKWARD)
             values.sum().backward()
             assert clock.phase == (COMMUNICATION if step == 3 else BACKWARD)
-            clock.lap()
+            clock.end_step()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
@@ -195,7 +195,7 @@ def test_what_is_announced_in_an_evaluation_is_the_evaluations() -> None:
         clock.switch(BACKWARD)
         assert clock.phase == EVALUATION
     assert clock.phase == WATCHING
-    assert clock.lap() < 0.02
+    assert clock.end_step() < 0.02
     totals = clock.timing().totals
     assert totals["evaluation"] >= 0.02
     assert totals["forward"] == totals["backward"] == 0
@@ -244,7 +244,7 @@ def test_the_second_update_is_weighed_and_leaves_no_hook() -> None:
             clock.switch(UPDATE)
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
-            clock.lap()
+            clock.end_step()
             updates.append(len(optimizer._optimizer_step_pre_hooks))
     assert updates == [1, 1, 0, 0, 0]
     assert clock.optimizer is optimizer
@@ -257,7 +257,7 @@ def test_time_before_begin_is_in_no_step() -> None:
     clock.begin()
     time.sleep(0.05)
     clock.begin()
-    assert clock.lap() < 0.05
+    assert clock.end_step() < 0.05
     assert sum(clock.timing().totals.values()) >= 0.05
 
 
@@ -267,13 +267,13 @@ def test_a_steady_step_is_in_one_file_of_profiling() -> None:
     clock.on_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters()))
     clock.begin()
     for _ in range(5):
-        clock.lap()
+        clock.end_step()
     files = set()
     sys.setprofile(lambda frame, event, _: files.add(Path(frame.f_code.co_filename)))
     try:
         for phase in (DATA, FORWARD, BACKWARD, UPDATE):
             clock.switch(phase)
-        clock.lap()
+        clock.end_step()
     finally:
         sys.setprofile(None)
     assert [file.name for file in files if file.parent.name == "profiling" and "grappe" in file.parts] == [
@@ -288,7 +288,7 @@ def test_windows_and_folding_lose_nothing() -> None:
     for step in range(3000):
         clock.switch(FORWARD)
         clock.switch(UPDATE)
-        seconds += clock.lap()
+        seconds += clock.end_step()
         if step % 700 == 0:
             steps += clock.window()[0]
     steps += clock.window()[0]
@@ -299,3 +299,54 @@ def test_windows_and_folding_lose_nothing() -> None:
     assert sum(spent[: len(IN_A_STEP)]) == pytest.approx(seconds)
     assert timing.steps == 3000 - 5
     assert sum(timing.means.values()) > 0
+
+
+class Event:
+    """An event a millisecond behind the one before; the GPU has passed it at once."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.now += 1.0
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chronometer]:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with Chronometer(torch.device("cuda"), 0.0) as chronometer:
+        chronometer.begin()
+        yield chronometer
+
+
+def step(clock: Chronometer) -> None:
+    for phase in (FORWARD, BACKWARD, UPDATE):
+        clock.switch(phase)
+    clock.end_step()
+
+
+def test_one_step_of_eight_is_timed_once_it_is_warm(clock: Chronometer) -> None:
+    for _ in range(3 * SAMPLE + 1):
+        step(clock)
+    timing = clock.timing()
+    assert (timing.clock, timing.steps) == ("device", 3)
+    taken = {name: timing.phases[name].median for name in IN_A_STEP if timing.phases[name].median}
+    assert taken == {name: pytest.approx(1e-3) for name in ("forward", "backward", "update", "watching")}
+
+
+def test_a_step_around_an_evaluation_is_left_out(clock: Chronometer) -> None:
+    for number in range(2 * SAMPLE + 1):
+        if number == SAMPLE:
+            with clock.during(EVALUATION):
+                clock.switch(FORWARD)
+        step(clock)
+    assert clock.timing().steps == 1

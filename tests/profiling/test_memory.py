@@ -48,12 +48,12 @@ def test_peak_is_what_the_kernel_says(tmp_path: Path) -> None:
 
 
 def test_what_all_hold_is_found_whoever_made_it() -> None:
-    before = memory.found_by_kind()
+    before = memory.bytes_by_kind()
     net = nn.Linear(1000, 100)
     adam = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 1000)).sum().backward()
     adam.step()
-    after = memory.found_by_kind()
+    after = memory.bytes_by_kind()
     grown = {kind: after[kind] - before[kind] for kind in after}
     assert grown == {"parameters": 4 * 100_100, "gradients": 4 * 100_100, "optimizer": 8 * 100_100 + 2 * 4}
 
@@ -70,7 +70,7 @@ for _ in range(2):
         del blocks
     taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     if len(taken) == 1:
-        kept = memory.reused()
+        kept = memory.keep_freed_memory()
         kept.__enter__()
 print(*taken)
 """
@@ -91,7 +91,7 @@ def test_where_memory_is_limited_nothing_is_kept(
     calls: list[dict[str, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(memory, "mallopt", lambda **given: calls.append(given))
-    with memory.reused():
+    with memory.keep_freed_memory():
         pass
     assert len(calls) == told
 
@@ -110,6 +110,6 @@ def test_sizes_are_for_people() -> None:
 
 def test_a_part_and_its_whole_have_one_unit() -> None:
     sizes = ((36, 302e6), (0, 321e3), (152e6, 1304e6), (1.1e9, 2.4e9), (0, 0))
-    assert [memory.part_and_whole(*each) for each in sizes] == [
+    assert [memory.part_and_total(*each) for each in sizes] == [
         ("0 MB", "302 MB"), ("0 kB", "321 kB"), ("152 MB", "1,304 MB"), ("1.1 GB", "2.4 GB"), ("0 MB", "0 MB"),
     ]  # fmt: skip

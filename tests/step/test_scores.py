@@ -13,13 +13,13 @@ from grappe.step.scores import BLOCK, Column, bytes_kept
 
 HEAP = """
 import torch
-from grappe.profiling.memory import data_size, reused
+from grappe.profiling.memory import data_size, keep_freed_memory
 from grappe.step.scores import Column
 from grappe.tasks.pysource import PySource
 
 task = PySource(width=256, depth=2, heads=4)
 model, column = task.model(), Column(torch.device("cpu"))
-with reused(), torch.no_grad():
+with keep_freed_memory(), torch.no_grad():
     for number in range(60):
         inputs, targets = (torch.randint(0, 256, (16, 128)) for _ in range(2))
         column.append(task.loss(task.forward(model, inputs), targets).sum())

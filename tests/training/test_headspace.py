@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from grappe.data.loading import Loading
+from grappe.profiling.chronometer import StepTimes, timing
 from grappe.profiling.phases import PHASES
-from grappe.profiling.summary import StepTimes, timing
 from grappe.training.headspace import Headspace, headspace
 from tests.data.test_loader import world
 

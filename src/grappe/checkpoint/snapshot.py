@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grappe.checkpoint import device_copies
 from grappe.checkpoint.tensor_file import Piece
-from grappe.profiling import memory_limit
+from grappe.profiling import limits
 
 
 class Snapshots:
@@ -35,7 +35,7 @@ class Snapshots:
         given = list(pieces)
         on_gpu = [piece for piece in given if piece.data.is_cuda]
         missing = sum(piece.data.nbytes for piece in given if not self._kept(piece))
-        if missing and not on_gpu and not memory_limit.has_room(missing, processes, peak_known=peak_known):
+        if missing and not on_gpu and not limits.has_room(missing, processes, peak_known=peak_known):
             return self._without(given)
         try:
             taken = [piece._replace(data=self._buffer(piece)) for piece in given]

@@ -18,7 +18,7 @@ from grappe.foresight.meeting import Meeting
 from grappe.foresight.recording import Operator, Recording, Ref
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
-from grappe.profiling.memory import reused
+from grappe.profiling.memory import keep_freed_memory
 
 RUNS = (3, 30)  # of the recordings, without the first
 EACH = 6  # times that a distinct call is run in one pass: more blocks of a model are as fast
@@ -76,7 +76,7 @@ def worker(request: ReplayRequest, process: ProcessRank, rendezvous_folder: Path
     torch.set_num_threads(request.threads)
     meeting = Meeting(process, rendezvous_folder)
     # All is free at a pass's end; a training's heap has state on top, and gives nothing back (decision 40).
-    heap = reused() if request.keeps else contextlib.nullcontext()
+    heap = keep_freed_memory() if request.keeps else contextlib.nullcontext()
     with heap, torch.no_grad(), _without_denormals():
         given = [_given(recording) for recording in request.recordings]
         _pass(request, given, meeting)  # kernels are chosen

@@ -28,7 +28,7 @@ from grappe.foresight.update import update_recording
 from grappe.launch.world import cores
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
-from grappe.profiling import memory, memory_limit
+from grappe.profiling import limits, memory
 from grappe.step.clip import needs_norm
 
 UNTIMED = ("exact", "compile", "batchnorm")
@@ -254,7 +254,7 @@ class Clock:
     ) -> None:
         if self._left <= 0:
             raise PlanError("its operators were not run for lack of time: ask again, or for fewer plans")
-        needed, free = plan.processes * sum(one.peak for one in recordings), memory_limit.free()
+        needed, free = plan.processes * sum(one.peak for one in recordings), limits.free()
         if free is not None and needed > free * MEMORY:
             raise PlanError(
                 f"its operators were not run: they take {memory.size(needed)}, and {memory.size(free)} are free here"

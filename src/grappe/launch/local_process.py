@@ -19,7 +19,7 @@ from grappe.launch import child
 from grappe.launch.child import Report, Terminal
 from grappe.launch.rank import ProcessRank
 from grappe.private_api.multiprocessing import forkserver_exit_code
-from grappe.profiling import memory, memory_limit
+from grappe.profiling import limits, memory
 
 NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
@@ -40,7 +40,7 @@ class LocalProcess:
 
     def start(self, payload: bytes, rendezvous_folder: Path, context: BaseContext) -> None:
         """Starts the process by `context`'s method."""
-        self._killed_before = memory_limit.killed()
+        self._killed_before = limits.killed()
         self.pipe, theirs = context.Pipe(duplex=False)
         terminal = _terminal() if self._rank.rank == 0 else None
         self.process = context.Process(  # type: ignore[attr-defined]
@@ -138,8 +138,8 @@ def hint(code: int, killed_before: int | None = None) -> str:
             known.
     """
     if code == -signal.SIGKILL:
-        group = memory_limit.control_group()
-        if group and killed_before is not None and memory_limit.killed() > killed_before:
+        group = limits.control_group()
+        if group and killed_before is not None and limits.killed() > killed_before:
             return (
                 f"the system did, as the processes of this job or container may have {memory.size(group.size)} of "
                 "memory together, and needed more: grappe foresee shows plans that need less"

@@ -14,7 +14,7 @@ from grappe.errors import PlanError
 from grappe.launch import proof, rendezvous
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
-from grappe.profiling.control_groups import cpu_quota
+from grappe.profiling.limits import cpu_quota
 
 T = TypeVar("T")
 

@@ -1,17 +1,17 @@
-"""Times each step of a training by phase, as disjoint intervals of the main thread."""
+"""Times each step of a training by phase, as disjoint intervals of the main thread, and summarises them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from grappe.profiling import memory
-from grappe.profiling.cuda_events import CudaStepTimer
-from grappe.profiling.last_gradient import LastGradient
 from grappe.profiling.phases import (
     BACKWARD,
     CHECKPOINT,
@@ -24,14 +24,71 @@ from grappe.profiling.phases import (
     WARMUP,
     WATCHING,
 )
-from grappe.profiling.summary import StepTimes, timing
 
 if TYPE_CHECKING:
     import torch
 
 BLOCKS = 8  # blocks whose steps are kept for medians
 NOTHING = [0.0] * len(PHASES)
-ORDER_STEPS = 3  # steps after which it is known which gradient comes last
+ORDER_STEPS = 3  # steps after which the parameter whose gradient comes last is settled
+SAMPLE = 8  # every eighth step is timed, as each event costs a microsecond
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quartiles:
+    """Quartiles of the seconds per step: half of the steps lie between `low` and `high`."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Summary of one process's time."""
+
+    clock: str
+    """"host", or "device" if the phases of steps were timed by events on a GPU."""
+    steps: int
+    """Number of steps in the medians, without warm-up."""
+    step: Quartiles
+    """Seconds of whole steps, without evaluation and saving."""
+    phases: Mapping[str, Quartiles]
+    """Seconds by phase of a step."""
+    means: Mapping[str, float]
+    """Mean seconds by phase of a step, over the same steps; their sum is the mean step."""
+    totals: Mapping[str, float]
+    """Host seconds of the whole training by phase, with warm-up. On a GPU the host runs ahead of the device."""
+
+
+def timing(clock: str, rows: Any, totals: Sequence[float]) -> StepTimes:
+    """Summarises an array of steps, [steps, phases of a step], and total seconds by phase."""
+    import numpy as np
+
+    steps = len(rows)
+    rows = rows if steps else np.zeros((1, len(IN_A_STEP)))
+    return StepTimes(
+        clock=clock,
+        steps=steps,
+        step=_quartiles(rows.sum(1)),
+        phases={name: _quartiles(rows[:, place]) for place, name in enumerate(IN_A_STEP)},
+        means={name: float(rows[:, place].mean()) for place, name in enumerate(IN_A_STEP)},
+        totals=dict(zip(PHASES, totals, strict=True)),
+    )
+
+
+def _quartiles(values: Any) -> Quartiles:
+    import numpy as np
+
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return Quartiles(median=float(median), low=float(low), high=float(high))
+
+
+def duration(seconds: float) -> str:
+    """Formats the seconds of a step: 0.24 ms, 12.3 ms, 1.25 s."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.2f} ms"
 
 
 class Chronometer:
@@ -61,7 +118,7 @@ class Chronometer:
         self._cuda = CudaStepTimer() if device.type == "cuda" else None
         self._record: Callable[[int], None] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        """The engine's; to be hooked by who wants to see gradients as they are used."""
+        """The engine's optimizer; watchers hook it to see gradients as they are used."""
         self.parameters: list[tuple[str, Any]] = []
         """This process's trained parameters, by name."""
         self.held: dict[str, int] = {}
@@ -103,7 +160,7 @@ class Chronometer:
 
     @contextlib.contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Context whose whole time counts as `phase`; phases announced inside are ignored."""
+        """Context whose time all counts as `phase`; phases announced inside are ignored."""
         before, row = self._phase, self._row
         self.switch(phase)
         began, self._row, self._around = self._at, NOTHING.copy(), phase
@@ -122,12 +179,12 @@ class Chronometer:
         self._lap = self._at
 
     def finish(self) -> None:
-        """Ends the training's steps; the time since the last one, an engine's cleanup say, counts as START."""
+        """Ends the training's steps; time after the last step, such as an engine's cleanup, counts as START."""
         self.switch(START)
         self._row[START] += sum(self._row[: len(IN_A_STEP)])
         self._row[: len(IN_A_STEP)] = [0.0] * len(IN_A_STEP)
 
-    def lap(self, clock: Callable[[], float] = time.perf_counter) -> float:
+    def end_step(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """Ends a step; returns its seconds, without evaluation and saving."""
         now, row = clock(), self._row
         row[self._phase] += now - self._at
@@ -176,7 +233,7 @@ class Chronometer:
         return timing(clock, rows if self._steps else rows[:0], totals)
 
     def _upkeep(self) -> None:
-        """Does work that not every step needs; with CUDA, some of it after every step."""
+        """Does work that is due after some steps only; with CUDA, part of it is due after every step."""
         if self._record is not None:
             self._record(WATCHING)
         if self._steps == ORDER_STEPS:
@@ -186,12 +243,12 @@ class Chronometer:
         if len(self._rows) >= KEPT * len(PHASES):
             self._fold()
         if self._cuda is not None:
-            self._record = self._cuda.lap(self._steps)
+            self._record = self._cuda.end_step(self._steps)
         elif self._steps >= ORDER_STEPS:
             self._next_upkeep = self._steps + KEPT - len(self._rows) // len(PHASES)
 
     def _computed(self, last: Any) -> None:
-        """Begins waiting: the last gradient has arrived, and backward has nothing more to compute."""
+        """Switches to COMMUNICATION: after the last gradient backward only waits for other processes."""
         if self._phase == BACKWARD:
             self.switch(COMMUNICATION)
 
@@ -212,3 +269,124 @@ class Chronometer:
             self._blocks[-1] = np.concatenate([self._blocks[-1], late])
         self._totals = [a + float(b) for a, b in zip(self._totals, block.sum(0), strict=True)]
         self._rows = array("d")
+
+
+class CudaStepTimer:
+    """Times one step in `SAMPLE` by events on the current stream; a step is read once the GPU has passed its events."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, Any]] = []
+        self._pending: deque[list[tuple[int, Any]]] = deque()
+        self._free: list[Any] = []
+        self._rows: deque[list[float]] = deque(maxlen=KEPT)
+
+    def end_step(self, step: int) -> Callable[[int], None] | None:
+        """Ends step number `step`; returns the callback for the next step's phases, None if that step is not timed."""
+        if self._events:
+            self._pending.append(self._events)
+            self._events = []
+        self._harvest()
+        if step < WARMUP or step % SAMPLE:
+            return None
+        self.record(WATCHING)
+        return self.record
+
+    def record(self, phase: int) -> None:
+        """Records an event on the stream, at which `phase` begins."""
+        import torch
+
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append((phase, event))
+
+    def rows(self) -> list[list[float]]:
+        """Returns the seconds by phase of each timed step."""
+        self._harvest()
+        return list(self._rows)
+
+    def _harvest(self) -> None:
+        while self._pending and self._pending[0][-1][1].query():
+            marks = self._pending.popleft()
+            if all(phase <= WATCHING for phase, _ in marks):  # else the GPU evaluated too, between the events
+                row = [0.0] * len(PHASES)
+                for (phase, began), (_, ended) in itertools.pairwise(marks):
+                    row[phase] += began.elapsed_time(ended) / 1e3
+                self._rows.append(row[: len(IN_A_STEP)])
+            self._free += [event for _, event in marks]
+
+
+class LastGradient:
+    """Finds the parameter whose gradient comes last, in the first steps; then calls `arrived` with that gradient.
+
+    DistributedDataParallel waits for its all-reduces in C++, invisible to Python code. The time after the last
+    gradient is this wait.
+    """
+
+    def __init__(self, arrived: Callable[[Any], None]) -> None:
+        self._arrived = arrived
+        self._handles: list[Any] = []
+        self._last: Any = None
+
+    def look_for(self, parameters: Sequence[Any]) -> None:
+        """Hooks all parameters, to find the one whose gradient comes last."""
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(self._came)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def decide(self) -> None:
+        """Keeps one hook: on the parameter whose gradient came last."""
+        if not self._handles:
+            return
+        self.close()
+        if self._last is not None:
+            self._handles = [self._last.register_post_accumulate_grad_hook(self._arrived)]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _came(self, parameter: Any) -> None:
+        self._last = parameter
+
+
+@contextlib.contextmanager
+def waits_counted(chronometer: Chronometer) -> Iterator[None]:
+    """Context in which a wait for other processes inside a step is `chronometer`'s COMMUNICATION.
+
+    torch has no hook for waits, so the two functions in which Python code waits are replaced meanwhile: Work.wait, of
+    collectives, sends and receives, and wait_tensor, of the functional collectives (FSDP2, tensor parallelism).
+    """
+    import torch.distributed as dist
+
+    from grappe.private_api.torch import functional_collectives
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    functional: Any = functional_collectives()
+    wait, wait_tensor = dist.Work.wait, functional.wait_tensor
+    dist.Work.wait = _counted(wait, chronometer)  # type: ignore[method-assign]
+    functional.wait_tensor = _counted(wait_tensor, chronometer)
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
+        functional.wait_tensor = wait_tensor
+
+
+def _counted(wait: Callable[..., Any], chronometer: Chronometer) -> Callable[..., Any]:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        before = chronometer.phase
+        if before > WATCHING or before == COMMUNICATION:
+            return wait(*arguments, **keywords)
+        chronometer.switch(COMMUNICATION)
+        try:
+            return wait(*arguments, **keywords)
+        finally:
+            chronometer.switch(before)
+
+    return counted

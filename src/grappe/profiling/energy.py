@@ -16,11 +16,11 @@ class Counter(Protocol):
     name: str
 
     def joules(self) -> float:
-        """Returns joules since this object was made; call it more often than the hardware's counter wraps."""
+        """Returns the joules since this object was made; call it more often than the hardware's counter wraps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class EnergyCounters:
     """The readable counters, and the reasons why others cannot be read."""
 
     counters: tuple[Counter, ...]
@@ -74,31 +74,31 @@ class Gpu:
             raise RuntimeError(f"the GPU does not tell its energy: {error}") from None
 
     def joules(self) -> float:
-        return (self._asked("nvmlDeviceGetTotalEnergyConsumption") - self._first) / 1e3
+        return (self._query("nvmlDeviceGetTotalEnergyConsumption") - self._first) / 1e3
 
     def watts(self) -> float:
         """Returns the GPU's present power."""
-        return self._asked("nvmlDeviceGetPowerUsage") / 1e3
+        return self._query("nvmlDeviceGetPowerUsage") / 1e3
 
     def limit_watts(self) -> float:
         """Returns the power that the GPU is held below."""
-        return self._asked("nvmlDeviceGetEnforcedPowerLimit") / 1e3
+        return self._query("nvmlDeviceGetEnforcedPowerLimit") / 1e3
 
     def utilisation(self) -> float | None:
         """Returns the share of the last second or less in which a kernel ran, 0 to 1; None: the GPU does not tell."""
         with contextlib.suppress(OSError):
-            return self._asked("nvmlDeviceGetUtilizationRates").gpu / 100
+            return self._query("nvmlDeviceGetUtilizationRates").gpu / 100
         return None
 
-    def _asked(self, question: str) -> Any:
+    def _query(self, name: str) -> Any:
         """Returns the driver's answer; raises OSError where the GPU has none: it was lost, or shares itself (MIG)."""
         try:
-            return getattr(self._nvml, question)(self._handle)
+            return getattr(self._nvml, name)(self._handle)
         except self._nvml.NVMLError as error:
             raise OSError(f"the GPU does not tell: {error}") from None
 
 
-def processor_counters(root: Path = POWERCAP) -> Found:
+def processor_counters(root: Path = POWERCAP) -> EnergyCounters:
     """Finds the counters of packages and their memories: a package's includes its cores, and psys includes all."""
     counters: list[Counter] = []
     missing = "" if root.is_dir() else "this machine has no powercap"
@@ -113,15 +113,15 @@ def processor_counters(root: Path = POWERCAP) -> Found:
             missing = f"{zone} cannot be read: {error}"
     if not counters and not missing:
         missing = f"there is no processor in {root}"
-    return Found(counters=tuple(counters), missing=missing)
+    return EnergyCounters(counters=tuple(counters), missing=missing)
 
 
-def gpu_counters(index: int) -> Found:
+def gpu_counters(index: int) -> EnergyCounters:
     """Finds the counter of the GPU that torch calls `index`."""
     try:
-        return Found(counters=(Gpu(index),))
+        return EnergyCounters(counters=(Gpu(index),))
     except RuntimeError as error:
-        return Found(counters=(), missing=str(error))
+        return EnergyCounters(counters=(), missing=str(error))
 
 
 def total(counters: tuple[Counter, ...]) -> float | None:

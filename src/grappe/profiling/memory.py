@@ -26,8 +26,8 @@ def bytes_of(tensors: Iterable[Any]) -> int:
             # FSDP's parameters are DTensors; DeepSpeed's stage 3 keeps a parameter's partition in its ds_tensor.
             local = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
             if local.is_sparse:  # a gradient of nn.Embedding(sparse=True)
-                found = local.coalesce()
-                total += found.indices().nbytes + found.values().nbytes
+                sparse = local.coalesce()
+                total += sparse.indices().nbytes + sparse.values().nbytes
                 continue
             # A placeholder for a parameter of another process has its shape, and the memory of one number.
             total += min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
@@ -42,32 +42,32 @@ def held(optimizer: torch.optim.Optimizer, model: Iterable[torch.nn.Parameter] =
     """
     import torch
 
-    stepped = [one for group in optimizer.param_groups for one in group["params"]]
-    parameters = list({id(one): one for one in (*stepped, *model)}.values())
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list({id(parameter): parameter for parameter in (*stepped, *model)}.values())
     state = [
         value
-        for of_one in optimizer.state.values()
-        for value in (of_one.values() if isinstance(of_one, dict) else ())
+        for values in optimizer.state.values()
+        for value in (values.values() if isinstance(values, dict) else ())
         if isinstance(value, torch.Tensor)
     ]
     return {
         "parameters": bytes_of(parameters),
-        "gradients": bytes_of(one.grad for one in parameters),
+        "gradients": bytes_of(parameter.grad for parameter in parameters),
         "optimizer": bytes_of(state),
     }
 
 
 def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
     """Returns the peaks so far, in bytes: host memory with shared pages ("host"), and tensors on a GPU ("device")."""
-    found = {}
+    peaks = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        found["host"] = int(lines["VmHWM"].split()[0]) * 1024
+        peaks["host"] = int(lines["VmHWM"].split()[0]) * 1024
     if device.type == "cuda":
         import torch
 
-        found["device"] = torch.cuda.max_memory_allocated(device)
-    return found
+        peaks["device"] = torch.cuda.max_memory_allocated(device)
+    return peaks
 
 
 def data_size() -> int:
@@ -99,7 +99,7 @@ def _status(name: str) -> int:
     return 0
 
 
-def heed_limit() -> None:
+def apply_memory_limit() -> None:
     """Makes glibc return freed memory at once if RLIMIT_DATA limits this process.
 
     glibc keeps freed blocks of up to 32 MB, in several heaps: a sharded model, whose parameters are gathered and freed,
@@ -115,7 +115,7 @@ def return_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def reused() -> Iterator[None]:
+def keep_freed_memory() -> Iterator[None]:
     """Context in which glibc keeps what a batch frees for the next one; with RLIMIT_DATA it changes nothing.
 
     A pass without gradients frees all its memory, 50 MB per batch, and glibc would return it to the system each
@@ -140,23 +140,23 @@ def mallopt(*, mmap: int, trim: int | None = None) -> None:
             glibc(M_TRIM_THRESHOLD, trim)
 
 
-def found_by_kind() -> dict[str, int]:
+def bytes_by_kind() -> dict[str, int]:
     """Measures the bytes of all parameters and optimizers found in this process, by kind, like `held`."""
     import torch
 
     parameters: dict[int, Any] = {}
     optimizers = []
-    for one in gc.get_objects():
-        kind = type(one)
+    for candidate in gc.get_objects():
+        kind = type(candidate)
         if issubclass(kind, torch.nn.Parameter):
-            if not one.is_meta:
-                parameters[id(one)] = one
+            if not candidate.is_meta:
+                parameters[id(candidate)] = candidate
         elif issubclass(kind, torch.optim.Optimizer):
-            optimizers.append(one)
+            optimizers.append(candidate)
     return {
         "parameters": bytes_of(parameters.values()),
-        "gradients": bytes_of(one.grad for one in parameters.values()),
-        "optimizer": sum(held(one)["optimizer"] for one in optimizers),
+        "gradients": bytes_of(parameter.grad for parameter in parameters.values()),
+        "optimizer": sum(held(optimizer)["optimizer"] for optimizer in optimizers),
     }
 
 
@@ -167,10 +167,10 @@ def size(number: float) -> str:
     return f"{number / 1e6:.0f} MB" if not 500 <= number < 999.5e3 else f"{number / 1e3:.0f} kB"
 
 
-def part_and_whole(part: float, whole: float) -> tuple[str, str]:
-    """Formats the bytes of a part and of its whole, both in one unit: 0 kB and 321 kB, 152 MB and 1,304 MB."""
-    if 0 < whole < 999.5e3:
-        return f"{part / 1e3:.0f} kB", f"{whole / 1e3:.0f} kB"
+def part_and_total(part: float, total: float) -> tuple[str, str]:
+    """Formats the bytes of a part and of its total, both in one unit: 0 kB and 321 kB, 152 MB and 1,304 MB."""
+    if 0 < total < 999.5e3:
+        return f"{part / 1e3:.0f} kB", f"{total / 1e3:.0f} kB"
     if part >= 999.5e6:
-        return size(part), size(whole)
-    return f"{part / 1e6:.0f} MB", f"{whole / 1e6:,.0f} MB"
+        return size(part), size(total)
+    return f"{part / 1e6:.0f} MB", f"{total / 1e6:,.0f} MB"

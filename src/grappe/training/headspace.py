@@ -14,8 +14,8 @@ from grappe.data.images.dataset import Images
 from grappe.data.loader import BatchLoader
 from grappe.data.loading import workers_needed
 from grappe.launch.world import World, own_cores
+from grappe.profiling.chronometer import StepTimes
 from grappe.profiling.phases import IN_A_STEP, PHASES, START
-from grappe.profiling.summary import StepTimes
 
 WORTH_SAYING = 0.05  # of the time
 LARGE = 50_000  # bytes of a picture's file: one of short side 256 has about 20 kB

@@ -98,7 +98,7 @@ def explained(rank: int) -> Iterator[FirstUse]:
     """
     from grappe.profiling import memory
 
-    memory.heed_limit()
+    memory.apply_memory_limit()
     before = memory.data_size()
     reserve, first_use = [bytearray(RESERVE_BYTES)], FirstUse()
     try:
@@ -108,7 +108,7 @@ def explained(rank: int) -> Iterator[FirstUse]:
         # What the task's own method raised is the cause of an error that names the method.
         if not is_out_of_memory(error) and not (error.__cause__ and is_out_of_memory(error.__cause__)):
             raise
-        held = memory.found_by_kind()  # while the traceback still keeps it alive
+        held = memory.bytes_by_kind()  # while the traceback still keeps it alive
         other = max(0, memory.data_size() - before - sum(held.values()))
         libraries = first_use.libraries
         raise Short(Shortage(rank=rank, held=held, other=other, before=before, libraries=libraries)) from None
@@ -214,14 +214,14 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
 
 
 def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
-    from grappe.profiling.memory import part_and_whole, size
+    from grappe.profiling.memory import part_and_total, size
 
     limit, whose, _ = _limit()
     parts = []
     for kind, word in KINDS.items():
         held, whole = shortage.held[kind], states.get(kind, 0)
         if held < 0.9 * whole:
-            some, all_of_it = part_and_whole(held, whole)
+            some, all_of_it = part_and_total(held, whole)
             parts.append(f"{some} of {word} (of {all_of_it})")
         else:
             parts.append(f"{size(held)} of {word}")
@@ -238,7 +238,7 @@ def _limit() -> tuple[int, str, bool]:
     """Returns a process's memory limit, the origin of the limit, and whether it is a GPU's."""
     import torch
 
-    from grappe.profiling import memory, memory_limit
+    from grappe.profiling import limits, memory
 
     own = memory.data_limit()
     if own is not None:
@@ -249,7 +249,7 @@ def _limit() -> tuple[int, str, bool]:
             "this GPU's memory",
             True,
         )
-    group = memory_limit.control_group()
+    group = limits.control_group()
     if group is not None and group.size < _machine():
         return group.size, "the memory of this job, or container", False
     return _machine(), "this machine's memory", False

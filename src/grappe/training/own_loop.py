@@ -168,7 +168,7 @@ class Loop:
             self.chronometer.switch(FORWARD)
             yield entering(micro), micro.targets
             self.step += 1
-            self.chronometer.lap()
+            self.chronometer.end_step()
             self._after_a_step(last=self.step == total)
         self._close()
 

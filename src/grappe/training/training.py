@@ -14,8 +14,7 @@ from grappe.errors import DivergedError
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.profiling import memory, phases
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.summary import StepTimes
+from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.host_copy import HostCopy
 from grappe.step.result import StepResult
 from grappe.step.training_scores import Slice, TrainingScores
@@ -114,7 +113,7 @@ class Training:
 
     def after(self, result: StepResult) -> bool:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
-        seconds = self.chronometer.lap()
+        seconds = self.chronometer.end_step()
         self._settle()
         if self._average.kept and not result.skipped:
             self._average.update()

@@ -25,9 +25,8 @@ from grappe.launch.preload import import_quietly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.communication import waits_counted
-from grappe.profiling.memory import resident, reused
+from grappe.profiling.chronometer import Chronometer, waits_counted
+from grappe.profiling.memory import keep_freed_memory, resident
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.observers import Observers
@@ -241,7 +240,7 @@ def _resident_before_model(task: Task, options: Options) -> int:
 def _settle_heap(request: Request) -> None:
     """Leaves the heap of a bare training as others have it, by the evaluation that they try before their first step."""
     if request.options.bare and not request.plan.saves_memory:
-        with reused():
+        with keep_freed_memory():
             pass
 
 

@@ -14,7 +14,7 @@ from grappe.errors.foreign_text import printable
 from grappe.fields import split
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
-from grappe.profiling.summary import duration
+from grappe.profiling.chronometer import duration
 from grappe.sites import current
 from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.layout import Layout, ResourceRequest, layout, longest

@@ -66,7 +66,7 @@ def test_readings_of_a_gpu_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.verdict for one in on_device.readings(CPU)] == ["not tried"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 85e9))
     for counters, verdict in (((Meter(110),), "passed"), ((Meter(0),), "FAILED"), ((), "not tried")):
-        found = energy.Found(counters=counters, missing="it is not told")  # type: ignore[arg-type]
+        found = energy.EnergyCounters(counters=counters, missing="it is not told")  # type: ignore[arg-type]
         monkeypatch.setattr(energy, "gpu_counters", lambda index, found=found: found)
         memory, power = on_device.readings(torch.device("cuda", 0))
         assert (memory.verdict, power.verdict) == ("passed", verdict)

@@ -39,7 +39,7 @@ def evaluate(
     forward = replaying(forward or functools.partial(setup.task.forward, model), plan, keeps=True)
     model.eval()
     try:
-        reused = contextlib.nullcontext() if plan.saves_memory else memory.reused()
+        reused = contextlib.nullcontext() if plan.saves_memory else memory.keep_freed_memory()
         with reused, buffers_agreed(model, world.data_group), autocast(plan.precision, world.device):
             for batch in batches:
                 for micro in batch.microbatches:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grappe.profiling.chronometer import Chronometer
-    from grappe.profiling.summary import StepTimes
+    from grappe.profiling.chronometer import Chronometer, StepTimes
     from grappe.step.scores import Scores
     from grappe.training.headspace import Headspace
 

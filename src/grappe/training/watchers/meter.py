@@ -14,8 +14,7 @@ from grappe.data.loading import Loading
 from grappe.launch import files as safe
 from grappe.launch.world import World, cores
 from grappe.profiling import energy, memory
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.summary import StepTimes
+from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.scores import Scores
 from grappe.training.facts import device_name
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
@@ -90,7 +89,7 @@ class Meter(Watcher):
         process = world.process
         self._first_of_node = process.local_rank == 0
         self._first_on_gpu = world.device.type == "cuda" and process.local_rank % per_device == 0
-        nothing = energy.Found(counters=())
+        nothing = energy.EnergyCounters(counters=())
         self._processors = energy.processor_counters() if self._first_of_node else nothing
         self._gpu = energy.gpu_counters(world.device.index or 0) if self._first_on_gpu else nothing
         self._since = 0.0

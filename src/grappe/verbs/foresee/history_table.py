@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.table import Table
 
 from grappe.errors.foreign_text import spreadsheet_cell
+from grappe.profiling.chronometer import duration
 from grappe.profiling.memory import size
-from grappe.profiling.summary import duration
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
 from grappe.verbs.foresee.out import check_out, write_out
 

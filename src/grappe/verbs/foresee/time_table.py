@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from grappe.profiling.chronometer import duration
 from grappe.profiling.memory import size
-from grappe.profiling.summary import duration
 from grappe.verbs.foresee.out import check_out, write_out
 from grappe.verbs.foresee.times import Aim, Timed, Times, best, is_known, merit
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from grappe.profiling.memory_limit import control_group
+from grappe.profiling.limits import control_group
 from grappe.verbs.doctor.finding import Finding, Machine, error, warning
 
 SHARED = Path("/dev/shm")

@@ -1,19 +1,66 @@
-"""Memory limit: how much more this process may take, of its control group, of RLIMIT_DATA and of the machine."""
+"""Limits of this process: cores and memory of its control groups, RLIMIT_DATA, and the machine's memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from grappe.profiling import memory
-from grappe.profiling.control_groups import CGROUPS, OWN_CGROUP, folders
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 SMALL_PART = 50
-"""By how much more must be left for a size that is small beside it."""
+"""Times a size that must be left, for the size to count as small."""
 UNLIMITED = 1 << 60  # bytes: version 1 writes a number near 2**63 where there is no limit
+
+
+def folders(
+    controller: Literal["cpu", "memory"], root: Path = CGROUPS, own: Path = OWN_CGROUP
+) -> Iterator[Path]:
+    """Yields the folders of this process's control group and of those above it, of version 2 and 1, that may be there.
+
+    Args:
+        controller: its hierarchy is read in version 1, which has a hierarchy for each.
+    """
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = [line.split(":", 2) for line in own.read_text().splitlines() if line.count(":") >= 2]
+    paths = {
+        "": "",
+        controller: "",
+        **{name: path for _, several, path in lines for name in several.split(",")},
+    }
+    for base, path in ((root, paths[""]), (root / controller, paths[controller])):
+        folder = base.joinpath(*[part for part in path.split("/") if part])
+        # In a container, the path may be that outside of it.
+        yield from (
+            above
+            for above in (folder, *folder.parents)
+            if above.is_relative_to(base) and ".." not in above.parts
+        )
+
+
+def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
+    """Reads the lowest CPU quota of this process's control groups, in whole cores, at least 1; None: no quota."""
+    quotas = [quota for folder in folders("cpu", root, own) if (quota := _quota(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def _quota(folder: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+        if quota not in ("max", "-1"):
+            return max(1, int(quota) // int(period))
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +78,8 @@ class ControlGroup:
 
 def control_group(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> ControlGroup | None:
     """Returns the control group that leaves this process the least memory, of version 2 or 1; None: none limits it."""
-    found = [group for folder in folders("memory", root, own) if (group := _group(folder)) is not None]
-    return min(found, key=lambda one: one.free, default=None)
+    groups = [group for folder in folders("memory", root, own) if (group := _group(folder)) is not None]
+    return min(groups, key=lambda group: group.free, default=None)
 
 
 def killed(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
@@ -60,9 +107,9 @@ def free(meminfo: Path = MEMINFO) -> int | None:
 
 
 def has_room(size: int, processes: int = 1, *, peak_known: bool = True) -> bool:
-    """Returns whether this process may take `size` bytes more, and then as much as it ever had besides.
+    """Returns whether this process may take `size` bytes more, and then grow to its peak besides.
 
-    What it ever had is what a step needs, and the next one will.
+    The peak is what a step needs, so the next step will need it again.
 
     Args:
         processes: the number of processes here that do the same.

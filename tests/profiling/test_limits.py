@@ -1,4 +1,4 @@
-"""The limits of memory: of a control group as Linux writes them, of RLIMIT_DATA, and of the machine."""
+"""Limits: control groups as Linux writes them, of version 1 and 2, RLIMIT_DATA, and the machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,52 @@ from pathlib import Path
 
 import pytest
 
-from grappe.profiling import memory, memory_limit
-from grappe.profiling.memory_limit import ControlGroup, control_group, free, has_room, killed
+from grappe.launch.world import cores
+from grappe.profiling import limits, memory
+from grappe.profiling.limits import ControlGroup, control_group, cpu_quota, free, has_room, killed
+
+
+def second(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.max").write_text(text + "\n")
+
+
+def first(folder: Path, quota: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.cfs_quota_us").write_text(quota + "\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("max 100000", None), ("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1)]
+)
+@pytest.mark.parametrize("where", ["", "system.slice", "system.slice/job_7"])
+def test_a_quota_of_version_2(tmp_path: Path, own: Path, where: str, text: str, quota: int | None) -> None:
+    second(tmp_path / "cgroup" / where, text)
+    assert cpu_quota(tmp_path / "cgroup", own) == quota
+
+
+@pytest.mark.parametrize(("text", "quota"), [("-1", None), ("400000", 4), ("10000", 1)])
+@pytest.mark.parametrize("where", ["", "slurm", "slurm/job_8/step_1"])
+def test_a_quota_of_version_1(tmp_path: Path, own: Path, where: str, text: str, quota: int | None) -> None:
+    first(tmp_path / "cgroup/cpu" / where, text)
+    assert cpu_quota(tmp_path / "cgroup", own) == quota
+
+
+def test_the_least_quota_holds(tmp_path: Path, own: Path) -> None:
+    root = tmp_path / "cgroup"
+    second(root, "max 100000")
+    second(root / "system.slice", "300000 100000")
+    second(root / "system.slice/job_7", "600000 100000")
+    second(root / "system.slice/job_8", "100000 100000")
+    assert cpu_quota(root, own) == 3
+
+
+def test_no_control_group(tmp_path: Path, own: Path) -> None:
+    assert cpu_quota(tmp_path, own) is None
+    assert cpu_quota(tmp_path, tmp_path / "none") is None
+    assert cores() >= 1
+
 
 V2 = {
     "memory.max": "1000",
@@ -79,20 +123,20 @@ def test_free_is_the_least_of_the_machine_and_the_group(
 ) -> None:
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\n")
-    monkeypatch.setattr(memory_limit, "control_group", lambda: None)
+    monkeypatch.setattr(limits, "control_group", lambda: None)
     assert free(machine) == 2048
     assert free(tmp_path / "none") is None
-    monkeypatch.setattr(memory_limit, "control_group", lambda: ControlGroup(size=3000, free=350))
+    monkeypatch.setattr(limits, "control_group", lambda: ControlGroup(size=3000, free=350))
     assert free(machine) == free(tmp_path / "none") == 350
 
 
 def test_room_is_for_what_is_asked_and_for_the_highest_use_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limit, "free", lambda: 1000)
+    monkeypatch.setattr(limits, "free", lambda: 1000)
     monkeypatch.setattr(memory, "below_peak", lambda: 300)
     assert has_room(700) and not has_room(701)
     assert has_room(200, 2) and not has_room(201, 2)
     assert has_room(20, peak_known=False) and not has_room(21, peak_known=False)
-    monkeypatch.setattr(memory_limit, "free", lambda: None)
+    monkeypatch.setattr(limits, "free", lambda: None)
     assert has_room(10**15)
     monkeypatch.setattr(memory, "data_size", lambda: 5000)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (6000, resource.RLIM_INFINITY))
