@@ -1,0 +1,122 @@
+"""Refuses names and files that make the source hard to read: `make lint` runs it; `--count` prints the figures alone.
+
+- A variable, parameter, function or class must not have one of the names that say nothing (FORBIDDEN).
+- A class's name stands once in the package, so that a search for it finds one thing.
+- A small module that one other module imports belongs into that module, unless it is found by its file's name.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "grappe"
+FORBIDDEN = frozenset(["one", "found", "known", "told", "wanted", "given", "said", "mine", "whole", "much"])
+SMALL = 120
+"""Lines of a module from which on it may have a single importer."""
+BY_NAME = (
+    "tasks",
+    "engines",
+    "optimizers",
+    "sites",
+    "verbs/doctor/checks",
+    "training/watchers",
+    "private_api",
+    "foresight/devices",
+)
+"""Folders whose files are found by their names."""
+ALONE = {
+    "slurm": "what a notebook imports",
+    "__main__": "what `python -m grappe` runs",
+}
+"""Modules that may be small and have one importer, each with the reason."""
+
+
+def main() -> int:
+    """Prints what is refused; exit code 1 if anything is."""
+    trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    faults = {
+        "names that say nothing": list(forbidden_names(trees)),
+        "class names that stand more than once": list(doubled_classes(trees)),
+        f"modules below {SMALL} lines with one importer": list(small_modules(trees)),
+    }
+    for title, lines in faults.items():
+        if lines or "--count" in sys.argv:
+            print(f"{len(lines)} {title}" + ("" if "--count" in sys.argv else ":\n  " + "\n  ".join(lines)))
+    return int(any(faults.values()))
+
+
+def forbidden_names(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yields the place of each definition with a forbidden name."""
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = node.name
+            else:
+                continue
+            if name.strip("_").lower() in FORBIDDEN:
+                line = getattr(node, "lineno", 0)
+                yield f"{file.relative_to(ROOT)}:{line} {name}"
+
+
+def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yields each class name that stands in several places."""
+    places = defaultdict(list)
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file.relative_to(PACKAGE)}:{node.lineno}")
+    for name, where in sorted(places.items()):
+        if len(where) > 1:
+            yield f"{name}: {', '.join(where)}"
+
+
+def small_modules(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yields each small module with a single importer, and the importer."""
+    names = {_module(file): file for file in trees}
+    importers = defaultdict(set)
+    for file, tree in trees.items():
+        for target in _imported(tree, _module(file), names):
+            importers[target].add(_module(file))
+    for name, file in names.items():
+        place = file.relative_to(PACKAGE).with_suffix("").as_posix()
+        lines = len(file.read_text().splitlines())
+        if (
+            file.name == "__init__.py"
+            or place in ALONE
+            or place.startswith(tuple(f"{folder}/" for folder in BY_NAME))
+        ):
+            continue
+        if place.startswith("verbs/") and (place.count("/") == 1 or file.stem == file.parent.name):
+            continue  # a command's own
+        if lines < SMALL and len(importers[name]) == 1:
+            yield f"{place} ({lines} lines), imported by {importers[name].pop()}"
+
+
+def _module(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(tree: ast.Module, name: str, names: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in names and alias.name != name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                target = full if full in names else node.module
+                if target in names and target != name:
+                    yield target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
