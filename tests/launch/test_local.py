@@ -18,10 +18,11 @@ from grappe.errors import DataError, ProcessDied
 from grappe.launch import local
 from grappe.launch.signals import handled
 from grappe.training.run import Run
+from grappe.words import host_name
 from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
 
 PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
-HOST = os.uname().nodename
+HOST = host_name()
 Start = Callable[..., Command]
 
 

@@ -94,22 +94,3 @@ def test_where_memory_is_limited_nothing_is_kept(
     with memory.keep_freed_memory():
         pass
     assert len(calls) == told
-
-
-def test_sizes_are_for_people() -> None:
-    assert [memory.size(number) for number in (0, 287_016, 999_499, 101.4e6, 999.4e6, 1.26e9)] == [
-        "0 MB",
-        "287 kB",
-        "999 kB",
-        "101 MB",
-        "999 MB",
-        "1.3 GB",
-    ]
-    assert memory.size(36) == "0 MB"
-
-
-def test_a_part_and_its_whole_have_one_unit() -> None:
-    sizes = ((36, 302e6), (0, 321e3), (152e6, 1304e6), (1.1e9, 2.4e9), (0, 0))
-    assert [memory.part_and_total(*each) for each in sizes] == [
-        ("0 MB", "302 MB"), ("0 kB", "321 kB"), ("152 MB", "1,304 MB"), ("1.1 GB", "2.4 GB"), ("0 MB", "0 MB"),
-    ]  # fmt: skip

@@ -30,8 +30,8 @@ from grappe.launch import files as safe
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
 from grappe.launch.limits import LimitReached, Limits
-from grappe.profiling.memory import size
 from grappe.task import Task
+from grappe.words import format_bytes
 
 SLACK = 1 << 26  # bytes, for what is not weights: names, headers, torch's own
 LEAST_SECONDS = 3
@@ -71,7 +71,7 @@ def _parameters_in_words(task: Task) -> str:
     def work() -> str:
         with contextlib.suppress(Exception), torch.device("meta"):
             sizes = (one.nbytes for one in user_call(task, "model").parameters() if one.is_meta)
-            return f", with {size(sum(sizes))} of parameters"
+            return f", with {format_bytes(sum(sizes))} of parameters"
         return ""
 
     try:

@@ -24,10 +24,11 @@ from grappe.cli.arguments import (
     RunTask,
     TaskName,
 )
-from grappe.cli.exit import plain_table, show
+from grappe.cli.exit import show
 from grappe.cli.training import train
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import say
+from grappe.words import plain_table
 
 Trained = Annotated[
     bool,

@@ -9,7 +9,6 @@ import traceback
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
-from rich.table import Table
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.imports import broken_package
@@ -112,11 +111,6 @@ def _complain(error: GrappeError, debug: bool) -> int:
         complain(f"grappe: {error}")
         leave_error(error)
     return error.exit_code
-
-
-def plain_table(*columns: str) -> Table:
-    """A table without lines."""
-    return Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
 
 
 def show(content: Any) -> None:

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from grappe.cli.arguments import SWITCH, CheckpointName, DataFolder, RunFolder, RunTask
-from grappe.cli.exit import plain_table, show
+from grappe.cli.exit import show
 from grappe.errors import EXIT_OK
 from grappe.launch.terminal import complain, progress
+from grappe.words import plain_table
 
 
 def register(app: App) -> None:

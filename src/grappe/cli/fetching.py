@@ -5,8 +5,9 @@ from __future__ import annotations
 from cyclopts import App
 
 from grappe.cli.arguments import DataFolder, TaskName
-from grappe.cli.exit import plain_table, show
+from grappe.cli.exit import show
 from grappe.errors import EXIT_OK
+from grappe.words import plain_table
 
 
 def register(app: App) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from grappe.cli.arguments import SWITCH
-from grappe.cli.exit import plain_table, show
+from grappe.cli.exit import show
 from grappe.errors import EXIT_OK, UsageError
 from grappe.launch.terminal import say
+from grappe.words import plain_table
 
 if TYPE_CHECKING:
     from grappe.verbs.data.check import Checked

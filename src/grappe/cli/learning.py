@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from grappe.cli.arguments import DataFolder, FieldText, PlanText, TaskName
-from grappe.cli.exit import plain_table, show
+from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import say
+from grappe.words import plain_table
 
 if TYPE_CHECKING:
     from grappe.verbs.lr_find.lr_find import Found

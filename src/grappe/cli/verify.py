@@ -10,9 +10,10 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from grappe.cli.arguments import DataFolder, FieldText, TaskName
-from grappe.cli.exit import plain_table, show
+from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import progress
+from grappe.words import plain_table
 
 
 def register(app: App) -> None:

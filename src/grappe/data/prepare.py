@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from grappe.data.kinds import check
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import user_call
 from grappe.task import Task, overrides
+from grappe.words import host_name
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
@@ -35,7 +35,7 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
 
 def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
     """Raises DataError on all processes where one has other numbers of samples, by split. Collective."""
-    gathered = world.gather((platform.node(), dict(lengths)))
+    gathered = world.gather((host_name(), dict(lengths)))
     first_host, first = gathered[0]
     for rank, (host, theirs) in enumerate(gathered):
         for split, count in theirs.items():

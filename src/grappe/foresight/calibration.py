@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 import os
@@ -18,6 +17,7 @@ from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.foresight.links import COLLECTIVES, MEETING
 from grappe.launch.world import cores
+from grappe.words import processor_name
 
 FORM = 9
 """Number of the file's form; one of another form is measured anew."""
@@ -43,7 +43,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Describes this machine."""
-        return cls(processor=_processor(), cores=cores(), torch=torch.__version__)
+        return cls(processor=processor_name(), cores=cores(), torch=torch.__version__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,14 +231,3 @@ def _text(value: Any, where: str) -> str:
 
 def _wrong(where: str) -> _Wrong:
     return _Wrong(printable(where, 200))
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return os.uname().machine
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )

@@ -28,8 +28,9 @@ from grappe.foresight.update import update_recording
 from grappe.launch.world import cores
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
-from grappe.profiling import limits, memory
+from grappe.profiling import limits
 from grappe.step.clip import needs_norm
+from grappe.words import format_bytes
 
 UNTIMED = ("exact", "compile", "batchnorm")
 """Keys of plans whose time is foreseen on no device."""
@@ -257,7 +258,7 @@ class Clock:
         needed, free = plan.processes * sum(one.peak for one in recordings), limits.free()
         if free is not None and needed > free * MEMORY:
             raise PlanError(
-                f"its operators were not run: they take {memory.size(needed)}, and {memory.size(free)} are free here"
+                f"its operators were not run: they take {format_bytes(needed)}, and {format_bytes(free)} are free here"
             )
         begun = time.monotonic()
         found = replayed(

@@ -35,6 +35,7 @@ from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.launch.terminal import complain
 from grappe.private_api import torch_dynamo
+from grappe.words import host_name
 
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 MOST_WORDS = 2000  # of an error's text: its first lines say what it was
@@ -162,7 +163,7 @@ def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None
         handle = os.dup(stream.fileno())
     if early is None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        who = f"process {process.rank} of {process.size} on {os.uname().nodename}"
+        who = f"process {process.rank} of {process.size} on {host_name()}"
         os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
     else:
         os.write(handle, safe.read_bytes(early))

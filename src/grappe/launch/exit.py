@@ -15,6 +15,7 @@ from grappe.launch import files as safe
 from grappe.launch.failure import lost_another
 from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank, rank_from_environment
+from grappe.words import host_name
 
 LEAVING_SECONDS = 2.0
 FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
@@ -33,7 +34,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
         _leave_code(code)
     if not claims_error_report(process):
         return SystemExit(code)
-    name = f"process {process.rank} of {process.size} on {os.uname().nodename}"
+    name = f"process {process.rank} of {process.size} on {host_name()}"
     if ours:
         reported = type(error)(f"{name}: {error}" if process.rank else str(error))
     else:

@@ -19,7 +19,8 @@ from grappe.launch import child
 from grappe.launch.child import Report, Terminal
 from grappe.launch.rank import ProcessRank
 from grappe.private_api.multiprocessing import forkserver_exit_code
-from grappe.profiling import limits, memory
+from grappe.profiling import limits
+from grappe.words import format_bytes, host_name
 
 NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
@@ -60,7 +61,7 @@ class LocalProcess:
     @property
     def name(self) -> str:
         """Returns the process's name for messages."""
-        return f"process {self._rank.rank} of {self._rank.size} on {os.uname().nodename}"
+        return f"process {self._rank.rank} of {self._rank.size} on {host_name()}"
 
     @property
     def reporting(self) -> bool:
@@ -114,7 +115,7 @@ def server_end() -> str:
     code = forkserver_exit_code()
     if code is None:
         return ""
-    server = f"the server on {os.uname().nodename} that processes are started from"
+    server = f"the server on {host_name()} that processes are started from"
     if code < 0:
         name = signal_name(-code)
         why = hint(code)
@@ -141,7 +142,7 @@ def hint(code: int, killed_before: int | None = None) -> str:
         group = limits.control_group()
         if group and killed_before is not None and limits.killed() > killed_before:
             return (
-                f"the system did, as the processes of this job or container may have {memory.size(group.size)} of "
+                f"the system did, as the processes of this job or container may have {format_bytes(group.size)} of "
                 "memory together, and needed more: grappe foresee shows plans that need less"
             )
         return "the system does that when memory runs out: see `dmesg`, or use a smaller batch_size"

@@ -84,13 +84,6 @@ def _quartiles(values: Any) -> Quartiles:
     return Quartiles(median=float(median), low=float(low), high=float(high))
 
 
-def duration(seconds: float) -> str:
-    """Formats the seconds of a step: 0.24 ms, 12.3 ms, 1.25 s."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.2f} ms"
-
-
 class Chronometer:
     """A clock that is always in one phase; `switch` costs a tenth of a microsecond.
 

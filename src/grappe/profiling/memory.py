@@ -158,19 +158,3 @@ def bytes_by_kind() -> dict[str, int]:
         "gradients": bytes_of(parameter.grad for parameter in parameters.values()),
         "optimizer": sum(held(optimizer)["optimizer"] for optimizer in optimizers),
     }
-
-
-def size(number: float) -> str:
-    """Formats a number of bytes for users: 247 kB, 101 MB, 1.3 GB."""
-    if number >= 999.5e6:
-        return f"{number / 1e9:.1f} GB"
-    return f"{number / 1e6:.0f} MB" if not 500 <= number < 999.5e3 else f"{number / 1e3:.0f} kB"
-
-
-def part_and_total(part: float, total: float) -> tuple[str, str]:
-    """Formats the bytes of a part and of its total, both in one unit: 0 kB and 321 kB, 152 MB and 1,304 MB."""
-    if 0 < total < 999.5e3:
-        return f"{part / 1e3:.0f} kB", f"{total / 1e3:.0f} kB"
-    if part >= 999.5e6:
-        return size(part), size(total)
-    return f"{part / 1e6:.0f} MB", f"{total / 1e6:,.0f} MB"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.training.watchers.base import RunInfo
+from grappe.words import count_of, host_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -36,7 +36,7 @@ def start_facts(
         tensors: the checkpoint from which the training starts.
         example: the inputs of one or two samples.
     """
-    mine = (_host(), device_name(world.device), 0 if loading is None else loading.workers)
+    mine = (host_name(), device_name(world.device), 0 if loading is None else loading.workers)
     places = world.gather(mine)
     nodes: dict[str, dict[str, int]] = {}
     for host, device, _ in places:
@@ -72,23 +72,19 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     places = [_place(host, devices, facts["processes"]) for host, devices in nodes.items()]
     more = f" and {len(places) - SHOWN_NODES} more" if len(places) > SHOWN_NODES else ""
     yield (
-        f"{_count(len(nodes), 'node')}: {', '.join(places[:SHOWN_NODES])}{more}; each process "
-        f"{_count(facts['threads'], 'thread')}, {_count(facts['workers'], 'data worker')}"
+        f"{count_of(len(nodes), 'node')}: {', '.join(places[:SHOWN_NODES])}{more}; each process "
+        f"{count_of(facts['threads'], 'thread')}, {count_of(facts['workers'], 'data worker')}"
     )
     shapes = " and ".join(str(shape) for shape in facts["inputs"]) or "no tensors"
     yield (
         f"{facts['parameters']:,} parameters, {_optimizer(facts.get('optimizer'))}, inputs {shapes}, "
-        f"{_count(facts['steps_per_epoch'], 'step')} an epoch"
+        f"{count_of(facts['steps_per_epoch'], 'step')} an epoch"
     )
 
 
 def device_name(device: torch.device) -> str:
     """Returns the GPU's model, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _host() -> str:
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def _place(host: str, devices: Mapping[str, int], processes: int) -> str:
@@ -100,7 +96,7 @@ def _optimizer(known: Mapping[str, Any] | None) -> str:
     if known is None:
         return "no optimizer"
     fields = [f"{name}={known[name]}" for name in SHOWN_FIELDS if name in known]
-    groups = [_count(known["groups"], "group")] if known["groups"] > 1 else []
+    groups = [count_of(known["groups"], "group")] if known["groups"] > 1 else []
     return f"{known['class']}({', '.join([*fields, *groups])})"
 
 
@@ -108,7 +104,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(one) for one in value]
     return value.item() if hasattr(value, "item") else value  # of a tensor, of NumPy's
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

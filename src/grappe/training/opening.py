@@ -31,6 +31,7 @@ from grappe.tasks import defaults
 from grappe.training.run import PARTS, Made, Run, new_folder
 from grappe.training.task_record import write_record
 from grappe.training.task_reference import field_texts, same_task, source_hash
+from grappe.words import host_name, processor_name
 
 ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
 
@@ -249,7 +250,7 @@ def description(request: OpenRequest, world: World) -> dict[str, Any]:
         "threads": world.threads,
         "device": world.device.type,
         "processor": processor(world.device),
-        "host": platform.node(),
+        "host": host_name(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": {
             "grappe": grappe.__version__,
@@ -266,9 +267,4 @@ def processor(device: torch.device) -> str:
     """Returns the model name of the processor or GPU, on which the instructions used depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (models[0] if models else platform.machine()) + f", {torch.backends.cpu.get_cpu_capability()}"
+    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"

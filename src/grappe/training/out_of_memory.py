@@ -137,7 +137,7 @@ def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[M
     from grappe.foresight.search import fitting, foreseen
     from grappe.foresight.sketch import Sketch
     from grappe.launch.local import start_server
-    from grappe.profiling.memory import size
+    from grappe.words import format_bytes
 
     room, more = rooms(shortage, plan)
     kernels = None
@@ -152,8 +152,8 @@ def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[M
     plans = []
     if found is not None and found.needs is not None:
         chosen = room if found.processes == plan.processes else more
-        plans.append(f"{found.plan} ({size(chosen.taken(found.needs))} a process)")
-    plans += [f"{name} ({size(need)} a process)" for name, need in _on_disk(sketch, plan, room)]
+        plans.append(f"{found.plan} ({format_bytes(chosen.taken(found.needs))} a process)")
+    plans += [f"{name} ({format_bytes(need)} a process)" for name, need in _on_disk(sketch, plan, room)]
     if plans:
         return states, f"Foreseen to fit: {'; '.join(plans)}"
     return states, (
@@ -214,23 +214,25 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
 
 
 def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
-    from grappe.profiling.memory import part_and_total, size
+    from grappe.words import format_bytes, format_part_of_bytes
 
     limit, whose, _ = _limit()
     parts = []
     for kind, word in KINDS.items():
         held, whole = shortage.held[kind], states.get(kind, 0)
         if held < 0.9 * whole:
-            some, all_of_it = part_and_total(held, whole)
+            some, all_of_it = format_part_of_bytes(held, whole)
             parts.append(f"{some} of {word} (of {all_of_it})")
         else:
-            parts.append(f"{size(held)} of {word}")
-    parts.append(f"{size(max(0, shortage.other - (shortage.libraries or 0)))} of activations and others")
+            parts.append(f"{format_bytes(held)} of {word}")
+    parts.append(
+        f"{format_bytes(max(0, shortage.other - (shortage.libraries or 0)))} of activations and others"
+    )
     if shortage.libraries is not None:
-        parts.append(f"{size(shortage.libraries)} kept by libraries")
+        parts.append(f"{format_bytes(shortage.libraries)} kept by libraries")
     return (
-        f"out of memory in process {shortage.rank}, which may take {size(limit)} ({whose}). It held "
-        f"{', '.join(parts)}, and {size(shortage.before)} from before the model"
+        f"out of memory in process {shortage.rank}, which may take {format_bytes(limit)} ({whose}). It held "
+        f"{', '.join(parts)}, and {format_bytes(shortage.before)} from before the model"
     )
 
 

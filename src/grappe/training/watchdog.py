@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import threading
 import traceback
@@ -25,6 +24,7 @@ from grappe.errors import RunError, user_code
 from grappe.launch import files as safe
 from grappe.launch.files import IN_PART
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION
+from grappe.words import host_name
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Watchdog:
         _, work = self._progress()
         return Standstill(
             rank=self._rank,
-            host=os.uname().nodename,
+            host=host_name(),
             phase=work,
             step=self.step,
             where=user_code.place_in(stack),

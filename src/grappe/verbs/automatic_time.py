@@ -14,7 +14,6 @@ from grappe.errors.foreign_text import printable
 from grappe.fields import split
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
-from grappe.profiling.chronometer import duration
 from grappe.sites import current
 from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.layout import Layout, ResourceRequest, layout, longest
@@ -25,6 +24,7 @@ from grappe.verbs.foresee.run_time import TimeSource, step_foreseen
 from grappe.verbs.job_resources import placed
 from grappe.verbs.submission import AUTO, Submission
 from grappe.verbs.submission_memory import memory_judged, not_foreseen, room_for, sketch_of
+from grappe.words import format_seconds
 
 if TYPE_CHECKING:
     from grappe.task import Task
@@ -237,8 +237,8 @@ def _limit_in_words(
 
     evaluations = f"{course.evaluations:,} evaluation{'' if course.evaluations == 1 else 's'}"
     text = (
-        f"time limit {clock(found)}: {course.steps:,} steps of {duration(known.costs.slow_step)} and {evaluations}, "
-        f"{known.origin}, with start-up"
+        f"time limit {clock(found)}: {course.steps:,} steps of {format_seconds(known.costs.slow_step)} and "
+        f"{evaluations}, {known.origin}, with start-up"
     )
     if not capped:
         return f"{text} and a margin"

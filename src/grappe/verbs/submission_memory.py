@@ -82,27 +82,27 @@ def memory_judged(sketch: Sketch, plan: Plan, room: Room) -> str:
 def _asked(sketch: Sketch, plan: Plan, room: Room) -> str:
     """Says that the plan does not fit; "" if it does, or if that cannot be known."""
     from grappe.foresight.search import foreseen
-    from grappe.profiling.memory import size
+    from grappe.words import format_bytes
 
     found = foreseen(sketch, plan, sketch.task.batch_size, room)
     if found.fits is not False or found.needs is None:
         return ""
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     return (
-        f"with {processes}, each needs {size(room.taken(found.needs))}, and {room.whose} has "
-        f"{size(room.size)}: it will run out of memory"
+        f"with {processes}, each needs {format_bytes(room.taken(found.needs))}, and {room.whose} has "
+        f"{format_bytes(room.size)}: it will run out of memory"
     )
 
 
 def _another(sketch: Sketch, plan: Plan, room: Room) -> str:
     """Names the first plan that fits: of as many processes, or else of more."""
     from grappe.foresight.search import fitting
-    from grappe.profiling.memory import size
+    from grappe.words import format_bytes
 
     found = fitting(sketch, plan, room)
     if found is None or found.needs is None:
         return "No plan of as many GPUs fits, nor of 8 times as many: take a smaller batch_size"
-    takes = size(room.taken(found.needs))
+    takes = format_bytes(room.taken(found.needs))
     if found.processes == plan.processes:
         return f"--plan {found.plan} fits, with {takes}"
     return f"No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, with {takes} each"

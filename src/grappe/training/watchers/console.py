@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from grappe.launch.output import UserStream
 from grappe.launch.safe_console import SafeConsole
-from grappe.profiling.memory import size
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.expected_end import ExpectedEnd
+from grappe.words import format_bytes
 
 REFRESH_SECONDS = 0.2
 CELL_SECONDS = 1.0  # a notebook keeps all that was written to it
@@ -238,10 +238,10 @@ def _spent(peak: Mapping[str, int]) -> str:
     kinds = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
     held = {word: peak[kind] for kind, word in kinds.items() if kind in peak}
     if not held:
-        return size(_most(peak))
+        return format_bytes(_most(peak))
     rest = max(0, _most(peak) - sum(held.values()))
-    parts = [f"{word} {size(number)}" for word, number in {**held, "rest": rest}.items()]
-    return f"{size(_most(peak))} = {', '.join(parts)}"
+    parts = [f"{word} {format_bytes(number)}" for word, number in {**held, "rest": rest}.items()]
+    return f"{format_bytes(_most(peak))} = {', '.join(parts)}"
 
 
 def _metrics(metrics: Mapping[str, float | list[float]]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.scores import Scores
 from grappe.training.facts import device_name
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+from grappe.words import host_name
 
 USAGE = "usage.jsonl"
 EVERY_SECONDS = 1.0
@@ -167,7 +167,7 @@ class Meter(Watcher):
         loading = self._loading()
         return Usage(
             rank=self._world.rank,
-            host=os.uname().nodename,
+            host=host_name(),
             device=device_name(self._world.device),
             seconds=time.perf_counter() - self._began,
             cpu_seconds=_cpu_seconds(),

@@ -23,10 +23,10 @@ from grappe.data.source import Samples, source_of
 from grappe.errors import DataError
 from grappe.launch.terminal import progress
 from grappe.launch.world import cores
-from grappe.profiling.memory import size as size_of
 from grappe.task import Task
 from grappe.verbs.data.pack import Packing, pack
 from grappe.verbs.data.shard_writer import shard_name, write_shard
+from grappe.words import format_bytes
 
 _BATCH = 32
 _WARM = 2  # batches that are not timed
@@ -235,6 +235,6 @@ def advice(rows: Sequence[Row], data: Images, size: int) -> Iterator[str]:
     everything = memory.bytes * len(data)
     if memory.best > _WORTH * packed.best:
         yield (
-            f"decoded at {size} x {size}, all {len(data):,} images take {size_of(everything)} of memory: grappe.Arrays "
-            "of them, if a node has that, and crops by the task's augment"
+            f"decoded at {size} x {size}, all {len(data):,} images take {format_bytes(everything)} of memory: grappe."
+            "Arrays of them, if a node has that, and crops by the task's augment"
         )

@@ -16,6 +16,7 @@ from grappe.launch.start import start
 from grappe.plan import Plan
 from grappe.verbs.doctor.checks import examine
 from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+from grappe.words import first_line, host_name
 
 WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
 CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
@@ -65,7 +66,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> l
         fields=request.fields,
     )
     mine = list(examine(machine))
-    host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    host = host_name()
     if process.size == 1:
         return _ordered([mine], [host])
     if failed(mine):  # the others might wait for a process that cannot come
@@ -77,7 +78,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> l
         mine += _collective(world)
     except RuntimeError as mistake:
         raise Unfit(
-            f"the {process.size} processes did not all meet in {PATIENCE_SECONDS:.0f} s: {_first_line(mistake)}. Is "
+            f"the {process.size} processes did not all meet in {PATIENCE_SECONDS:.0f} s: {first_line(mistake)}. Is "
             "one missing, does each node reach the others by name, do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
             "the right network?"
         ) from mistake
@@ -87,10 +88,6 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> l
     if max(clocks) - min(clocks) > CLOCK_SECONDS:
         gathered.append(("", [_clock(max(clocks) - min(clocks))], 0.0))
     return _ordered([found for _, found, _ in gathered], [name for name, _, _ in gathered])
-
-
-def _first_line(mistake: Exception) -> str:
-    return str(mistake).partition("\n")[0]
 
 
 def _collective(world: Any) -> list[Finding]:

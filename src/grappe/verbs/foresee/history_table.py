@@ -13,10 +13,9 @@ from pathlib import Path
 from rich.table import Table
 
 from grappe.errors.foreign_text import spreadsheet_cell
-from grappe.profiling.chronometer import duration
-from grappe.profiling.memory import size
 from grappe.verbs.foresee.history import NAMES, Compared, Errors
 from grappe.verbs.foresee.out import check_out, write_out
+from grappe.words import format_bytes, format_seconds
 
 OF_EACH = ("measured", "error")
 COLUMNS = ("run", "plan", "states foreseen", *OF_EACH, "peak foreseen", *OF_EACH, "step foreseen", *OF_EACH)
@@ -81,11 +80,11 @@ def _csv(found: Sequence[Compared]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "?" if value is None else duration(value)
+    return "?" if value is None else format_seconds(value)
 
 
 def _size(value: int | None) -> str:
-    return "?" if value is None else size(value)
+    return "?" if value is None else format_bytes(value)
 
 
 def _percent(value: float | None, sign: str = "+") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from grappe.foresight.search import Foreseen, Room
-from grappe.profiling.memory import size
+from grappe.words import format_bytes
 
 COLUMNS = (
     "plan", "batch", "parameters", "gradients", "optimizer", "peak of a step", "of an evaluation", "checkpoint's copy",
@@ -28,9 +28,14 @@ def table(found: Sequence[Foreseen], room: Room | None) -> Table:
             made.add_row(name, str(one.batch), *["-"] * (len(COLUMNS) - 2 + (room is not None)))
             continue
         states = one.needs.states
-        cells = [size(states.parameters), size(states.gradients), size(states.optimizer), _peak(one)]
+        cells = [
+            format_bytes(states.parameters),
+            format_bytes(states.gradients),
+            format_bytes(states.optimizer),
+            _peak(one),
+        ]
         cells.append(_range(one.needs.evaluation_least, one.needs.evaluation) or "?")
-        cells.append("?" if one.needs.checkpoint is None else size(one.needs.checkpoint))
+        cells.append("?" if one.needs.checkpoint is None else format_bytes(one.needs.checkpoint))
         made.add_row(name, str(one.batch), *cells, *([WORDS[one.fits]] if room is not None else []))
     return made
 
@@ -45,13 +50,13 @@ def reason(plan: str, why: str) -> str:
 
 def _peak(one: Foreseen) -> str:
     assert one.needs is not None
-    return _range(one.needs.least, one.needs.peak) or f"more than {size(one.needs.states.total)}"
+    return _range(one.needs.least, one.needs.peak) or f"more than {format_bytes(one.needs.states.total)}"
 
 
 def _range(least: int | None, most: int | None) -> str:
     if least is None or most is None:
         return ""
-    texts = size(least), size(most)
+    texts = format_bytes(least), format_bytes(most)
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
@@ -65,17 +70,17 @@ def sentences(found: Sequence[Foreseen], room: Room | None) -> list[str]:
     if room is None:
         return lines
     lines.append(
-        f"a process may have {size(room.size)} ({room.whose}); counted are the higher of both peaks, a tenth more "
-        "for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
+        f"a process may have {format_bytes(room.size)} ({room.whose}); counted are the higher of both peaks, a tenth "
+        "more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
     )
     fitting = next((one for one in found if one.fits), None)
     known = [one.needs for one in found if one.needs is not None and one.needs.most is not None]
     if fitting is not None and fitting.needs is not None and fitting.needs.most is not None:
-        needed = size(room.taken(fitting.needs))
+        needed = format_bytes(room.taken(fitting.needs))
         lines.append(f"the first that fits: {fitting.plan or 'one process'}, with {needed} a process")
     elif known and not any(one.fits is None for one in found if one.needs is not None):
         lines.append(
-            f"none of them fits: the smallest takes {size(min(map(room.taken, known)))} a process. Take more processes "
-            "with shard=, more microbatches, recompute, or a smaller batch_size"
+            f"none of them fits: the smallest takes {format_bytes(min(map(room.taken, known)))} a process. Take more "
+            "processes with shard=, more microbatches, recompute, or a smaller batch_size"
         )
     return lines

@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from grappe.profiling.chronometer import duration
-from grappe.profiling.memory import size
 from grappe.verbs.foresee.out import check_out, write_out
 from grappe.verbs.foresee.times import Aim, Timed, Times, best, is_known, merit
+from grappe.words import format_bytes, format_seconds
 
 COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
 AIMS = {"fastest": "takes the least time", "cheapest": "costs least", "smallest": "needs the least memory"}
@@ -45,7 +44,7 @@ def sentences(times: Times, aim: Aim) -> list[str]:
     if chosen is None or sum(is_known(one, aim) for one in times.plans) == 1:
         return lines
     if aim == "smallest":
-        return [*lines, f"smallest: {_name(chosen)}, with {size(int(merit(chosen, aim)))} a process"]
+        return [*lines, f"smallest: {_name(chosen)}, with {format_bytes(int(merit(chosen, aim)))} a process"]
     assert chosen.time is not None
     close = _close(times, chosen, aim)
     return [*lines, f"{aim}: {_name(chosen)}, with {_seconds(chosen.time.total)} a step{close}"]
@@ -91,7 +90,7 @@ def _name(one: Timed) -> str:
 
 
 def _seconds(value: float) -> str:
-    return duration(value) if value else "-"
+    return format_seconds(value) if value else "-"
 
 
 def _hours(value: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from grappe.errors import GrappeError
 from grappe.sites import slurm
 from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.words import host_name
 
 TRIAL = "#!/bin/bash\n#SBATCH --time=5\ntrue\n"
 
@@ -61,4 +61,4 @@ def submittable() -> Iterator[Finding]:
                 "sbatch would refuse even a small job", str(refusal), "grappe submit says what to change"
             )
         except GrappeError:
-            yield note(f"no Slurm on {os.uname().nodename}")
+            yield note(f"no Slurm on {host_name()}")
