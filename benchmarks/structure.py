@@ -14,6 +14,7 @@ import ast
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from scripts import lint
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "grappe"
@@ -248,6 +251,46 @@ def _relative(files: Iterable[str]) -> list[str]:
     return sorted(found - {TASK_FILE})
 
 
+def sizes() -> dict[str, Any]:
+    """Figures of the source's text: lines, files, names, and helpers that are called once."""
+    texts = {file: file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+    trees = {file: ast.parse(text) for file, text in texts.items()}
+    lines = {file: len(text.splitlines()) for file, text in texts.items()}
+    total = sum(lines.values())
+    once = [name for file, tree in trees.items() for name in _called_once(file, tree)]
+    imported = sum(
+        node.end_lineno - node.lineno + 1
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
+    return {
+        "lines of Python in src": total,
+        "files of Python in src": len(lines),
+        "median lines of a file": int(statistics.median(lines.values())),
+        "private functions called once, per 1,000 lines": round(1000 * len(once) / total, 1),
+        "import lines per 1,000 lines": round(1000 * imported / total),
+        "names that say nothing": list(lint.forbidden_names(trees)),
+        "class names that stand more than once": list(lint.doubled_classes(trees)),
+        f"modules below {lint.SMALL} lines with one importer": list(lint.small_modules(trees)),
+    }
+
+
+def _called_once(file: Path, tree: ast.Module) -> Iterator[str]:
+    """Private functions and methods to which their file refers exactly once."""
+    uses = Counter(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
+    for node in ast.walk(tree):
+        is_private = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(
+            r"_[^_]", node.name
+        )
+        if is_private and uses[node.name] == 1:
+            yield f"{file.relative_to(PACKAGE).as_posix()}:{node.name}"
+
+
 def measure() -> dict[str, Any]:
     """Each figure's count or list, by what it is."""
     graph = imports(modules())
@@ -259,6 +302,7 @@ def measure() -> dict[str, Any]:
         if re.search(rf"\b{KEY}\b", file.read_text())
     ]
     return {
+        **sizes(),
         "entries at the root of src/grappe": sorted(
             entry.name for entry in PACKAGE.iterdir() if entry.name != "__pycache__"
         ),
@@ -270,7 +314,6 @@ def measure() -> dict[str, Any]:
         "files that a steady step crosses": step_files(traced),
         **start_files(traced),
         f"files that mention {KEY}": mentions,
-        "modules": len(graph),
         "lines of README.md": len((ROOT / "README.md").read_text().splitlines()),
     }
 
@@ -287,7 +330,7 @@ def main() -> None:
         return
     width = max(map(len, counts))
     for name, count in counts.items():
-        print(f"{name:{width}}  {count:5}")
+        print(f"{name:{width}}  {count:>7,}")
     for kind in ("modules", "rooms"):
         for circle in found[f"import circles of {kind}"]:
             print(f"circle of {kind}: {', '.join(circle)}")
