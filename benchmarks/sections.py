@@ -43,9 +43,9 @@ GRAPPE = {
         "grappe.engines.native.whole:WholeGradients.gradients",
         "grappe.engines.native.whole:ForwardBackward.__call__",
     ),
-    "losses: check": ("grappe.step.losses:Losses.values",),
-    "losses: gradient": ("grappe.step.losses:Losses._output_gradient",),
-    "losses: sum": ("grappe.step.losses:Losses.total",),
+    "losses: check": ("grappe.step.loss:Losses.values",),
+    "losses: gradient": ("grappe.step.loss:Losses._output_gradient",),
+    "losses: sum": ("grappe.step.loss:Losses.total",),
     "loss reduction": (
         "grappe.step.reduction:LossReduction.payload",
         "grappe.step.reduction:LossReduction.start",

@@ -15,8 +15,8 @@ from grappe.data.arrays import Arrays
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.order import SampleOrder
 from grappe.launch.rank import ProcessRank
-from grappe.step.losses import Loss
-from grappe.step.whole_batch import WholeBatchLosses
+from grappe.step.loss import Loss
+from grappe.step.whole_batch_loss import WholeBatchLosses
 from grappe.task import Task
 from tests.parity import cell
 

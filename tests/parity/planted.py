@@ -22,8 +22,8 @@ from grappe.engines.native import whole as native
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.step.losses import Losses
-from grappe.step.whole_batch import WholeBatchLosses
+from grappe.step.loss import Losses
+from grappe.step.whole_batch_loss import WholeBatchLosses
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
@@ -83,9 +83,9 @@ def means_of_means() -> Any:
     """Each process divides by its own slice's size, as a loss that averages under DDP does."""
     gradient = Losses._output_gradient
 
-    def local(self: Losses, values: Any, micro: Microbatch, batch: Batch, rows: int, scale: float) -> Any:
+    def local(self: Losses, values: Any, micro: Microbatch, batch: Batch, scale: float) -> Any:
         mine = batch._replace(count=float(2 * len(batch.ids)))
-        return gradient(self, values, micro, mine, rows, scale)
+        return gradient(self, values, micro, mine, scale)
 
     return mock.patch.object(Losses, "_output_gradient", local)
 
@@ -102,8 +102,8 @@ def silent_bf16() -> Any:
 def no_division_by_microbatches() -> Any:
     gradient = Losses._output_gradient
 
-    def summed(self: Losses, values: Any, micro: Microbatch, batch: Batch, rows: int, scale: float) -> Any:
-        return gradient(self, values, micro, batch, rows, scale * len(batch.microbatches))
+    def summed(self: Losses, values: Any, micro: Microbatch, batch: Batch, scale: float) -> Any:
+        return gradient(self, values, micro, batch, scale * len(batch.microbatches))
 
     return mock.patch.object(Losses, "_output_gradient", summed)
 

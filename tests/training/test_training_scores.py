@@ -17,7 +17,7 @@ from grappe.data.draw import mix
 from grappe.data.permute import permute
 from grappe.errors import TaskError
 from grappe.plan import Plan
-from grappe.step.losses import values_of
+from grappe.step.loss import values_of
 from grappe.training.options import Options
 from grappe.training.run import Run
 from tests.parity.counted import Chosen, Counted, Several

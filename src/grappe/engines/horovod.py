@@ -35,12 +35,12 @@ from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, FORWARD, UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.given import optimizer_of, schedule_of
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
-from grappe.step.whole_batch import losses_of
+from grappe.step.task_contract import optimizer_of, schedule_of
+from grappe.step.whole_batch_loss import make_losses
 
 LOOPBACK = "127.0.0.1"
 MISSING = (
@@ -67,7 +67,7 @@ class Horovod(Engine):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.observers)
+        self._losses = make_losses(self._task, setup.plan, setup.world, setup.observers)
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),

@@ -36,12 +36,12 @@ from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.clip import bounding, scale
 from grappe.step.exact import rules
 from grappe.step.exact.sums import Exact
-from grappe.step.given import schedule_of
 from grappe.step.precision import set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
-from grappe.step.whole_batch import losses_of
+from grappe.step.task_contract import schedule_of
+from grappe.step.whole_batch_loss import make_losses
 from grappe.task import Task
 
 # ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
@@ -168,7 +168,7 @@ class Textbook(Engine):
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._losses = losses_of(self._task, setup.plan, setup.world, setup.observers)
+        self._losses = make_losses(self._task, setup.plan, setup.world, setup.observers)
         self._optimizer = self._task.optimizer(named)
         setup.observers.optimizer(self._optimizer, named)
         self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)

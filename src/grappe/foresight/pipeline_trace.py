@@ -35,7 +35,7 @@ from grappe.parallel.pipeline.stage import Stage
 from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.private_api.torch import split_backward, tree_flatten, tree_unflatten
-from grappe.step.losses import Losses
+from grappe.step.loss import Losses
 from grappe.step.precision import autocast
 from grappe.task import Task
 

@@ -35,7 +35,7 @@ from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_tensors
-from grappe.step.given import optimizer_of
+from grappe.step.task_contract import optimizer_of
 from grappe.task import Task
 
 

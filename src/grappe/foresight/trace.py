@@ -20,9 +20,9 @@ from grappe.parallel.batchnorm import buffers_kept
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.step.fast_paths import backward
-from grappe.step.losses import Loss
+from grappe.step.loss import Loss
 from grappe.step.precision import autocast
-from grappe.step.whole_batch import AnyLosses, WholeBatchLosses, losses_of
+from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses, make_losses
 from grappe.task import Task
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def traced(
     for number, unit in enumerate(units):
         watch(unit, number, ledger)
     take_gradients(enumerate(model.parameters()), ledger)
-    losses = losses_of(task, plan, world)
+    losses = make_losses(task, plan, world)
     numbers = 0
     with ledger:
         if trains and isinstance(losses, WholeBatchLosses) and losses.look_ahead_needed(batch):
@@ -149,7 +149,7 @@ def scored(losses: AnyLosses, output: Any, micro: Microbatch, batch: Batch) -> i
         losses.scored(output, micro, batch)
         return TOTAL_AND_COUNT
     values, named = losses.values(output, micro)
-    losses.total(values, micro, micro.size)
+    losses.total(values, micro)
     counts = len(micro.weights) if isinstance(micro.weights, Mapping) else 0
     return TOTAL_AND_COUNT + len(named) + counts
 

@@ -14,8 +14,8 @@ from grappe.foresight.recording import Recorder, Recording
 from grappe.foresight.trace import tensors_of
 from grappe.plan import Plan
 from grappe.step.clip import clipping, gradient_norm
-from grappe.step.given import optimizer_of
 from grappe.step.precision import LossScale
+from grappe.step.task_contract import optimizer_of
 from grappe.task import Task
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
 from grappe.private_api.torch import module_buffers, module_parameters
-from grappe.step.given import model_of
+from grappe.step.task_contract import model_of
 from grappe.task import Task
 
 

@@ -17,7 +17,7 @@ from grappe.errors.user_code import at, sentence
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
-from grappe.step.given import metrics_of
+from grappe.step.task_contract import metrics_of
 from grappe.task import Task
 
 Number = float | list[float]

@@ -25,8 +25,9 @@ class Observers:
       UPDATE before clipping and stepping, COMMUNICATION before a wait that is not torch.distributed's;
     - `optimizer(optimizer, named_parameters)` once, with the optimizer that steps, and this process's trained
       parameters;
-    - `output(output, micro, named_losses)` after the loss of each training microbatch, with the sums of its named
-      losses; None if nobody asks for outputs, so that an engine need not keep them.
+    - `after_loss(output, micro, named_losses)` after the loss of each training microbatch, with the sums of its named
+      losses. It calls `output` with each microbatch, and `named_losses` only where losses have names. `output` is None
+      if nobody asks for outputs, so that an engine need not keep them.
     """
 
     def __init__(
@@ -35,10 +36,19 @@ class Observers:
         phase: Sequence[OnPhase] = (),
         optimizer: Sequence[OnOptimizer] = (),
         output: Sequence[OnOutput] = (),
+        named_losses: Sequence[OnOutput] = (),
     ) -> None:
         self.phase: OnPhase = _calling(phase)
         self.optimizer: OnOptimizer = _calling(optimizer)
         self.output: OnOutput | None = _calling(output) if output else None
+        self.named_losses: OnOutput = _calling(named_losses)
+
+    def after_loss(self, output: Any, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
+        """Passes on a training microbatch's output, and the sums of its named losses."""
+        if self.output is not None:
+            self.output(output, micro, named)
+        if named:
+            self.named_losses(output, micro, named)
 
 
 def _calling(callbacks: Sequence[Callable[..., None]]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from grappe.errors.user_code import at
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.step.metrics import Metrics, Number
-from grappe.step.whole_batch import losses_of
+from grappe.step.whole_batch_loss import make_losses
 from grappe.task import Task
 
 BLOCK = 1024
@@ -75,7 +75,7 @@ class Scorer:
 
     def __init__(self, task: Task, plan: Plan, world: World) -> None:
         self._world = world
-        self._losses, self._task = losses_of(task, plan, world), task
+        self._losses, self._task = make_losses(task, plan, world), task
         self._metrics = Metrics(task, world)
         self._samples = 0
         self._totals, self._divisors = Column(world.device), Column(world.device)

@@ -41,7 +41,6 @@ class TrainingScores:
         self._world = world
         self._metrics = Metrics(task, world) if metrics else None
         self._nothing_to_show = False
-        self._last: Microbatch | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -51,10 +50,8 @@ class TrainingScores:
 
     def add(self, output: Any, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
         """Adds a training microbatch; `named` are the sums of its named losses."""
-        # What an engine tries before its first step comes twice.
-        if not (named or self._metrics) or not micro.rows or micro is self._last:
+        if not (named or self._metrics) or not micro.rows:
             return
-        self._last = micro
         self._samples += micro.rows
         # Losses with counts of their own are weighted so that each step's count is that of its samples.
         self._count = self._count + (micro.weights.sum() if isinstance(micro.weights, Tensor) else micro.rows)

@@ -18,7 +18,8 @@ from grappe.errors import TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import FRAME, Line, is_users_file
 from grappe.plan import Plan
-from grappe.step.given import loss_of, model_of
+from grappe.step.loss import loss_of
+from grappe.step.task_contract import model_of
 from grappe.task import Task
 
 ANOMALY = re.compile("Traceback of forward call")

@@ -131,7 +131,11 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                             functools.partial(note_optimizer, facts),
                             *([noise.on_optimizer] if noise else ()),
                         ],
-                        output=[training_scores.add, *([noise.on_output] if noise else ())],
+                        output=[
+                            *([training_scores.add] if options.training_metrics else ()),
+                            *([noise.on_output] if noise else ()),
+                        ],
+                        named_losses=[] if options.training_metrics else [training_scores.add],
                     ),
                     sample_inputs=example,
                     samples=info.samples,

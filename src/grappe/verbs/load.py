@@ -44,7 +44,7 @@ def load(
     import torch
 
     from grappe.parallel.materialise import fill, on_meta
-    from grappe.step.given import model_of
+    from grappe.step.task_contract import model_of
 
     run = run if isinstance(run, Run) else Run(run)
     made = given(run, task).resolve()

@@ -9,7 +9,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.errors import PlanError
 from grappe.parallel.pipeline.even import check_even, even, largest
 from grappe.plan import Plan
-from grappe.step.losses import Losses
+from grappe.step.loss import Losses
 from tests.parity.tasks import Images
 
 

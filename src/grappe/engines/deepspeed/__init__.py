@@ -30,7 +30,7 @@ from grappe.step.precision import LossScale, autocast, set_tf32
 from grappe.step.reduction import loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
-from grappe.step.whole_batch import losses_of
+from grappe.step.whole_batch_loss import make_losses
 
 
 class DeepSpeed(Engine):
@@ -75,7 +75,7 @@ class DeepSpeed(Engine):
         self.train_state = held.train_state
         self._group = held.optimizer.param_groups[0]
         self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.observers)
+        self._losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
         self._reduction = loss_reduction(setup.world)
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]

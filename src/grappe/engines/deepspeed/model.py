@@ -22,9 +22,9 @@ from grappe.errors import TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
-from grappe.step.given import optimizer_of, schedule_of
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
+from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Call
 
 

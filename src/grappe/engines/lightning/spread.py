@@ -17,9 +17,9 @@ from grappe.engines.shared.state import ModelState, TrainState, trained_paramete
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.shard import reduction_switch, uses_shard
 from grappe.step.clip import clipping, gradient_norm
-from grappe.step.given import optimizer_of, schedule_of
 from grappe.step.precision import LossScale
 from grappe.step.scores import Scores
+from grappe.step.task_contract import optimizer_of, schedule_of
 
 
 class Spread:

@@ -21,7 +21,7 @@ from grappe.step.fast_paths import seed_dropout
 from grappe.step.reduction import loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
-from grappe.step.whole_batch import losses_of
+from grappe.step.whole_batch_loss import make_losses
 
 
 class Item(NamedTuple):
@@ -31,6 +31,8 @@ class Item(NamedTuple):
     micro: Microbatch
     last: bool
     """Whether the optimizer steps after this microbatch."""
+    dry_run: bool = False
+    """Whether no step follows, so that no observer is to see the loss."""
 
 
 class Steps:
@@ -62,7 +64,7 @@ class Steps:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
         self._forward, self._gradient_divisor, self._switch = forward, gradient_divisor, switch
         self._loss_context, self._clip, self._after_update = loss_context, clip, after_update
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.observers)
+        self._losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
         self._reduction = loss_reduction(setup.world)
         self._padding = contextlib.ExitStack()
         self._total: Tensor | None = None
@@ -91,10 +93,13 @@ class Steps:
     def loss(self, item: Item) -> Tensor:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar."""
         self.setup.observers.phase(FORWARD)
-        batch, micro, last = item
+        batch, micro, last, dry_run = item
         output = self._forward(entering(micro))
         with self._loss_context:
-            loss = self._losses(output, micro, batch, self._gradient_divisor)
+            if dry_run:
+                loss = self._losses.dry_run(output, micro, batch)
+            else:
+                loss = self._losses(output, micro, batch, self._gradient_divisor)
         self._total = loss.total if self._total is None else self._total + loss.total
         if last:
             self._reduction.start(self._total, self.setup.stop_requested())
@@ -125,7 +130,7 @@ class Steps:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with buffers_restored(self.model):
             self._total = None
-            loss(item).backward()
+            loss(item._replace(dry_run=True)).backward()
         self._reduction.sums().read()
         reached = all(parameter.grad is not None for parameter in parameters)
         for parameter in parameters:

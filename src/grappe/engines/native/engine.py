@@ -18,11 +18,11 @@ from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping
 from grappe.step.exact import rules as exact_rules
 from grappe.step.fast_paths import OptimizerStep
-from grappe.step.given import schedule_of
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import Sums
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
+from grappe.step.task_contract import schedule_of
 
 if TYPE_CHECKING:
     from grappe.engines.native.staged_model import StagedModel

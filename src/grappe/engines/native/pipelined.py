@@ -23,7 +23,7 @@ from grappe.step.clip import gradient_norm
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import Sums, loss_reduction
-from grappe.step.whole_batch import WholeBatchLosses, losses_of
+from grappe.step.whole_batch_loss import WholeBatchLosses, make_losses
 
 
 class PipelinedGradients:
@@ -35,7 +35,7 @@ class PipelinedGradients:
         self._place = world.coordinates()["pipeline"][0]
         self._parameters = [parameter for _, parameter in model.named]
         self._reduction = loss_reduction(world)
-        self._losses = losses_of(setup.task, plan, world, setup.observers)
+        self._losses = make_losses(setup.task, plan, world, setup.observers)
         if isinstance(self._losses, WholeBatchLosses) and len(model.stages) > 1:
             raise PlanError(
                 f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order "

@@ -26,11 +26,11 @@ from grappe.parallel.shard import reduction_switch
 from grappe.profiling.phases import FORWARD
 from grappe.step.clip import gradient_norm
 from grappe.step.fast_paths import backward, seed_dropout
-from grappe.step.given import optimizer_of
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import NO_ROOTS, Roots, Sums, loss_reduction
 from grappe.step.scores import Scores
-from grappe.step.whole_batch import losses_of
+from grappe.step.task_contract import optimizer_of
+from grappe.step.whole_batch_loss import make_losses
 
 _NOTHING: Any = contextlib.nullcontext()
 
@@ -86,7 +86,7 @@ class ForwardBackward:
         self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
         self._autocast = autocast(setup.plan.precision, setup.world.device)
         self._setup = setup
-        self._losses = losses_of(setup.task, setup.plan, setup.world, setup.observers)
+        self._losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
         self._loss_scale, self._gradient_divisor = loss_scale, gradient_divisor
 
     def __call__(
@@ -127,7 +127,7 @@ class ForwardBackward:
         micro = batch.microbatches[0]
         with buffers_restored(self._model):
             with self._autocast:
-                loss = self._losses(forward(entering(micro)), micro, batch)
+                loss = self._losses.dry_run(forward(entering(micro)), micro, batch)
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
 
 

@@ -13,7 +13,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
 from grappe.parallel.batchnorm import buffers_kept, ignoring_padding
 from grappe.parallel.shard import reshard
-from grappe.step.whole_batch import AnyLosses, WholeBatchLosses
+from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
 
 
 @contextlib.contextmanager

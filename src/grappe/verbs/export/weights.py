@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files as safe
-from grappe.step.given import model_of
+from grappe.step.task_contract import model_of
 from grappe.task import Task
 
 WEIGHTS = "model.safetensors"

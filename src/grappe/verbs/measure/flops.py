@@ -55,7 +55,7 @@ def _to_meta(leaf: Any) -> Any:
 def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from grappe.step.given import loss_of
+    from grappe.step.loss import loss_of
 
     model.train()
     with FlopCounterMode(display=False) as counter:

@@ -20,8 +20,9 @@ from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_map
-from grappe.step.given import Values, loss_of, optimizer_of, schedule_of
+from grappe.step.loss import LossValues, loss_of
 from grappe.step.precision import autocast
+from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task
 from grappe.verbs.verify.reference_batches import Batch, Rows
 
@@ -137,7 +138,7 @@ class ReferenceModel:
         return weights
 
 
-def _weighted(found: Values, counts: Any, rows: int, batch: Batch) -> Tensor:
+def _weighted(found: LossValues, counts: Any, rows: int, batch: Batch) -> Tensor:
     """Returns a piece's values, so weighted that those of the whole batch sum to its mean loss times its count."""
     if isinstance(counts, Mapping):
         # A loss in which nothing counts adds nothing.

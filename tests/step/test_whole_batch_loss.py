@@ -10,7 +10,7 @@ from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.step.whole_batch import WholeBatchLosses
+from grappe.step.whole_batch_loss import WholeBatchLosses
 from tests.parity.contrastive import Views
 
 

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from grappe.data.batch import Microbatch
 from grappe.errors import TaskError
-from grappe.step.each_alone import check_each_alone
-from grappe.step.given import Values
+from grappe.step.loss import LossValues, check_independent_samples
 from grappe.task import Task
 
 ROWS = 6
@@ -59,7 +58,7 @@ def graph(output: Tensor, target: Tensor) -> Tensor:
 def check(loss: Any, output: Any, target: Any, dtype: torch.dtype = torch.float32) -> None:
     torch.manual_seed(0)
     task, micro = Given(given=loss), Microbatch(None, target, ROWS, None)
-    check_each_alone(task, output, micro, Values(task.loss(output, target).to(dtype), {}))
+    check_independent_samples(task, output, micro, LossValues(task.loss(output, target).to(dtype), {}))
 
 
 def pair() -> tuple[Tensor, Tensor]:
@@ -100,7 +99,7 @@ def test_the_generators_are_left_as_they_were() -> None:
     task, micro = Given(given=noisy), Microbatch(None, target, ROWS, None)
     values = task.loss(output, target)
     before = torch.get_rng_state()
-    check_each_alone(task, output, micro, Values(values, {}))
+    check_independent_samples(task, output, micro, LossValues(values, {}))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -116,8 +115,8 @@ def test_a_loss_without_a_row_for_each_sample_is_left_alone(boxes: int) -> None:
     target = target.clamp(max=1.0)
     target.view(-1)[:boxes] = 2.0
     named = by_boxes(output, target)
-    found = Values(torch.cat([one.flatten() for one in named.values()]), named)
-    check_each_alone(Given(given=by_boxes), output, Microbatch(None, target, ROWS, None), found)
+    found = LossValues(torch.cat([one.flatten() for one in named.values()]), named)
+    check_independent_samples(Given(given=by_boxes), output, Microbatch(None, target, ROWS, None), found)
 
 
 def test_one_of_several_losses_that_mixes_samples_is_named() -> None:
@@ -125,6 +124,6 @@ def test_one_of_several_losses_that_mixes_samples_is_named() -> None:
     given = Given(given=lambda a, b: {"plain": (a - b).square().mean(1), "mixed": normalised(a, b)})
     named = given.loss(output, target)
     with pytest.raises(TaskError, match="gives a sample another value"):
-        check_each_alone(
-            given, output, Microbatch(None, target, ROWS, None), Values(named["plain"], dict(named))
+        check_independent_samples(
+            given, output, Microbatch(None, target, ROWS, None), LossValues(named["plain"], dict(named))
         )

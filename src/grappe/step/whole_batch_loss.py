@@ -1,0 +1,369 @@
+"""WholeBatchLosses: the loss of a task that compares samples, over the global batch, under any plan.
+
+The outputs of all processes are gathered, without gradients. Each process computes the loss of all, and its gradient
+with respect to its own rows: the processes' gradients then sum to that of the whole loss, without communication in
+backward. Several microbatches need a first pass without gradients, which gives their outputs, and a second one with
+these gradients (GradCache: Gao, Zhang, Han and Callan, "Scaling deep contrastive learning batch size under memory
+limited setup", 2021, arXiv 2101.06983).
+
+Shapes: a global batch of B rows, b of them in this process's slice, its microbatches one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.device_copy import sent
+from grappe.data.pieces import rows_of_slices
+from grappe.errors import TaskError
+from grappe.errors.user_code import at
+from grappe.launch.world import World, gather_into
+from grappe.plan import Plan
+from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
+from grappe.profiling.phases import BACKWARD
+from grappe.step.exact.sums import wire
+from grappe.step.loss import Loss, Losses, ScoredLoss, values_of
+from grappe.step.observers import Observers
+from grappe.task import Task
+
+
+class LossPart(NamedTuple):
+    """The part of the whole batch's loss that belongs to a microbatch."""
+
+    gradients: tuple[Tensor | None, ...]
+    """Of the microbatch's output, by leaf, rows of padding included; None: the loss does not depend on the leaf."""
+    scored: ScoredLoss
+    """The sums of the losses of the microbatch's samples."""
+
+
+class WholeBatchLosses:
+    """Calls `task.loss` with the outputs and targets of the global batch. Collective over the data slices."""
+
+    def __init__(self, task: Task, plan: Plan, world: World, observers: Observers | None = None) -> None:
+        self._task, self._observers = task, observers or Observers()
+        self._slices = GatheredSlices(plan, world)
+        # Exact plans add up in the order of their pieces, on one process too.
+        self._batch_is_local = world.size == 1 and not plan.exact
+        self._checked = False
+        self._ahead: list[tuple[Microbatch, LossPart]] = []
+        """The parts of the microbatches that the first pass has seen, and the second one has not yet."""
+        self._outputs: list[Any] = []
+        """Outputs of an evaluation's batch whose other microbatches are not there yet."""
+
+    def look_ahead_needed(self, batch: Batch) -> bool:
+        """Returns whether a first pass must give all outputs; the same on every process.
+
+        Also where a slice has no sample: some engines leave out what has none, and would not take part in gathering.
+        """
+        return len(batch.microbatches) > 1 or self._slices.layout(batch.samples).has_empty
+
+    def look_ahead(self, batch: Batch, outputs: Sequence[Any], scale: float) -> None:
+        """Takes the outputs of a step's microbatches, from the first pass. Collective."""
+        parts = self._parts(batch, outputs, scale)
+        self._ahead = list(zip(batch.microbatches, parts, strict=True))
+
+    def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
+        """Computes the loss of a microbatch of `batch`: `values` is its output, flattened.
+
+        Collective, but after `look_ahead`.
+
+        Args:
+            scale: factor of the output gradient: the loss scale, or a later divisor of the gradients.
+
+        Raises:
+            TaskError: the loss is a mean, or the output has neither rows nor scalars.
+        """
+        if self._batch_is_local and len(batch.microbatches) == 1:
+            return self._direct(output, micro, batch, scale)
+        part = next((part for ahead, part in self._ahead if ahead is micro), None)
+        if part is None:
+            assert len(batch.microbatches) == 1, "several microbatches need a first pass"
+            [part] = self._parts(batch, [output], scale)
+        self._ahead = [(ahead, kept) for ahead, kept in self._ahead if ahead is not micro]
+        self._observers.after_loss(output, micro, part.scored.named)
+        self._observers.phase(BACKWARD)
+        return self._loss(output, part)
+
+    def dry_run(self, output: object, micro: Microbatch, batch: Batch) -> Loss:
+        """Computes the loss of a microbatch alone, to find which weights it depends on; no observer sees it."""
+        leaves, nesting = tree_flatten(output)
+        floats = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        roots = [
+            leaf.detach().requires_grad_() if is_float else leaf
+            for leaf, is_float in zip(leaves, floats, strict=True)
+        ]
+        with torch.enable_grad():
+            root_output = tree_unflatten(roots, nesting)
+            values, _ = values_of(self._task, root_output, micro.targets, micro.size, micro.weights)
+        inputs = [root for root, is_float in zip(roots, floats, strict=True) if is_float]
+        gradients = iter(torch.autograd.grad(values.sum(), inputs, allow_unused=True))
+        scored = ScoredLoss(values.detach().sum().float(), float(micro.rows), {})
+        return self._loss(
+            output, LossPart(tuple(next(gradients) if is_float else None for is_float in floats), scored)
+        )
+
+    def _loss(self, output: object, part: LossPart) -> Loss:
+        """Returns the loss whose backward starts from the output's leaves, by the part's gradients."""
+        leaves, _ = tree_flatten(output)
+        starts = [
+            (leaf.reshape(-1).float(), gradient.reshape(-1).float())
+            for leaf, gradient in zip(leaves, part.gradients, strict=True)
+            if gradient is not None and leaf.requires_grad
+        ]
+        if not starts:
+            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
+        values, gradients = zip(*starts, strict=True)
+        return Loss(torch.cat(values), torch.cat(gradients), part.scored.total)
+
+    def _direct(self, output: object, micro: Microbatch, batch: Batch, scale: float) -> Loss:
+        """Computes the loss of a global batch that is here whole; backward goes through it, as through any loss."""
+        if not self._checked:  # what any other plan would refuse
+            self._gathered([micro], [output], "the model's output")
+            self._check_targets([micro])
+            self._gathered([micro], [micro.targets], "the target")
+            self._checked = True
+        weights = self._weights(micro)
+        values, named = values_of(self._task, output, micro.targets, micro.size, weights)
+        if not values.requires_grad:
+            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
+        totals = {name: Losses.total(each, micro) for name, each in named.items()}
+        self._observers.after_loss(output, micro, totals)
+        self._observers.phase(BACKWARD)
+        return Loss(values, _start(values, batch, weights, scale), Losses.total(values, micro))
+
+    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
+        """Returns the sums of a batch's microbatches, with its last one. Collective."""
+        self._outputs.append(output)
+        if micro is not batch.microbatches[-1]:
+            return []
+        outputs, self._outputs = self._outputs, []
+        parts = zip(self._parts(batch, outputs, None), batch.microbatches, strict=True)
+        return [part.scored for part, micro in parts if micro.rows]
+
+    def _parts(self, batch: Batch, outputs: Sequence[Any], scale: float | None) -> list[LossPart]:
+        """Computes the loss of the whole batch, by microbatch of this process; without `scale` no gradients."""
+        micros = batch.microbatches
+        self._slices.begin(batch.samples)
+        with torch.set_grad_enabled(scale is not None):
+            output, leaves = self._gathered(micros, outputs, "the model's output", training=scale is not None)
+            self._check_targets(micros)
+            targets, _ = self._gathered(micros, [micro.targets for micro in micros], "the target")
+            weights = [self._weights(micro) for micro in micros]
+            all_weights = None if weights[0] is None else self._gathered(micros, weights, "counts()")[0]
+            values, named = values_of(self._task, output, targets, batch.samples, all_weights)
+            gradients: Sequence[Tensor | None] = [None] * len(leaves)
+            if scale is not None:
+                gradients = self._gradients(values, leaves, batch, all_weights, scale)
+        by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.has_first)
+        totals = self._totals(values, batch)
+        named_totals = {name: self._totals(each, batch) for name, each in named.items()}
+        parts = []
+        for number, micro in enumerate(micros):
+            count = (
+                micro.weights[: micro.rows].sum() if isinstance(micro.weights, Tensor) else float(micro.rows)
+            )
+            names = {name: several[number] for name, several in named_totals.items()}
+            parts.append(LossPart(by_micro[number], ScoredLoss(totals[number], count, names)))
+        return parts
+
+    def _totals(self, values: Tensor, batch: Batch) -> list[Tensor]:
+        """Returns, by microbatch, the sum of the losses of its samples, from `values` of the global batch."""
+        micros = batch.microbatches
+        values = values.detach()
+        rows = self._slices.own_rows(
+            values.reshape(batch.samples, -1) if micros[0].weights is None else values
+        )
+        totals = []
+        for part, micro in zip(rows.split([micro.rows for micro in micros]), micros, strict=True):
+            weights = micro.weights[: micro.rows] if isinstance(micro.weights, Tensor) else None
+            totals.append(Losses.total(part, micro._replace(weights=weights, padding=0)))
+        return totals
+
+    def _gathered(
+        self, micros: Sequence[Microbatch], nested: Sequence[Any], what: str, *, training: bool = False
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Returns the global batch's tensors, and by leaf this process's part; None: the leaf has no gradient.
+
+        Args:
+            nested: by microbatch, tensors that nest alike.
+        """
+        flattened = [tree_flatten(each) for each in nested]
+        everyone: list[Any] = []
+        own: list[Tensor | None] = []
+        for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):
+            leaf = leaves[0]
+            if isinstance(leaf, Tensor):
+                leaf = _joined(leaves, micros, f"{type(self._task).__name__}: {what}").detach()
+                leaf.requires_grad_(training and leaf.is_floating_point())
+            everyone.append(
+                self._slices.gathered(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+            )
+            own.append(leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None)
+        return tree_unflatten(everyone, flattened[0][1]), own
+
+    def _weights(self, micro: Microbatch) -> Tensor | None:
+        if isinstance(micro.weights, Mapping):
+            raise TaskError(
+                f"{type(self._task).__name__}: a loss of the whole batch has one counts() for all its values, and "
+                f"no dictionary{at(self._task, 'counts')}"
+            )
+        return micro.weights
+
+    def _check_targets(self, micros: Sequence[Microbatch]) -> None:
+        """Checks that targets are tensors, which can be gathered."""
+        for leaf in tree_leaves([micro.targets for micro in micros]):
+            if not isinstance(leaf, Tensor):
+                raise TaskError(
+                    f"{type(self._task).__name__}: whole_batch_loss needs the target as tensors with a row for each "
+                    f"sample, and there is {type(leaf).__name__} in it"
+                )
+
+    def _gradients(
+        self, values: Tensor, own: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
+    ) -> list[Tensor | None]:
+        """Computes the gradient of the global batch's mean loss x `scale` with respect to this process's leaves."""
+        leaves = [leaf for leaf in own if leaf is not None]
+        if not values.requires_grad:
+            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's output")
+        start = _start(values, batch, weights, scale)
+        gradients = iter(torch.autograd.grad(values, leaves, start, allow_unused=True))
+        return [None if leaf is None else next(gradients) for leaf in own]
+
+
+AnyLosses = Losses | WholeBatchLosses
+
+
+def make_losses(task: Task, plan: Plan, world: World, observers: Observers | None = None) -> AnyLosses:
+    """Makes what computes the task's loss under the plan."""
+    if task.whole_batch_loss:
+        return WholeBatchLosses(task, plan, world, observers)
+    return Losses(task, observers)
+
+
+def _start(values: Tensor, batch: Batch, weights: Tensor | None, scale: float) -> Tensor:
+    """Returns the gradient of the global batch's mean loss x `scale` with respect to the global batch's `values`."""
+    if weights is not None:
+        return (weights * (scale / batch.count)).to(values.dtype)
+    return torch.full_like(values, scale / (float(batch.count) * (values.numel() // batch.samples)))
+
+
+def _joined(leaves: Sequence[Tensor], micros: Sequence[Microbatch], what: str) -> Tensor:
+    """Returns the samples' rows of a slice's microbatches, one after the other; a scalar as it is."""
+    for leaf, micro in zip(leaves, micros, strict=True):
+        if leaf.dim() and len(leaf) != micro.size:
+            raise TaskError(
+                f"{what} has a tensor {list(leaf.shape)} for {micro.size} rows: a loss of the whole batch takes "
+                "tensors with a row for each sample, and scalars without a dimension: expand what all samples share "
+                "to a row for each"
+            )
+    if not leaves[0].dim():
+        return leaves[0]
+    return torch.cat([leaf[: micro.rows] for leaf, micro in zip(leaves, micros, strict=True)])
+
+
+def _by_microbatch(
+    gradients: Sequence[Tensor | None],
+    own: Sequence[Tensor | None],
+    micros: Sequence[Microbatch],
+    *,
+    first: bool,
+) -> list[tuple[Tensor | None, ...]]:
+    """Cuts gradients into the microbatches' rows; rows of padding get zeros.
+
+    A scalar's gradient, which every process has whole, goes to the microbatch of the global batch's first row.
+    """
+    by_micro: list[list[Tensor | None]] = [[] for _ in micros]
+    owner = next((number for number, micro in enumerate(micros) if micro.rows), None) if first else None
+    for gradient, leaf in zip(gradients, own, strict=True):
+        pieces: Sequence[Tensor | None] = [None] * len(micros)
+        if gradient is not None and leaf is not None and not leaf.dim():
+            pieces = [gradient if owner == number else gradient * 0 for number in range(len(micros))]
+        elif gradient is not None:
+            rows = gradient.split([micro.rows for micro in micros])
+            pieces = [
+                torch.cat([part, part.new_zeros(micro.padding, *part.shape[1:])])
+                for part, micro in zip(rows, micros, strict=True)
+            ]
+        for pieces_of_micro, piece in zip(by_micro, pieces, strict=True):
+            pieces_of_micro.append(piece)
+    return [tuple(pieces) for pieces in by_micro]
+
+
+# ---- Gathering the rows of all data slices -----------------------------------------------------------------
+
+
+class SliceLayout(NamedTuple):
+    """The rows of a global batch of one size, by data slice."""
+
+    largest: int
+    """The rows of the largest slice."""
+    order: Tensor
+    """By row of the global batch, its row in what is gathered: slices of `largest` rows each."""
+    own: Tensor
+    """By row of this slice, its row in the global batch."""
+    has_first: bool
+    """True if the global batch's first row is this slice's."""
+    has_empty: bool
+    """True if a slice has no row."""
+
+
+class GatheredSlices:
+    """Gathers tensors with a row for each sample from all data slices, in the order of the global batch."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._plan, self._world = plan, world
+        self._wire = wire(world)
+        self._layouts: dict[int, SliceLayout] = {}
+        self._layout = self.layout(1)
+
+    def begin(self, samples: int) -> None:
+        """Begins with a global batch of `samples` rows."""
+        self._layout = self.layout(samples)
+
+    def layout(self, samples: int) -> SliceLayout:
+        """Returns the layout of a global batch of `samples` rows."""
+        if samples not in self._layouts:
+            slices = rows_of_slices(self._plan, samples)
+            largest = max(1, *(len(rows) for rows in slices))
+            order = np.empty(samples, dtype=np.int64)
+            for rank, rows in enumerate(slices):
+                order[rows] = rank * largest + np.arange(len(rows))
+            own, device = slices[self._world.data_rank], self._world.device
+            self._layouts[samples] = SliceLayout(
+                largest,
+                sent(torch.from_numpy(order), device),
+                sent(torch.from_numpy(own), device),
+                bool(len(own)) and int(own[0]) == 0,
+                any(not len(rows) for rows in slices),
+            )
+        return self._layouts[samples]
+
+    @property
+    def has_first(self) -> bool:
+        """Returns whether the global batch's first row is this process's."""
+        return self._layout.has_first
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """Returns this slice's rows [b, ...] of `rows` [B, ...]."""
+        return rows.index_select(0, self._layout.own)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Gathers [B, ...] from every slice's [b, ...]; gradients go to this slice's own rows alone. Collective."""
+        group, largest = self._world.data_group, self._layout.largest
+        if group is None:
+            return own
+        row = own.shape[1:]
+        padded = own.detach().new_zeros(largest, *row)
+        padded[: len(own)] = own.detach()
+        # As bytes: gloo takes few types.
+        bytes_of = padded.reshape(largest, -1).contiguous().view(torch.uint8).to(self._wire)
+        everyone = bytes_of.new_empty(self._world.data_size * largest, bytes_of.shape[1])
+        gather_into(everyone, bytes_of, group)
+        rows = everyone.to(own.device).view(own.dtype).view(-1, *row).index_select(0, self._layout.order)
+        return rows.index_copy(0, self._layout.own, own) if own.requires_grad else rows
