@@ -30,7 +30,7 @@ def main() -> int:
     """Exit code 1 when --check finds a mistake, or a text waits for its translation."""
     if "--check" not in sys.argv:
         for language in LANGUAGES:
-            write(renewed(language, templates()), language)
+            write(renewed(read(language), templates()), language)
     found = [f"{language}.po: {one}" for language in LANGUAGES for one in check(language)]
     for line in found:
         print(line)

@@ -19,6 +19,7 @@ FOLDER = ROOT / "src" / "grappe" / "language"
 EPOCH = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)  # the same bytes whenever they are compiled
 WIDEST = 79  # characters of a line of help that is broken by hand
 FRENCH_SPACE = re.compile(r"^ (?=[:;])")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 HEADER = """\
 # Help and messages of grappe, for translators. The words to use: CONTRIBUTING.md.
 # Made by `python -m docs.messages`, which adds new messages, and compiles the catalogue.
@@ -34,15 +35,32 @@ def read(language: str) -> Catalog:
         return read_po(stream, locale=language)
 
 
-def renewed(language: str, templates: Mapping[str, set[str]]) -> Catalog:
-    """Returns a language's catalogue with the messages of now; a new one that resembles an old one is fuzzy."""
-    catalogue = read(language)
+def renewed(catalogue: Catalog, templates: Mapping[str, set[str]]) -> Catalog:
+    """Returns a language's catalogue with the messages of now; a new one that resembles an old one is fuzzy.
+
+    A message in which placeholders alone have other names, as variables were renamed, keeps its translation.
+    """
+    old = {_skeleton(str(message.id)): message for message in catalogue if message.id}
+    for text in templates:
+        if catalogue.get(text) is None and (message := old.get(_skeleton(text))):
+            names = zip(PLACEHOLDER.findall(str(message.id)), PLACEHOLDER.findall(text), strict=True)
+            catalogue.add(text, _with_names(str(message.string), dict(names)), flags=message.flags)
     made = Catalog()
     for text, files in sorted(templates.items(), key=lambda one: (sorted(one[1]), one[0])):
         made.add(text, locations=[(file, 0) for file in sorted(files)])
     catalogue.update(made)
     catalogue.obsolete.clear()
     return catalogue
+
+
+def _skeleton(text: str) -> str:
+    """Returns a message without the names of its placeholders; equal names stay equal."""
+    numbers: dict[str, int] = {}
+    return PLACEHOLDER.sub(lambda found: f"{{{numbers.setdefault(found[1], len(numbers))}}}", text)
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    return PLACEHOLDER.sub(lambda found: f"{{{names[found[1]]}}}", text)
 
 
 def write(catalogue: Catalog, language: str) -> None:

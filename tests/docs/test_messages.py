@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from babel.messages.catalog import Catalog
 from docs.messages.__main__ import check
-from docs.messages.catalogue import mistakes, mo, po
+from docs.messages.catalogue import mistakes, mo, po, renewed
 from docs.messages.flow import Program
 from docs.messages.others import help_texts
 
@@ -126,6 +126,15 @@ def test_what_is_new_stale_or_unsure_is_found(small: Catalog) -> None:
     ]
     small.get("it is damaged").flags.add("fuzzy")
     assert mistakes(small, TEMPLATES) == ["fuzzy, compare and remove the mark: 'it is damaged'"]
+
+
+def test_a_renamed_placeholder_keeps_its_translation(small: Catalog) -> None:
+    small.add("{one} of {two}, {one}", "{one} sur {two}, {one}")
+    new = {"no run {folder}": {"a.py"}, "it is damaged": {"a.py"}, "{count} of {total}, {count}": {"a.py"}}
+    catalogue = renewed(small, new)
+    assert mistakes(catalogue, new) == []
+    assert catalogue.get("no run {folder}").string == "pas d'exécution {folder}"
+    assert catalogue.get("{count} of {total}, {count}").string == "{count} sur {total}, {count}"
 
 
 def test_the_files_are_the_same_whenever_they_are_written(small: Catalog) -> None:
