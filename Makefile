@@ -19,8 +19,11 @@ WORKERS ?= 2
 quick: .venv/test  ## run the quick tests: after each edit
 	@$(BIN)/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
 
-test: .venv/test  ## run all tests (WORKERS=1: one after the other)
-	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
+test: .venv/test  ## run the tests (WORKERS=1: one after the other)
+	@$(BIN)/python -m pytest -q -m "not soak and not artefact" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
+
+artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
+	@$(BIN)/python -m pytest -q -m "artefact and not soak" --durations 5 --numprocesses $(WORKERS) --no-loadscope-reorder
 
 lint: .venv/dev  ## style, import directions, README's generated parts
 	@$(BIN)/ruff check .
@@ -47,7 +50,7 @@ site: .venv/test  ## build the documentation site, which opens from its folder: 
 	@$(BIN)/python -m docs.site
 
 labs: .venv/test  ## execute all labs, from a wheel
-	@$(BIN)/python -m pytest -q -m "soak or slow" tests/labs --durations 0
+	@$(BIN)/python -m pytest -q -m "soak or artefact" tests/labs --durations 0
 
 KILLS ?= 5000
 FUZZ ?= 1000
@@ -116,4 +119,4 @@ clean:  ## forget the environments
 		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16'
 	@touch $@
 
-.PHONY: help train demo quick oldest test lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train demo quick oldest test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 
 from docs import api
@@ -21,11 +20,11 @@ def test_the_reference_lists_what_each_module_says_is_public() -> None:
     assert listed == [f"{module.__name__}.{name}" for module in MODULES for name in sorted(module.__all__)]
 
 
-def test_every_public_name_can_be_imported_and_has_a_docstring() -> None:
+def test_every_public_name_is_a_class_or_a_function_with_a_docstring() -> None:
+    names = [(module, name) for module in MODULES for name in module.__all__]
     faults = [
         f"{module.__name__}.{name}"
-        for module in MODULES
-        for name in module.__all__
-        if not getattr(importlib.import_module(module.__name__), name).__doc__
+        for module, name in names
+        if not callable(getattr(module, name)) or not getattr(module, name).__doc__
     ]
     assert not faults, "\n".join(faults)

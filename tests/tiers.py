@@ -47,6 +47,8 @@ FOLDERS = (
     "verbs/verify",
 )
 """Whole trainings, each under many plans; a folder or a module."""
+ARTEFACTS = ("docs/test_site.py", "labs", "test_demo.py", "test_notebook.py", "test_wheel.py")
+"""What is made of the sources: the site in a browser, the wheel, and the labs, notebooks and demo run from it."""
 LAUNCHERS = {
     "benchmarks.cifar_script",
     "benchmarks.commands",
@@ -72,9 +74,13 @@ CLUSTER = "tests/slurm"
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Marks each test that starts programs, uses another library's engine, or lies in a folder of whole trainings."""
+    """Marks tests that start programs, use another library's engine, train as a whole, or look at artefacts."""
     for item in items:
-        if isinstance(item, pytest.Function) and _is_slow(item):
+        path = item.path.relative_to(ROOT)
+        if any(path.is_relative_to(place) for place in ARTEFACTS):
+            item.add_marker(pytest.mark.artefact)
+            item.add_marker(pytest.mark.slow)
+        elif isinstance(item, pytest.Function) and _is_slow(item):
             item.add_marker(pytest.mark.slow)
 
 
