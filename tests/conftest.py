@@ -42,8 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.arrange(items)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> tiers.OneWorkerPerModule:
-    return tiers.OneWorkerPerModule(config, log)
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.scheduler import OneWorkerPerModule
+
+    return OneWorkerPerModule(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 FOLDERS = (
     "checkpoint/test_pieces.py",
@@ -93,17 +92,11 @@ def has_slow_tests_only(path: Path) -> bool:
 def arrange(items: list[pytest.Item]) -> None:
     """Puts the cluster's tests first, as they mostly wait, and whole trainings next."""
     items.sort(key=lambda item: not _is_of_whole_trainings(item.path.relative_to(ROOT)))
-    items.sort(key=lambda item: _unit(item.nodeid) != CLUSTER)
+    items.sort(key=lambda item: unit(item.nodeid) != CLUSTER)
 
 
-class OneWorkerPerModule(LoadScopeScheduling):
-    """Keeps each module on one worker, as its tests share what they made, and all that use the cluster on one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _unit(nodeid)
-
-
-def _unit(nodeid: str) -> str:
+def unit(nodeid: str) -> str:
+    """Returns the tests that must share a worker: a module, or all that use the cluster."""
     module = nodeid.partition("::")[0]
     return CLUSTER if module.startswith(f"{CLUSTER}/") else module
 
