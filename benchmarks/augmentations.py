@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from grappe.data import augment
-from grappe.data.augment import boxes, operations
+from grappe.data.augment import geometry, policies
 from grappe.data.augment.colour import turned
 from grappe.data.augment.numbers import numbers
 from grappe.data.draw import sample_keys
@@ -30,13 +30,13 @@ SCORES = {
 def pixels() -> None:
     """Each operation of RandAugment, AutoAugment and ColorJitter, of the same amount, on photographs."""
     kinds = {
-        "ShearX": operations.Operation.SHEAR_X, "ShearY": operations.Operation.SHEAR_Y,
-        "TranslateX": operations.Operation.TRANSLATE_X, "TranslateY": operations.Operation.TRANSLATE_Y,
-        "Rotate": operations.Operation.ROTATE, "Brightness": operations.Operation.BRIGHTNESS,
-        "Color": operations.Operation.COLOUR, "Contrast": operations.Operation.CONTRAST,
-        "Sharpness": operations.Operation.SHARPNESS, "Posterize": operations.Operation.POSTERIZE,
-        "Solarize": operations.Operation.SOLARIZE, "AutoContrast": operations.Operation.AUTOCONTRAST,
-        "Equalize": operations.Operation.EQUALIZE, "Invert": operations.Operation.INVERT,
+        "ShearX": policies.Operation.SHEAR_X, "ShearY": policies.Operation.SHEAR_Y,
+        "TranslateX": policies.Operation.TRANSLATE_X, "TranslateY": policies.Operation.TRANSLATE_Y,
+        "Rotate": policies.Operation.ROTATE, "Brightness": policies.Operation.BRIGHTNESS,
+        "Color": policies.Operation.COLOUR, "Contrast": policies.Operation.CONTRAST,
+        "Sharpness": policies.Operation.SHARPNESS, "Posterize": policies.Operation.POSTERIZE,
+        "Solarize": policies.Operation.SOLARIZE, "AutoContrast": policies.Operation.AUTOCONTRAST,
+        "Equalize": policies.Operation.EQUALIZE, "Invert": policies.Operation.INVERT,
     }  # fmt: skip
     images = torch.stack(
         [
@@ -56,7 +56,7 @@ def pixels() -> None:
                     images, name, value, v2.InterpolationMode.NEAREST, {}
                 )
                 mine = 255 * value if name == "Solarize" else value
-                ours = operations.applied(
+                ours = policies.apply_operations(
                     images, torch.full((len(images),), kind), torch.full((len(images),), mine)
                 )
                 report(f"{name} {value:.2f}", ours, theirs)
@@ -64,8 +64,8 @@ def pixels() -> None:
         report(f"hue {hue}", turned(images, torch.full((len(images),), hue)), F.adjust_hue(images, hue))
     for number in range(3):
         key = torch.tensor([number * 7919])
-        box = boxes.drawn(
-            numbers(key, "random_resized_crop", boxes.DRAWS),
+        box = geometry.draw_boxes(
+            numbers(key, "random_resized_crop", geometry.DRAWS),
             (SIDE,) * 2,
             (0.08, 1),
             (3 / 4, 4 / 3),
@@ -90,7 +90,9 @@ def distributions() -> None:
     ones[::2] = 0
     crop = v2.RandomResizedCrop(48)
     theirs = [crop.make_params([image[0]]) for _ in range(COUNT)]
-    box = boxes.drawn(numbers(keys, "some", boxes.DRAWS), (SIDE,) * 2, (0.08, 1), (3 / 4, 4 / 3), tall=False)
+    box = geometry.draw_boxes(
+        numbers(keys, "some", geometry.DRAWS), (SIDE,) * 2, (0.08, 1), (3 / 4, 4 / 3), tall=False
+    )
     for word in ("top", "left", "height", "width"):
         compare(f"crop {word}", getattr(box, word), [one[word] for one in theirs])
     eraser = v2.RandomErasing(p=1)

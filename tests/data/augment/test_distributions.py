@@ -16,11 +16,10 @@ import torch
 from scipy import stats
 
 from grappe.data import RandomResizedCrop, augment
-from grappe.data.augment import boxes
+from grappe.data.augment import geometry
 from grappe.data.augment.mixing import _beta
 from grappe.data.augment.numbers import numbers
-from grappe.data.augment.operations import Operation
-from grappe.data.augment.policies import POLICIES, _amount, _amounts, _Space
+from grappe.data.augment.policies import POLICIES, Operation, _amount, _amounts, _Space
 from grappe.data.draw import draw_one, sample_keys
 
 COUNT = 4000
@@ -62,7 +61,9 @@ def reference_boxes(height, width, area, ratio, tall):
     ],
 )
 def test_boxes_are_torchvisions(height, width, area, ratio, tall):
-    found = boxes.drawn(numbers(keys(), "some", boxes.DRAWS), (height, width), area, ratio, tall=tall)
+    found = geometry.draw_boxes(
+        numbers(keys(), "some", geometry.DRAWS), (height, width), area, ratio, tall=tall
+    )
     reference = list(reference_boxes(height, width, area, ratio, tall))
     assert found.fits.float().mean() == pytest.approx(len(reference) / COUNT, abs=0.01)
     for column, other in zip(found[:4], zip(*reference, strict=True), strict=True):
@@ -70,10 +71,12 @@ def test_boxes_are_torchvisions(height, width, area, ratio, tall):
 
 
 def test_boxes_are_those_of_the_view_of_files():
-    view, uniform = RandomResizedCrop(size=32), numbers(keys(50), "some", boxes.DRAWS)
-    found = boxes.drawn(uniform, (50, 70), view.area, view.ratio, tall=False)
+    view, uniform = RandomResizedCrop(size=32), numbers(keys(50), "some", geometry.DRAWS)
+    found = geometry.draw_boxes(uniform, (50, 70), view.area, view.ratio, tall=False)
     drawn = [[view.box(50, 70, key)[i] for key in range(COUNT)] for i in range(4)]
-    many = boxes.drawn(numbers(keys(), "some", boxes.DRAWS), (50, 70), view.area, view.ratio, tall=False)
+    many = geometry.draw_boxes(
+        numbers(keys(), "some", geometry.DRAWS), (50, 70), view.area, view.ratio, tall=False
+    )
     for column, other in zip(many[:4], drawn, strict=True):
         alike(column, other)
     assert found.fits.all()
@@ -86,8 +89,8 @@ def test_crops_are_resized_as_torch_does():
     photo = torch.nn.functional.interpolate(photo, (80, 90), mode="bilinear", antialias=True)
     for size, number in itertools.product((16, 64, 100), range(20)):
         key = keys(1, number)
-        box = boxes.drawn(
-            numbers(key, "random_resized_crop", boxes.DRAWS),
+        box = geometry.draw_boxes(
+            numbers(key, "random_resized_crop", geometry.DRAWS),
             (80, 90),
             (0.08, 1.0),
             (3 / 4, 4 / 3),

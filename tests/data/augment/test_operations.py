@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from grappe.data.augment.colour import turned
-from grappe.data.augment.operations import Operation, applied
+from grappe.data.augment.policies import Operation, apply_operations
 from grappe.verbs.data.photos import photographs
 
 
@@ -36,7 +36,7 @@ def affine(*rows: float):
 
 def ours(images: torch.Tensor, operation: Operation, amount: float) -> torch.Tensor:
     count = len(images)
-    return applied(images, torch.full((count,), operation), torch.full((count,), float(amount)))
+    return apply_operations(images, torch.full((count,), operation), torch.full((count,), float(amount)))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_rotations_are_pillows(images, degrees):
 
 
 def test_pixels_from_outside_are_filled(images):
-    moved = applied(images, torch.full((3,), Operation.TRANSLATE_X), torch.full((3,), 10.9), 77)
+    moved = apply_operations(images, torch.full((3,), Operation.TRANSLATE_X), torch.full((3,), 10.9), 77)
     assert (moved[..., :10] == 77).all() and torch.equal(moved[..., 10:], images[..., :-10])
 
 
@@ -104,9 +104,9 @@ def test_each_image_has_its_own_operation(images):
         torch.tensor([Operation.INVERT, Operation.ROTATE, Operation.SHARPNESS]),
         torch.tensor([0, 30, 0.9]),
     )
-    mixed = applied(images, kind, amount)
+    mixed = apply_operations(images, kind, amount)
     for row in range(3):
-        alone = applied(images[row : row + 1], kind[row : row + 1], amount[row : row + 1])
+        alone = apply_operations(images[row : row + 1], kind[row : row + 1], amount[row : row + 1])
         assert torch.equal(mixed[row : row + 1], alone)
 
 

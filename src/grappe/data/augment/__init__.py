@@ -6,8 +6,7 @@ reach the result.
 """
 
 from grappe.data.augment.colour import colour_jitter
-from grappe.data.augment.erasing import erase
-from grappe.data.augment.geometry import flip, pad_and_crop, random_resized_crop
+from grappe.data.augment.geometry import erase, flip, pad_and_crop, random_resized_crop
 from grappe.data.augment.mixing import cutmix, mixup, mixup_or_cutmix
 from grappe.data.augment.policies import auto_augment, rand_augment, trivial_augment
 

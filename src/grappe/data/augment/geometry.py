@@ -1,16 +1,21 @@
-"""Flips, shifts and crops each image of a batch.
+"""Flips, shifts, crops and erases parts of each image of a batch.
 
-Shapes: B images of C channels, H x W pixels; S, the side of a crop.
+Shapes: B images of C channels, H x W pixels; S, the side of a crop; A attempts to draw a rectangle.
 """
 
 from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grappe.data.augment import boxes as draws
 from grappe.data.augment.numbers import (
+    between,
     check_bytes,
     check_images,
     check_range,
@@ -20,7 +25,72 @@ from grappe.data.augment.numbers import (
 )
 from grappe.errors import TaskError
 
-_ONE = 1 << 15  # a weight of 15 bits times a byte is 23 bits: a sum of such is exact in float32, in any order
+ATTEMPTS = 10
+DRAWS = 4 * ATTEMPTS
+"""Numbers that `draw_boxes` takes for each image."""
+
+
+class Boxes(NamedTuple):
+    """Rectangles of pixels, each column int64 [B]."""
+
+    top: Tensor
+    left: Tensor
+    height: Tensor
+    width: Tensor
+    fits: Tensor
+    """bool [B]: whether one of the attempts was inside the image."""
+
+
+def draw_boxes(
+    uniform: Tensor,
+    size: tuple[int, int],
+    area: tuple[float, float],
+    ratio: tuple[float, float],
+    *,
+    tall: bool,
+) -> Boxes:
+    """Returns the first of ten rectangles that is inside the image, of an area and a ratio that are drawn uniformly.
+
+    Args:
+        uniform: float32 [B, DRAWS] in [0, 1).
+        size: height and width of the images.
+        area: least and largest share of the image.
+        ratio: the logarithm is uniform between theirs.
+        tall: whether the ratio is height over width, and a side as long as the image's is too long (random erasing).
+    """
+    height, width = size
+    attempts = uniform.view(len(uniform), ATTEMPTS, 4).double()
+    pixels = between(attempts[:, :, 0], *area) * (height * width)
+    shape = between(attempts[:, :, 1], math.log(ratio[0]), math.log(ratio[1])).exp()
+    long, short = (pixels * shape).sqrt().round().long(), (pixels / shape).sqrt().round().long()
+    heights, widths = (long, short) if tall else (short, long)
+    margin = 1 if tall else 0
+    inside = (heights > 0) & (widths > 0) & (heights <= height - margin) & (widths <= width - margin)
+    # the first that is inside: all before it are not
+    order = torch.arange(ATTEMPTS, 0, -1, device=uniform.device)
+    chosen = (inside * order).argmax(1, keepdim=True)
+    h, w = heights.gather(1, chosen)[:, 0], widths.gather(1, chosen)[:, 0]
+    places = attempts.gather(1, chosen[:, :, None].expand(-1, -1, 4))[:, 0]
+    top = (places[:, 2] * (height - h + 1)).long()
+    left = (places[:, 3] * (width - w + 1)).long()
+    return Boxes(top, left, h, w, inside.any(1))
+
+
+def inside_boxes(boxes: Boxes, size: tuple[int, int]) -> Tensor:
+    """Returns which pixels are inside: bool [B, 1, H, W]."""
+
+    def spanned(length: int, start: Tensor, count: Tensor) -> Tensor:
+        places = torch.arange(length, device=start.device)
+        return (places >= start[:, None]) & (places < (start + count)[:, None])
+
+    rows = spanned(size[0], boxes.top, boxes.height)
+    columns = spanned(size[1], boxes.left, boxes.width)
+    return (rows[:, :, None] & columns[:, None, :])[:, None]
+
+
+_UNIT = (
+    1 << 15
+)  # a weight of 15 bits times a byte is 23 bits: a sum of such is exact in float32, in any order
 
 
 def flip(images: Tensor, keys: Tensor, p: float = 0.5) -> Tensor:
@@ -67,8 +137,8 @@ def random_resized_crop(
         raise TaskError(f"random_resized_crop: size={size}: it must be at least 1")
     sides = (images.shape[2], images.shape[3])
     low, high = check_range("random_resized_crop", "ratio", ratio)
-    found = draws.drawn(
-        numbers(keys, "random_resized_crop", draws.DRAWS),
+    boxes = draw_boxes(
+        numbers(keys, "random_resized_crop", DRAWS),
         sides,
         check_range("random_resized_crop", "area", area, 1.0),
         (low, high),
@@ -78,7 +148,7 @@ def random_resized_crop(
     width = min(sides[1], max(1, round(sides[0] * high)))
     centre = ((sides[0] - height) // 2, (sides[1] - width) // 2, height, width)
     top, left, tall, wide = (
-        torch.where(found.fits, one, other) for one, other in zip(found[:4], centre, strict=True)
+        torch.where(boxes.fits, side, middle) for side, middle in zip(boxes[:4], centre, strict=True)
     )
     across = images.float() @ _weights(left, wide, sides[1], size).mT
     # bytes again between the two directions, as Pillow does: so the second's sums are exact, too
@@ -98,5 +168,46 @@ def _weights(start: Tensor, count: Tensor, length: int, size: int) -> Tensor:
     inside = (places >= 0) & (places < count[:, None, None])
     weight = (1 - ((places + 0.5 - centres) / wide).abs()).clamp_(min=0) * inside
     # whole numbers: their sum, too, is the same in any order
-    whole = (weight * _ONE).round()
-    return ((whole / whole.sum(2, keepdim=True) * _ONE).round() / _ONE).float()[:, None]
+    units = (weight * _UNIT).round()
+    return ((units / units.sum(2, keepdim=True) * _UNIT).round() / _UNIT).float()[:, None]
+
+
+def erase(
+    images: Tensor,
+    keys: Tensor,
+    p: float = 0.5,
+    area: tuple[float, float] = (0.02, 0.33),
+    ratio: tuple[float, float] = (0.3, 3.3),
+    fill: float | Sequence[float] = 0,
+) -> Tensor:
+    """Fills a rectangle of a share `p` of the images [B, C, H, W] with `fill`.
+
+    Zhong et al. 2017, "Random erasing data augmentation", arXiv:1708.04896, with torchvision's draws.
+
+    Args:
+        area: least and largest share of the image.
+        ratio: least and largest height over width.
+        fill: a value, or one for each channel.
+    """
+    check_images(images, "erase")
+    check_shares("erase", p=p)
+    shape = (images.shape[2], images.shape[3])
+    uniform = numbers(keys, "erase", 1 + DRAWS)
+    boxes = draw_boxes(
+        uniform[:, 1:],
+        shape,
+        check_range("erase", "area", area, 1.0),
+        check_range("erase", "ratio", ratio),
+        tall=True,
+    )
+    values = _column((fill,) if isinstance(fill, int | float) else tuple(fill), images.dtype, images.device)
+    if len(values) not in (1, images.shape[1]):
+        raise TaskError(f"erase: fill={fill}: give a number, or one for each of {images.shape[1]} channels")
+    erased = inside_boxes(boxes, shape) & over_pixels((uniform[:, 0] < p) & boxes.fits)
+    return torch.where(erased, values, images)
+
+
+@functools.lru_cache
+def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns values [C, 1, 1], kept on the device: to send them there waits for the GPU."""
+    return torch.tensor(values, dtype=dtype, device=device).view(-1, 1, 1)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grappe.data.augment import boxes as draws
+from grappe.data.augment.geometry import Boxes, inside_boxes
 from grappe.data.augment.numbers import check_images, check_shares, pair_numbers
 from grappe.errors import TaskError
 
@@ -58,7 +58,7 @@ def cutmix(
     side = 0.5 * (1 - _beta(uniform[:, 0], alpha, "cutmix")).sqrt()
     top, tall = _span(uniform[:, 1], side, height)
     left, wide = _span(uniform[:, 2], side, width)
-    inside = draws.covered(draws.Boxes(top, left, tall, wide, tall > 0), (height, width))
+    inside = inside_boxes(Boxes(top, left, tall, wide, tall > 0), (height, width))
     share = (tall * wide).float() / (height * width)
     return torch.where(inside, images[partner], images), _blend(
         _probabilities(targets, classes), partner, share
@@ -75,12 +75,11 @@ def mixup_or_cutmix(
 ) -> tuple[Tensor, Tensor]:
     """Does `mixup` to half of the pairs, at random, and `cutmix` to the others; returns as `mixup` does."""
     _, uniform = pair_numbers(keys, "mixup_or_cutmix", 1)
-    blended, one = mixup(images, targets, keys, classes, mixup_alpha)
-    pasted, other = cutmix(images, targets, keys, classes, cutmix_alpha)
-    chosen = uniform < 0.5
-    return torch.where(chosen[:, :, None, None], blended, pasted.to(blended.dtype)), torch.where(
-        chosen, one, other
-    )
+    blended, blended_targets = mixup(images, targets, keys, classes, mixup_alpha)
+    pasted, pasted_targets = cutmix(images, targets, keys, classes, cutmix_alpha)
+    blends = uniform < 0.5
+    mixed = torch.where(blends[:, :, None, None], blended, pasted.to(blended.dtype))
+    return mixed, torch.where(blends, blended_targets, pasted_targets)
 
 
 def _span(uniform: Tensor, share: Tensor, length: int) -> tuple[Tensor, Tensor]:

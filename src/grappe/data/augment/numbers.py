@@ -31,11 +31,6 @@ def between(uniform: Tensor, low: float, high: float) -> Tensor:
     return uniform * (high - low) + low
 
 
-def exactly(values: Tensor) -> Tensor:
-    """Returns float64: a function's last bit, in which libraries and places in a slice differ, is then far away."""
-    return values.to(torch.float64)
-
-
 def over_pixels(values: Tensor) -> Tensor:
     """Returns a number for each image, [B], as [B, 1, 1, 1]."""
     return values.view(-1, 1, 1, 1)
