@@ -22,7 +22,7 @@ import torch
 from benchmarks.figures import machine, spread, table
 from grappe import Task
 from grappe.data import Images
-from grappe.data.images.places import open_index
+from grappe.data.images.index import open_index
 
 CLASSES = 1000
 READS = 10_000

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grappe.data.images.dataset import Images
-    from grappe.data.images.normalise import Normalise
-    from grappe.data.images.views import CentreCrop, RandomResizedCrop
+    from grappe.data.images.views import CentreCrop, Normalise, RandomResizedCrop
     from grappe.data.staging import stage
 
 __all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"]
@@ -17,7 +16,7 @@ __all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"]
 _LAZY = {
     "CentreCrop": "grappe.data.images.views",
     "Images": "grappe.data.images.dataset",
-    "Normalise": "grappe.data.images.normalise",
+    "Normalise": "grappe.data.images.views",
     "RandomResizedCrop": "grappe.data.images.views",
     "stage": "grappe.data.staging",
 }

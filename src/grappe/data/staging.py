@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import xxhash
 
-from grappe.data.images.places import INDEX, QUARANTINE
+from grappe.data.images.index import INDEX, QUARANTINE
 from grappe.errors import DISK_IS_FULL, DataError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files as safe

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from grappe.data.arrays import in_memory
 from grappe.data.draw import mix
 from grappe.data.images.dataset import Images
-from grappe.data.images.decode import decoded
-from grappe.data.images.headers import NoPicture, header_of
+from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.errors import DataError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.task import SPLITS, Task

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grappe.data import Images, RandomResizedCrop
-from grappe.data.images.places import QUARANTINE
+from grappe.data.images.index import QUARANTINE
 from grappe.errors import DataError
 from grappe.verbs.data.check import check
 from tests.data.images.pictures import archive, files, folder, jpeg, part, png

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from grappe.data import CentreCrop, Images
-from grappe.data.images.shards import MANIFEST
+from grappe.data.images.listing import MANIFEST
 from grappe.errors import DataError, UsageError
 from grappe.verbs.data.check import check
 from grappe.verbs.data.pack import Packing, pack, smaller

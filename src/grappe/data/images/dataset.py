@@ -5,6 +5,10 @@ Shapes: S, the side of a sample in pixels.
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,16 +19,108 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.draw import mix
-from grappe.data.images.headers import NoPicture
-from grappe.data.images.places import open_index
-from grappe.data.images.quarantine import quarantined
-from grappe.data.images.reader import Reader
+from grappe.data.images.decode import NoPicture
+from grappe.data.images.index import Index, open_index, quarantined
+from grappe.data.images.tar import BLOCK, mark_of
 from grappe.data.images.views import View
 from grappe.data.seeded import claims
 from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
+
+MOST_OPEN = 64
+"""Archives that a process keeps open: shards may be thousands, and a process may often open 1,024 files."""
+
+
+class Reader:
+    """Reads images' bytes by their places in the index, from archives or files of their own; notices what has changed.
+
+    Threads may read at once.
+    """
+
+    def __init__(self, source: Path, index: Index) -> None:
+        self._source, self._index = source, index
+        self._opened: OrderedDict[int, _Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, place: int) -> bytes:
+        """Returns the content of an image's file.
+
+        Raises:
+            DataError: it cannot be read, or is another one than when it was indexed.
+        """
+        offset, size, mark, file, _ = self._index.entries[place].item()
+        if self._index.kind == "folder":
+            return self._read_file(place, size, mtime=offset)
+        handle = self._handle(file)  # held until it is read from: another thread may open one too many
+        content = os.pread(handle.number, BLOCK + size, offset - BLOCK)
+        if len(content) != BLOCK + size or mark_of(content[:BLOCK]) != mark:
+            raise self._changed(place)
+        return content[BLOCK:]
+
+    def forget(self, place: int) -> None:
+        """Has the system drop an image's bytes from memory: the next read is the disk's. Changes nothing else."""
+        offset, size, _, file, _ = self._index.entries[place].item()
+        if self._index.kind == "folder":
+            handle, offset = _Handle(self._source / os.fsdecode(self._index.name(place))), 0
+        else:
+            handle = self._handle(file)
+        first = offset - offset % mmap.PAGESIZE  # parts of pages would stay
+        os.posix_fadvise(handle.number, first, offset + size - first + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+
+    def name(self, place: int) -> str:
+        """The image's name, for messages."""
+        return printable(f"{self._source}/{os.fsdecode(self._index.name(place))}")
+
+    def _read_file(self, place: int, size: int, mtime: int) -> bytes:
+        name = os.fsdecode(self._index.name(place))
+        if name.startswith("/") or ".." in name.split("/"):
+            raise self._changed(place)
+        try:
+            handle = os.open(self._source / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise DataError(f"{self.name(place)} cannot be read: {error.strerror}") from None
+        try:
+            facts = os.fstat(handle)
+            if (facts.st_size, facts.st_mtime_ns) != (size, mtime):
+                raise self._changed(place)
+            return os.pread(handle, size, 0)
+        finally:
+            os.close(handle)
+
+    def _handle(self, file: int) -> _Handle:
+        with self._lock:
+            handle = self._opened.get(file)
+            if handle is None:
+                name = self._index.files[file]
+                handle = self._opened[file] = _Handle(self._source / name if name else self._source)
+                if len(self._opened) > MOST_OPEN:
+                    self._opened.popitem(last=False)  # closed once no thread reads from it
+            else:
+                self._opened.move_to_end(file)
+            return handle
+
+    def _changed(self, place: int) -> DataError:
+        return DataError(
+            f"{self.name(place)} is not what it was when it was indexed: a file was replaced meanwhile. Start again, "
+            f"and the index is made anew (or: grappe data index {printable(self._source)} --again)"
+        )
+
+
+class _Handle:
+    """An open archive; closed with the last reference to it."""
+
+    def __init__(self, file: Path) -> None:
+        self.number = -1
+        try:
+            self.number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"{printable(file)} cannot be read: {error.strerror}") from None
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -63,16 +159,27 @@ class Images(Dataset[tuple[Tensor, int]]):
         self.view = view
         self._labels = None if labels is None else Path(labels).absolute()
         self._numbering = None if numbering is None else Path(numbering).absolute()
-        self._given_classes = None if classes is None else tuple(classes)
+        self._class_names = None if classes is None else tuple(classes)
         self._index = open_index(self.source, self._labels, self._numbering)[0]
-        self.classes = self._given_classes or self._index.classes
+        self.classes = self._class_names or self._index.classes
         """Names of the classes, by label."""
-        self._label_of = self._relabelled()
+        # The label of each class of the index.
+        self._label_of = np.arange(len(self._index.classes))
+        if self._class_names is not None:
+            labels = {name: label for label, name in enumerate(self._class_names)}
+            if len(labels) < len(self._class_names):
+                raise TaskError("Images: a name stands twice in classes=")
+            absent = sorted(set(self._index.classes) - set(labels))
+            if absent:
+                raise DataError(
+                    f"{self.source} has the class '{printable(absent[0])}', which classes= lacks ({len(absent)} in all)"
+                )
+            self._label_of = np.array([labels[name] for name in self._index.classes], np.int64)
         self._reader = Reader(self.source, self._index)
         left_out = quarantined(self.source, self._index)
         self.left_out = len(left_out)
         """Images that are in quarantine."""
-        # Of the place of the k-th of them, k taken off: where ids behind it are one further on.
+        # The place of the k-th of them less k: ids from there on are shifted by one more place.
         self._gaps = left_out - np.arange(len(left_out))
         if len(self) == 0:
             raise DataError(f"{self.source}: all of its {len(self._index):,} images are in quarantine")
@@ -138,30 +245,16 @@ class Images(Dataset[tuple[Tensor, int]]):
         yield from (self._index.entries["size"].tobytes(), self._index.entries["label"].tobytes())
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Neither open files nor a mapped index can travel to another process: it opens them anew.
-        return _opened, (self.source, self.view, self._labels, self._numbering, self._given_classes)
+        # Neither open files nor a mapped index can travel to another process: it opens them again.
+        return _open_images, (self.source, self.view, self._labels, self._numbering, self._class_names)
 
     def _place(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         return index + int(np.searchsorted(self._gaps, index, side="right"))
 
-    def _relabelled(self) -> NDArray[np.int64]:
-        """The label of each class of the index."""
-        if self._given_classes is None:
-            return np.arange(len(self._index.classes))
-        labels = {name: label for label, name in enumerate(self._given_classes)}
-        if len(labels) < len(self._given_classes):
-            raise TaskError("Images: a name stands twice in classes=")
-        absent = sorted(set(self._index.classes) - set(labels))
-        if absent:
-            raise DataError(
-                f"{self.source} has the class '{printable(absent[0])}', which classes= lacks ({len(absent)} in all)"
-            )
-        return np.array([labels[name] for name in self._index.classes], np.int64)
 
-
-def _opened(
+def _open_images(
     source: Path, view: View, labels: Path | None, numbering: Path | None, classes: tuple[str, ...] | None
 ) -> Images:
     return Images(source, view, labels=labels, numbering=numbering, classes=classes)

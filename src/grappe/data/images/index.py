@@ -2,16 +2,19 @@
 
 The file is a one-dimensional array of bytes: a hash of all that follows, the length of a JSON description, the
 description, then at multiples of 64 bytes the entries, where each name ends, and the names. Nothing in it is executed.
+It lies beside the source, or in the user's own folder; so does the list of images that cannot be decoded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,10 +22,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from grappe.data.images.listing import ENTRY, Kind, Listing
+from grappe.data.images.listing import ENTRY, Kind, Listing, Report, listing
 from grappe.data.images.tar import BLOCK, mark_of
 from grappe.errors import DataError
+from grappe.errors.foreign_text import printable
 from grappe.launch import files as safe
+from grappe.launch.folders import own_folder, state_base
+from grappe.launch.terminal import complain
 
 VERSION = 1
 _ALIGNED = 64
@@ -30,6 +36,10 @@ _NPY_HEADER = 128
 _START = 16
 _PROBES = 16
 _MOST_DESCRIPTION = 1 << 28
+INDEX = ".grappe.npy"
+QUARANTINE = ".quarantine.txt"
+_MOST_QUARANTINE = 1 << 26
+_HEAD = "# Images that grappe data check could not decode, and that datasets leave out: name, tab, reason.\n"
 
 
 LabelFiles = tuple[Path | None, Path | None]
@@ -64,7 +74,7 @@ class Index:
         return self.name_bytes[start : int(self.name_ends[place])].tobytes()
 
 
-def write(file: Path, source: Path, listed: Listing, labels: LabelFiles) -> None:
+def write_index(file: Path, source: Path, listed: Listing, labels: LabelFiles) -> None:
     """Writes an index in one step, so that nobody ever reads half of it.
 
     Raises:
@@ -77,21 +87,22 @@ def write(file: Path, source: Path, listed: Listing, labels: LabelFiles) -> None
         "kind": listed.kind,
         "classes": listed.classes,
         "files": listed.files,
-        "facts": list(facts(source, listed.files)),
-        "labels": [content_hash(one) for one in labels],
+        "facts": list(_facts(source, listed.files)),
+        "labels": list(map(_content_hash, labels)),
         "images": len(listed.entries),
         "name bytes": len(names),
         "left out": listed.left_out,
     }
     text = json.dumps(description).encode()
-    content = io.BytesIO()
-    np.save(
-        content, np.frombuffer(_laid_out(text, listed.entries, ends, names), np.uint8), allow_pickle=False
-    )
-    safe.replace(file, content.getvalue(), durable=True)
+    laid = bytearray(bytes(8) + len(text).to_bytes(8, "little") + text)
+    for section in (listed.entries.tobytes(), ends.tobytes(), names):
+        laid += bytes(-len(laid) % _ALIGNED)
+        laid += section
+    laid[:8] = xxhash.xxh3_64_digest(memoryview(laid)[8:])
+    safe.replace(file, _npy_header(len(laid)) + bytes(laid), durable=True)
 
 
-def read(file: Path, source: Path, labels: LabelFiles) -> Index:
+def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
     """Maps an index, and checks it against the source: sizes, modification times, and headers of some members.
 
     Raises:
@@ -99,22 +110,32 @@ def read(file: Path, source: Path, labels: LabelFiles) -> Index:
         DataError: a file that it names is missing: then the source is, and not the index.
     """
     raw = _bytes_of(file)
-    told, start = _description(raw)
+    length = int.from_bytes(raw[8:_START].tobytes(), "little")
+    if xxhash.xxh3_64_digest(raw[8:].data) != raw[:8].tobytes() or length > min(len(raw), _MOST_DESCRIPTION):
+        raise Stale("it is damaged")
     try:
-        found = _mapped(raw, told, start)
-        was, hashes = [tuple(one) for one in told["facts"]], told["labels"]
+        description = json.loads(raw[_START : _START + length].tobytes())
+    except (ValueError, RecursionError):
+        raise Stale("it is damaged") from None
+    if not isinstance(description, dict) or description.get("version") != VERSION:
+        raise Stale("another version of grappe wrote it")
+    try:
+        index = _mapped(raw, description, _START + length)
+        before, hashes = [tuple(pair) for pair in description["facts"]], description["labels"]
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Stale("it is damaged") from None
-    if hashes != [content_hash(one) for one in labels]:
+    if hashes != list(map(_content_hash, labels)):
         raise Stale("the file of labels is another one")
-    now = list(facts(source, found.files))
-    for name, before, after in zip(found.files, was, now, strict=False):
-        if before != after:
+    now = list(_facts(source, index.files))
+    for name, earlier, current in zip(index.files, before, now, strict=False):
+        if earlier != current:
             raise Stale(f"{name or source.name} has changed since")
-    if len(was) != len(now):
+    if len(before) != len(now):
         raise Stale("it is damaged")
-    _check(found, source, now)
-    return found
+    _check_entries(index, [size for size, _ in now])
+    for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
+        _probe(index, source, place)
+    return index
 
 
 def _bytes_of(file: Path) -> NDArray[np.uint8]:
@@ -136,7 +157,7 @@ def _npy_header(length: int) -> bytes:
     return stream.getvalue()
 
 
-def facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+def _facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
     """The size and modification time in nanoseconds of what was listed; a folder's size is taken for 0.
 
     Raises:
@@ -145,16 +166,16 @@ def facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
     for name in names:
         path = source / name if name else source
         try:
-            found = path.stat()
+            facts = path.stat()
         except OSError as error:
             raise DataError(
                 f"{path} is missing ({error.strerror}), which the index names: put it back; or, where it is meant to "
                 f"be gone: grappe data index {source} --again"
             ) from None
-        yield (0 if path.is_dir() else found.st_size, found.st_mtime_ns)
+        yield (0 if path.is_dir() else facts.st_size, facts.st_mtime_ns)
 
 
-def content_hash(file: Path | None) -> str:
+def _content_hash(file: Path | None) -> str:
     """Hashes a file of labels."""
     if file is None:
         return ""
@@ -165,31 +186,8 @@ def content_hash(file: Path | None) -> str:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def _laid_out(text: bytes, *sections: Any) -> bytearray:
-    """The content of the array."""
-    laid = bytearray(bytes(8) + len(text).to_bytes(8, "little") + text)
-    for section in sections:
-        laid += bytes(-len(laid) % _ALIGNED)
-        laid += section if isinstance(section, bytes) else section.tobytes()
-    laid[:8] = xxhash.xxh3_64_digest(memoryview(laid)[8:])
-    return laid
-
-
-def _description(raw: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(raw[8:_START].tobytes(), "little")
-    if xxhash.xxh3_64_digest(raw[8:].data) != raw[:8].tobytes() or length > min(len(raw), _MOST_DESCRIPTION):
-        raise Stale("it is damaged")
-    try:
-        told = json.loads(raw[_START : _START + length].tobytes())
-    except (ValueError, RecursionError):
-        raise Stale("it is damaged") from None
-    if not isinstance(told, dict) or told.get("version") != VERSION:
-        raise Stale("another version of grappe wrote it")
-    return told, _START + length
-
-
-def _mapped(raw: NDArray[np.uint8], told: dict[str, Any], start: int) -> Index:
-    count, length = int(told["images"]), int(told["name bytes"])
+def _mapped(raw: NDArray[np.uint8], description: dict[str, Any], start: int) -> Index:
+    count, length = int(description["images"]), int(description["name bytes"])
     parts = []
     for size in (count * ENTRY.itemsize, count * 8, length):
         start += -start % _ALIGNED
@@ -198,55 +196,196 @@ def _mapped(raw: NDArray[np.uint8], told: dict[str, Any], start: int) -> Index:
             raise ValueError("a section is cut off")
         parts.append(part)
         start += size
-    classes, names = told["classes"], told["files"]
-    if not all(isinstance(one, str) for one in [*classes, *names]) or told["kind"] not in get_args(Kind):
+    classes, names = description["classes"], description["files"]
+    if not all(isinstance(name, str) for name in [*classes, *names]) or description["kind"] not in get_args(
+        Kind
+    ):
         raise ValueError("names are no text")
     if any(name.startswith("/") or ".." in name.split("/") for name in names):
         raise ValueError("a name leads out of the source")
     return Index(
-        kind=told["kind"],
+        kind=description["kind"],
         classes=tuple(classes),
         files=tuple(names),
         entries=np.asarray(parts[0]).view(ENTRY),
         name_ends=np.asarray(parts[1]).view("<u8"),
         name_bytes=np.asarray(parts[2]),
-        left_out=int(told["left out"]),
+        left_out=int(description["left out"]),
     )
 
 
-def _check(found: Index, source: Path, now: list[tuple[int, int]]) -> None:
-    """Checks that every entry lies in its file, and that some of them are what they were."""
-    entries = found.entries
-    if not len(entries) or int(found.name_ends[-1]) != len(found.name_bytes):
+def _check_entries(index: Index, file_sizes: list[int]) -> None:
+    """Checks that every entry lies in its file."""
+    entries = index.entries
+    if not len(entries) or int(index.name_ends[-1]) != len(index.name_bytes):
         raise Stale("it is damaged")
-    sizes = np.array([size for size, _ in now], np.uint64)
+    sizes = np.array(file_sizes, np.uint64)
     for start in range(0, len(entries), 1 << 16):
         part = entries[start : start + (1 << 16)]
-        ends = found.name_ends[max(start - 1, 0) : start + (1 << 16)]
+        ends = index.name_ends[max(start - 1, 0) : start + (1 << 16)]
         wrong = (part["file"] >= len(sizes)).any() or (part["label"] < 0).any()
-        if wrong or (part["label"] >= len(found.classes)).any() or (ends[1:] < ends[:-1]).any():
+        if wrong or (part["label"] >= len(index.classes)).any() or (ends[1:] < ends[:-1]).any():
             raise Stale("it is damaged")
-        if found.kind != "folder":
+        if index.kind != "folder":
             beyond = part["offset"] + part["size"] > sizes[part["file"]]
             if beyond.any() or (part["offset"] < BLOCK).any() or (part["offset"] >> 62).any():
                 raise Stale("it is damaged")
-    for place in np.linspace(0, len(entries) - 1, min(_PROBES, len(entries))).astype(int).tolist():
-        _probe(found, source, place)
 
 
-def _probe(found: Index, source: Path, place: int) -> None:
-    entry = found.entries[place]
-    name = os.fsdecode(found.name(place))
-    if found.kind == "folder":
+def _probe(index: Index, source: Path, place: int) -> None:
+    """Checks that an image is what it was."""
+    entry = index.entries[place]
+    name = os.fsdecode(index.name(place))
+    if index.kind == "folder":
         try:
-            facts_now = (source / name).stat()
+            facts = (source / name).stat()
         except OSError:
             raise Stale(f"{name} is not there any more") from None
-        if (facts_now.st_mtime_ns, facts_now.st_size) != (int(entry["offset"]), int(entry["size"])):
+        if (facts.st_mtime_ns, facts.st_size) != (int(entry["offset"]), int(entry["size"])):
             raise Stale(f"{name} has changed since")
         return
-    file = found.files[int(entry["file"])]
+    file = index.files[int(entry["file"])]
     with (source / file if file else source).open("rb", buffering=0) as stream:
         header = os.pread(stream.fileno(), BLOCK, int(entry["offset"]) - BLOCK)
     if mark_of(header) != int(entry["mark"]):
         raise Stale(f"another member is in the place of {name}")
+
+
+def places(source: Path, ending: str) -> list[Path]:
+    """Lists where a file that belongs to a source may lie, in order of preference."""
+    source = source.absolute()
+    candidates = [source.with_name(source.name + ending)]
+    folder = _user_folder()
+    if folder is not None:
+        candidates.append(folder / f"{source.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(source))}{ending}")
+    return candidates
+
+
+def _user_folder() -> Path | None:
+    base = state_base()
+    return None if base is None else own_folder(base / "grappe" / "images")
+
+
+def open_index(
+    source: Path,
+    labels: Path | None = None,
+    numbering: Path | None = None,
+    *,
+    again: bool = False,
+    report: Report | None = None,
+) -> tuple[Index, Path]:
+    """Maps a source's index, and makes it first where there is none, or one of another state; and the index's file.
+
+    Args:
+        again: whether to make it in any case.
+
+    Raises:
+        DataError: the source is damaged, missing or has no images.
+    """
+    label_files = (labels, numbering)
+    if not again and (existing := _existing_index(source, label_files)[0]) is not None:
+        return existing
+    with _locked(source):
+        existing, why = (None, "asked for") if again else _existing_index(source, label_files)
+        if existing is not None:  # another process has made it
+            return existing
+        complain(f"grappe: reading the headers of {source}, once" + (f" ({why})" if why else ""))
+        listed = listing(source, *label_files, report or (lambda words: None))
+        problems = []
+        for file in places(source, INDEX):
+            try:
+                write_index(file, source, listed, label_files)
+                return read_index(file, source, label_files), file
+            except OSError as error:
+                problems.append(f"{file}: {error.strerror or error}")
+            except Stale as error:
+                raise DataError(
+                    f"{source} changes while it is read ({error}): wait until it is whole"
+                ) from None
+        raise DataError(f"the index of {source} can be written nowhere: {'; '.join(problems)}")
+
+
+def _existing_index(source: Path, labels: LabelFiles) -> tuple[tuple[Index, Path] | None, str]:
+    """Returns the index and its file, or why there is none."""
+    why = ""
+    for file in places(source, INDEX):
+        if file.is_file():
+            try:
+                return (read_index(file, source, labels), file), ""
+            except Stale as error:
+                why = why or f"{file}: {error}"
+    return None, why
+
+
+@contextlib.contextmanager
+def _locked(source: Path) -> Iterator[None]:
+    """Context that processes of a node enter one after the other, where there is a folder for it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            lock = places(source, ".lock")[-1]
+            if lock.parent == _user_folder():
+                file = stack.enter_context(lock.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def quarantined(source: Path, index: Index) -> NDArray[np.int64]:
+    """Returns the places of the images that are left out, in order: int64 (n,).
+
+    Raises:
+        DataError: the list names what the source does not have: it is that of another state of it.
+    """
+    file = next((place for place in places(source, QUARANTINE) if place.is_file()), None)
+    if file is None:
+        return np.empty(0, np.int64)
+    content = file.open("rb").read(_MOST_QUARANTINE)
+    lines = [line for line in content.split(b"\n") if line and not line.startswith(b"#")]
+    names = {line.partition(b"\t")[0] for line in lines}
+    place_of = _places_of(index, names)
+    absent = sorted(names - place_of.keys())
+    if absent:
+        raise DataError(
+            f"{file} names '{printable(os.fsdecode(absent[0]))}', which {source} does not have: it belongs to another "
+            f"state of it. Make it anew: grappe data check {source}"
+        )
+    return np.array(sorted(place_of.values()), np.int64)
+
+
+def write_quarantine(source: Path, index: Index, bad: Mapping[int, str]) -> Path | None:
+    """Writes the list of images, place by place with the reason, or removes it where there is none to list.
+
+    Raises:
+        DataError: it can be written nowhere.
+    """
+    lines = (f"{os.fsdecode(index.name(place))}\t{printable(bad[place])}\n" for place in sorted(bad))
+    content = os.fsencode(_HEAD + "".join(lines))
+    problem = ""
+    for file in places(source, QUARANTINE):
+        try:
+            if bad:
+                safe.replace(file, content, durable=True)
+                return file
+            safe.remove(file)
+        except OSError as error:
+            problem = f"{file}: {error.strerror or error}"
+    if bad:
+        raise DataError(f"the list of what cannot be decoded can be written nowhere: {problem}")
+    return None
+
+
+def _places_of(index: Index, names: set[bytes]) -> dict[bytes, int]:
+    """Returns the place of each name that is there, in one pass over all names of the index."""
+    places: dict[bytes, int] = {}
+    lengths = np.diff(index.name_ends, prepend=np.uint64(0))
+    for length in {len(name) for name in names}:
+        alike = np.flatnonzero(lengths == length)
+        starts = (index.name_ends[alike] - np.uint64(length)).astype(np.int64)
+        for name in (name for name in names if len(name) == length):
+            left, left_starts = alike, starts
+            # from the end: names begin alike, and each byte rules most of them out
+            for back in range(length - 1, -1, -1):
+                same = index.name_bytes[left_starts + back] == name[back]
+                left, left_starts = left[same], left_starts[same]
+            if len(left):
+                places[name] = int(left[0])
+    return places

@@ -1,10 +1,13 @@
-"""Defines Listing: the images of a source in the order of their ids, and how a listing is put together."""
+"""Lists a source's images in the order of their ids: a folder of class folders, an archive, or a folder of shards."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,18 +15,26 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.images.tar import Extent, Member
+from grappe.data.images.tar import Extent, Member, members
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
 
 Kind = Literal["folder", "archive", "shards"]
-Said = Callable[[str], None]
-"""Told what is going on, in a few words."""
+Report = Callable[[str], None]
+"""Shows progress, in a few words."""
 ENDINGS = (b".jpg", b".jpeg", b".png")
 THREADS = 8  # they wait for a file system
 LARGEST = (1 << 32) - 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("mark", "<u4"), ("file", "<u4"), ("label", "<i4")])
 """An image: where it begins in which archive, and its header's mark; of a file of its own `offset` is the mtime."""
+CLASSES = "classes.txt"
+"""In a folder of shards: the name of each class, a line for each label from 0."""
+MANIFEST = "shards.json"
+"""In a folder of shards that `grappe data pack` wrote: the shards that there are, with their sizes."""
+BEGUN = ".pack.json"
+"""In a folder that `grappe data pack` has begun: what is packed into it, and how."""
+MOST_LABEL_BYTES = 1 << 28
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +51,131 @@ class Listing:
     """Files whose names are not those of images."""
 
 
-class Found(NamedTuple):
+class _Part(NamedTuple):
     """The images of one class folder, or of one archive."""
 
     names: list[bytes]
     entries: NDArray[np.void]
     left_out: int
+
+
+def kind_of(source: Path) -> Kind:
+    """Returns what kind a source is.
+
+    Raises:
+        DataError: it is nothing that has images.
+    """
+    if source.is_file():
+        return "archive"
+    if not source.is_dir():
+        raise DataError(
+            f"{source}: there is no such file or folder. Name a folder of class folders, a .tar archive, or a folder "
+            "of .tar shards"
+        )
+    return "shards" if shards_in(source) else "folder"
+
+
+def listing(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Listing:
+    """Lists all images of a source.
+
+    Args:
+        labels: the file of the labels of an archive whose images are in no class.
+        numbering: the file that says what numbers in `labels` mean.
+
+    Raises:
+        DataError: it is damaged, of another form, or has none.
+    """
+    kind = kind_of(source)
+    if labels is not None and kind != "archive":
+        raise DataError(f"{source} has labels of its own: labels= is for an archive without classes")
+    if kind == "archive":
+        images = _list_archive(source, labels, numbering, report)
+    else:
+        images = (_list_folder if kind == "folder" else _list_shards)(source, report)
+    if not len(images.entries):
+        raise DataError(f"{source} has no image (.jpg, .jpeg or .png) in it")
+    return images
+
+
+def _sorted_part(names: list[bytes], entries: NDArray[np.void], left_out: int) -> _Part:
+    order = sorted(range(len(names)), key=names.__getitem__)
+    return _Part([names[place] for place in order], entries[order], left_out)
+
+
+def _joined(
+    kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[_Part], left_out: int = 0
+) -> Listing:
+    """Puts the images of several folders or archives together, in this order."""
+    return Listing(
+        kind=kind,
+        files=tuple(files),
+        classes=tuple(classes),
+        entries=np.concatenate([part.entries for part in parts]),
+        names=[name for part in parts for name in part.names],
+        left_out=left_out + sum(part.left_out for part in parts),
+    )
+
+
+def _label_by_place(parts: Sequence[_Part]) -> None:
+    """Labels each part's images with the part's place, where each part is a class."""
+    for label, part in enumerate(parts):
+        part.entries["label"] = label
+
+
+def _is_image(name: bytes) -> bool:
+    base = name.rpartition(b"/")[2]
+    return base.lower().endswith(ENDINGS) and not base.startswith(b".")  # ._NAME.jpg: what macOS adds
+
+
+def _text(name: bytes) -> str:
+    """Decodes a name; bytes that are no UTF-8 are shown as �."""
+    return name.decode(errors="replace")
+
+
+# A folder of class folders, SOURCE/CLASS/NAME.jpg, at any depth below the class.
+
+
+def _list_folder(source: Path, report: Report) -> Listing:
+    with os.scandir(source) as places:
+        classes = sorted(place.name for place in places if place.is_dir() and not place.name.startswith("."))
+    if not classes:
+        raise DataError(f"{source} has no class folders: images lie in SOURCE/CLASS/NAME.jpg")
+    parts: list[_Part] = []
+    inside = [""]
+    with ThreadPoolExecutor(THREADS) as threads:
+        for part, folders in threads.map(lambda name: _class_folder(source, name), classes):
+            parts.append(part)
+            inside += folders
+            report(f"{len(parts):,} of {len(classes):,} class folders")
+    _label_by_place(parts)
+    return _joined("folder", inside, classes, parts)
+
+
+def _class_folder(source: Path, name: str) -> tuple[_Part, list[str]]:
+    """Returns the images of a class, and the folders that they lie in."""
+    names, rows, left_out, folders = [], [], 0, [name]
+    for inside in folders:  # which grows meanwhile
+        with os.scandir(source / inside) as places:
+            for place in places:
+                path = f"{inside}/{place.name}"
+                if place.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                    continue
+                if not _is_image(os.fsencode(place.name)):
+                    left_out += 1
+                    continue
+                try:
+                    facts = place.stat()
+                except OSError as error:
+                    raise DataError(f"{source / path} cannot be read: {error.strerror}") from None
+                if facts.st_size > LARGEST or "\n" in path:
+                    raise DataError(f"{printable(source / path)} is no image: its size or name is none")
+                names.append(os.fsencode(path))
+                rows.append((facts.st_mtime_ns, facts.st_size, 0, 0, 0))
+    return _sorted_part(names, np.array(rows, ENTRY), left_out), folders
+
+
+# One archive: a tar of a tar for each class (ImageNet as downloaded), of class folders, or flat.
 
 
 @contextmanager
@@ -64,49 +194,258 @@ def opened(file: Path) -> Iterator[Extent]:
         yield Extent(handle, printable(file), 0, os.fstat(handle).st_size)
 
 
-def rows_of(found: Sequence[Member]) -> NDArray[np.void]:
+def _list_archive(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Listing:
+    outer: list[Member] = []
+    with opened(source) as archive:
+        for member in members(archive):
+            outer.append(member)
+            if len(outer) % 1000 == 0:
+                report(f"{len(outer):,} members")
+        inner = sorted(member for member in outer if member.name.endswith(b".tar"))
+        if labels is None and inner:
+            return _list_inner_archives(archive, inner, report)
+    images = [member for member in outer if _is_image(member.name)]
+    left_out = len(outer) - len(images)
+    if labels is not None:
+        part = _sorted_part([member.name for member in images], _rows_of(images), left_out)
+        part.entries["label"], classes = _labels_of(labels, part.names, numbering)
+        return _joined("archive", ("",), classes, [part])
+    if any(member.name.endswith(b".cls") for member in outer):
+        raise DataError(f"{source} is a shard: put it into a folder of shards, and name the folder")
+    by_class: dict[bytes, list[Member]] = {}
+    for member in images:
+        folder = member.name.removeprefix(b"./").rpartition(b"/")[0].rpartition(b"/")[2]
+        if not folder:
+            raise DataError(
+                f"{source} has images without a class ('{printable(_text(member.name))}'): say "
+                "with labels= (--labels) which file has their classes"
+            )
+        by_class.setdefault(folder, []).append(member)
+    names = sorted(by_class)
+    parts = [
+        _sorted_part([member.name for member in by_class[name]], _rows_of(by_class[name]), 0)
+        for name in names
+    ]
+    _label_by_place(parts)
+    return _joined("archive", ("",), list(map(_text, names)), parts, left_out)
+
+
+def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Report) -> Listing:
+    """Lists the images of archives in an archive, whose names are those of the classes."""
+
+    def walked(tar: Member) -> _Part:
+        name = tar.name.rpartition(b"/")[2].removesuffix(b".tar")
+        title = f"{printable(_text(tar.name))} in {archive.title}"
+        files = list(members(Extent(archive.handle, title, tar.offset, tar.offset + tar.size)))
+        images = [member for member in files if _is_image(member.name)]
+        names = [name + b"/" + member.name.removeprefix(b"./") for member in images]
+        return _sorted_part(names, _rows_of(images), len(files) - len(images))
+
+    parts: list[_Part] = []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for part in threads.map(walked, inner):
+            parts.append(part)
+            report(f"{len(parts):,} of {len(inner):,} classes")
+    _label_by_place(parts)
+    classes = [_text(member.name.rpartition(b"/")[2].removesuffix(b".tar")) for member in inner]
+    return _joined("archive", ("",), classes, parts)
+
+
+def _rows_of(images: Sequence[Member]) -> NDArray[np.void]:
     """Returns the entries of an archive's members, without labels."""
-    too_large = next((one for one in found if one.size > LARGEST), None)
+    too_large = next((member for member in images if member.size > LARGEST), None)
     if too_large is not None:
-        raise DataError(f"'{printable(text_of(too_large.name))}' is no image: {too_large.size:,} bytes")
-    return np.array([(one.offset, one.size, one.mark, 0, 0) for one in found], ENTRY)
+        raise DataError(f"'{printable(_text(too_large.name))}' is no image: {too_large.size:,} bytes")
+    return np.array([(member.offset, member.size, member.mark, 0, 0) for member in images], ENTRY)
 
 
-def in_order(names: list[bytes], entries: NDArray[np.void], left_out: int) -> Found:
-    """Sorts images by name."""
-    order = sorted(range(len(names)), key=names.__getitem__)
-    return Found([names[place] for place in order], entries[order], left_out)
+# Files of labels: which class each image of a flat archive (ImageNet's validation set) is of.
 
 
-def joined(
-    kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[Found], left_out: int = 0
-) -> Listing:
-    """Puts the images of several folders or archives together, in this order."""
-    return Listing(
-        kind=kind,
-        files=tuple(files),
-        classes=tuple(classes),
-        entries=np.concatenate([part.entries for part in parts]),
-        names=[name for part in parts for name in part.names],
-        left_out=left_out + sum(part.left_out for part in parts),
-    )
+def _labels_of(
+    file: Path, names: Sequence[bytes], numbering: Path | None
+) -> tuple[NDArray[np.int32], list[str]]:
+    """Returns the label of each of `names`, which are in order, int32 (n,), and the classes' names, in order.
+
+    A line is a class of the image in that place (`n01751748`), or an image and its class (`NAME n01751748`, or with a
+    comma, as Kaggle's LOC_val_solution.csv has it), or a number from 1, as ILSVRC2012_validation_ground_truth.txt has
+    it. Such numbers are not in the order of the classes' names, so `numbering` must say what they mean.
+
+    Raises:
+        DataError: the file is of no such form, or an image has no line.
+    """
+    lines = [re.split(r"[\s,]+", line.strip()) for line in _label_lines(file)]
+    if lines and lines[0][0] == "ImageId":
+        del lines[0]
+    if not lines:
+        raise DataError(f"{file} has no line")
+    if len(lines[0]) == 1:
+        if len(lines) != len(names):
+            raise DataError(f"{file} has {len(lines):,} lines for {len(names):,} images")
+        words = [line[0] for line in lines]
+    else:
+        by_stem = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
+        stems = [
+            Path(_text(name)).stem for name in names
+        ]  # a line names the image with its ending or without
+        absent = next((stem for stem in stems if stem not in by_stem), None)
+        if absent is not None:
+            raise DataError(f"{file} has no line for the image '{printable(absent)}'")
+        words = [by_stem[stem] for stem in stems]
+    if all(map(_NUMBER.fullmatch, words)):
+        if numbering is None:
+            raise DataError(
+                f"{file} has numbers, and not the names of classes; they are not in the order of the names. Say "
+                "with numbering= (--numbering) which file has the class of each number (the devkit's map_clsloc.txt)"
+            )
+        meaning = _class_of_number(numbering)
+        absent = next((word for word in words if int(word) not in meaning), None)
+        if absent is not None:
+            raise DataError(f"{numbering} does not say which class {absent} is, which {file} has")
+        words = [meaning[int(word)] for word in words]
+    classes = sorted(set(words))
+    places = {name: place for place, name in enumerate(classes)}
+    return np.array([places[word] for word in words], np.int32), classes
 
 
-def labelled(
-    kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[Found], left_out: int = 0
-) -> Listing:
-    """Does the same as `joined` where each part is a class: its place is its images' label."""
-    for label, part in enumerate(parts):
-        part.entries["label"] = label
-    return joined(kind, files, classes, parts, left_out)
+def _class_of_number(file: Path) -> dict[int, str]:
+    """Reads the class of each number from lines `n02119789 1 kit_fox`, `1 n02119789`, or the name alone, from 1."""
+    classes: dict[int, str] = {}
+    for place, line in enumerate(_label_lines(file), 1):
+        words = line.split()
+        numbers = [word for word in words[:2] if _NUMBER.fullmatch(word)]
+        others = [word for word in words[:2] if not _NUMBER.fullmatch(word)]
+        if not others or len(numbers) > 1:
+            raise DataError(f"{file}, line {place}: a class's name and its number were expected")
+        classes[int(numbers[0]) if numbers else place] = others[0]
+    return classes
 
 
-def is_image(name: bytes) -> bool:
-    """Tells by its name whether a file is an image."""
-    base = name.rpartition(b"/")[2]
-    return base.lower().endswith(ENDINGS) and not base.startswith(b".")  # ._NAME.jpg: what macOS adds
+def _label_lines(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MOST_LABEL_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    if len(content) > MOST_LABEL_BYTES:
+        raise DataError(f"{file} is too large for a file of labels")
+    return [line for line in _text(content).splitlines() if line.strip()]
 
 
-def text_of(name: bytes) -> str:
-    """Decodes a name; bytes that are no UTF-8 are shown as �."""
-    return name.decode(errors="replace")
+# A folder of tar shards, in WebDataset's form: KEY.jpg next to KEY.cls or KEY.json.
+
+
+def shard_names(source: Path) -> tuple[str, ...]:
+    """Returns the shards of a folder, in order.
+
+    Raises:
+        DataError: one is missing: by the folder's manifest, or by a gap in their numbers.
+    """
+    there = shards_in(source)
+    if (source / MANIFEST).is_file():
+        try:
+            records = json.loads((source / MANIFEST).read_bytes())["shards"]
+            sizes = {str(record["name"]): int(record["bytes"]) for record in records}
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise DataError(f"{source / MANIFEST} is damaged: pack the shards anew") from None
+        absent = sorted(sizes.keys() - set(there))
+        for name in there:
+            if name in sizes and (source / name).stat().st_size != sizes[name]:
+                raise DataError(f"{source / name} has another size than {MANIFEST} says: copy it again")
+    elif (source / BEGUN).is_file():
+        raise DataError(f"{source} is not packed to its end: start grappe data pack again, and it goes on")
+    else:
+        absent = list(_missing_numbers(there))
+    if absent:
+        more = f", and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise DataError(
+            f"{source} lacks the shard {printable(absent[0])}{more}: copy it here too; without it this "
+            "process would have fewer samples than others"
+        )
+    return tuple(there)
+
+
+def shards_in(source: Path) -> list[str]:
+    """Returns the names of the shards in a folder."""
+    try:
+        return sorted(place.name for place in source.glob("*.tar") if place.is_file())
+    except OSError as error:
+        raise DataError(f"{source} cannot be read: {error.strerror or error}") from None
+
+
+def _missing_numbers(names: Sequence[str]) -> Iterator[str]:
+    """Yields names that are missing between numbered ones: shard-000001.tar between shard-000000.tar and -000002."""
+    numbered: dict[tuple[str, int], list[int]] = {}
+    for name in names:
+        if match := re.fullmatch(r"(.*?)([0-9]+)\.tar", name):
+            numbered.setdefault((match[1], len(match[2])), []).append(int(match[2]))
+    for (prefix, width), numbers in numbered.items():
+        if min(numbers) < 2:  # else they may be years
+            for number in sorted(set(range(min(numbers), max(numbers))) - set(numbers)):
+                yield f"{prefix}{number:0{width}d}.tar"
+
+
+def _list_shards(source: Path, report: Report) -> Listing:
+    """Lists a folder of shards: files whose names are alike up to the first dot are one sample."""
+    shards = shard_names(source)
+    parts: list[_Part] = []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for number, part in enumerate(threads.map(lambda name: _list_shard(source, name), shards)):
+            part.entries["file"] = number
+            parts.append(part)
+            report(f"{len(parts):,} of {len(shards):,} shards")
+    largest = max((int(part.entries["label"].max()) for part in parts if part.names), default=0)
+    file = source / CLASSES
+    numbers = list(map(str, range(largest + 1)))
+    classes = file.read_text(errors="replace").splitlines() if file.is_file() else numbers
+    if len(classes) <= largest:
+        raise DataError(f"{file} has {len(classes)} classes, and a sample has the label {largest}")
+    return _joined("shards", shards, classes, parts)
+
+
+def _list_shard(source: Path, name: str) -> _Part:
+    names, rows, left_out = [], [], 0
+    with opened(source / name) as archive:
+        for key, parts in _samples(members(archive)):
+            image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
+            if image is None:
+                left_out += 1
+                continue
+            names.append(os.fsencode(name) + b"/" + image.name.removeprefix(b"./"))
+            rows.append((image.offset, image.size, image.mark, 0, _label_in_shard(archive, key, parts)))
+    return _Part(names, np.array(rows, ENTRY), left_out)
+
+
+def _samples(files: Iterator[Member]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+    """Yields the key of each sample, and its files by their endings."""
+    key, parts = b"", {}
+    for member in files:
+        folder, slash, name = member.name.rpartition(b"/")
+        stem, _, ending = name.partition(b".")
+        if folder + slash + stem != key and parts:
+            yield key, parts
+            parts = {}
+        key = folder + slash + stem
+        parts[ending.lower()] = member
+    if parts:
+        yield key, parts
+
+
+def _label_in_shard(archive: Extent, key: bytes, parts: dict[bytes, Member]) -> int:
+    label: object = None
+    if b"cls" in parts:
+        text = parts[b"cls"].head.strip()
+        label = int(text) if text.isdigit() and len(text) < 10 else _text(text)
+    elif b"json" in parts:
+        member = parts[b"json"]
+        try:
+            record = json.loads(os.pread(archive.handle, min(member.size, 1 << 20), member.offset))
+            label = next((record[name] for name in ("label", "cls", "class") if name in record), None)
+        except (ValueError, TypeError, RecursionError):
+            label = None
+    if type(label) is not int or not 0 <= label < 1 << 31:
+        raise DataError(
+            f"{archive.title}: the sample '{printable(_text(key))}' has no label that is a whole number: KEY.cls, or "
+            f'"label" in KEY.json'
+        )
+    return label

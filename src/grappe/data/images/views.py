@@ -1,21 +1,21 @@
-"""Chooses which part of a picture becomes a sample, by the sample's key, and cuts it out of the file.
+"""Chooses which part of a picture becomes a sample, by the sample's key, and cuts it out of its file.
 
-Shapes: H x W pixels of the whole picture; S, the side of a sample.
+Shapes: H x W pixels of the whole picture; S, the side of a sample; B images of C channels.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from grappe.data.draw import draw_one, mix
-from grappe.data.images.decode import decoded, scale_for
-from grappe.data.images.headers import header_of
+from grappe.data.images.decode import decoded, header_of, scale_for
 from grappe.errors import TaskError
 
 _CROP = 0x63726F70  # what a crop draws is apart from what `augment` draws with the same keys
@@ -159,3 +159,29 @@ def _cut(pixels: Tensor, box: Box, scale: int) -> Tensor:
 def _check_size(size: int) -> None:
     if not 1 <= size <= 4096:
         raise TaskError(f"size={size}: pixels of a sample's side, from 1 to 4096")
+
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class Normalise(nn.Module):
+    """Layer that normalises images per channel: uint8 (or floats of 0 to 255) [B, C, H, W] to float32.
+
+    (x / 255 - mean) / std. As the first layer of a model it runs on the device, on whole batches; evaluation,
+    prediction and an exported program have it too.
+
+    Args:
+        mean: of each channel, of pixels in 0 to 1. Default: ImageNet's.
+        std: in the same way.
+    """
+
+    def __init__(self, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(mean).view(-1, 1, 1) * 255, persistent=False)
+        self.register_buffer("scale", 1 / (torch.tensor(std).view(-1, 1, 1) * 255), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns float32 [B, C, H, W]."""
+        # One new tensor, and no other: fresh memory costs more than the arithmetic.
+        return images.to(torch.float32, copy=True).sub_(self.shift).mul_(self.scale)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from grappe.data.images.decode import decoded, simplejpeg
-from grappe.data.images.headers import NoPicture, header_of
-from grappe.data.images.index import Index
-from grappe.data.images.places import open_index
-from grappe.data.images.quarantine import write_quarantine
-from grappe.data.images.reader import Reader
+from grappe.data.images.dataset import Reader
+from grappe.data.images.decode import NoPicture, decoded, header_of, simplejpeg
+from grappe.data.images.index import Index, open_index, write_quarantine
 from grappe.errors import DataError
 from grappe.verbs.data.meter import Meter, Ticker
 from grappe.verbs.data.threads import in_threads
@@ -39,7 +36,7 @@ def check(source: Path, *, labels: Path | None = None, numbering: Path | None = 
             images cannot be decoded: then something else is wrong.
     """
     source = source.absolute()
-    index = open_index(source, labels, numbering, said=Ticker())[0]
+    index = open_index(source, labels, numbering, report=Ticker())[0]
     bad = _bad(source, index)
     if len(bad) > _MOST_BAD * len(index):
         place = next(iter(bad))

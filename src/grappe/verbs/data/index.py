@@ -6,8 +6,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from grappe.data.images.places import open_index
-from grappe.data.images.quarantine import quarantined
+from grappe.data.images.index import open_index, quarantined
 from grappe.verbs.data.meter import Ticker
 
 
@@ -37,7 +36,7 @@ def index(
     """
     began = time.monotonic()
     source = source.absolute()
-    found, file = open_index(source, labels, numbering, again=again, said=Ticker())
+    found, file = open_index(source, labels, numbering, again=again, report=Ticker())
     return Indexed(
         kind=found.kind,
         images=len(found),

@@ -11,8 +11,7 @@ from typing import Any
 import xxhash
 
 from grappe.data.images.dataset import Images
-from grappe.data.images.decode import decoded
-from grappe.data.images.headers import NoPicture, header_of
+from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.images.views import shortened
 from grappe.errors import DataError, UsageError
 from grappe.verbs.data.meter import Meter

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from grappe.data.images.shards import BEGUN, CLASSES, MANIFEST
+from grappe.data.images.listing import BEGUN, CLASSES, MANIFEST
 from grappe.errors import DataError, UsageError
 from grappe.launch import files as safe
 
