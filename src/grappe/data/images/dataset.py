@@ -166,15 +166,15 @@ class Images(Dataset[tuple[Tensor, int]]):
         # The label of each class of the index.
         self._label_of = np.arange(len(self._index.classes))
         if self._class_names is not None:
-            labels = {name: label for label, name in enumerate(self._class_names)}
-            if len(labels) < len(self._class_names):
+            label_by_name = {name: label for label, name in enumerate(self._class_names)}
+            if len(label_by_name) < len(self._class_names):
                 raise TaskError("Images: a name stands twice in classes=")
-            absent = sorted(set(self._index.classes) - set(labels))
+            absent = sorted(set(self._index.classes) - set(label_by_name))
             if absent:
                 raise DataError(
                     f"{self.source} has the class '{printable(absent[0])}', which classes= lacks ({len(absent)} in all)"
                 )
-            self._label_of = np.array([labels[name] for name in self._index.classes], np.int64)
+            self._label_of = np.array([label_by_name[name] for name in self._index.classes], np.int64)
         self._reader = Reader(self.source, self._index)
         left_out = quarantined(self.source, self._index)
         self.left_out = len(left_out)
