@@ -78,7 +78,7 @@ def main() -> None:
 
 def train(task: str, way: str, plan: str, loops: int, _: str) -> tuple[float, float]:
     """Mean seconds of a step, and seconds of the whole command."""
-    words = ("--plan", plan, "--bare", "--steps", str(STEPS[task]))
+    words = ("--plan", plan, "--steps-only", "--steps", str(STEPS[task]))
     with (
         tempfile.TemporaryDirectory(prefix="grappe-bench-") as folder,
         company(loops),

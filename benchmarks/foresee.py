@@ -234,7 +234,7 @@ def measured_cell(task: str, plan: str, *, between: bool = False) -> list[dict]:
             base=Path(folder),
             run=Path(folder) / "run",
             quiet=True,
-            options=Options(steps=STEPS, bare=not between),
+            options=Options(steps=STEPS, steps_only=not between),
             also=(Begun(),),
         )
         found = start("benchmarks.foresee:measured", request, request.plan, run=request.run)

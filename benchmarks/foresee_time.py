@@ -133,7 +133,7 @@ def measured(task: str, plan: str, expected: float, seconds: float = SECONDS) ->
             base=Path(folder),
             run=Path(folder) / "run",
             quiet=True,
-            options=Options(steps=steps, bare=True),
+            options=Options(steps=steps, steps_only=True),
         )
         start("grappe.training.worker:worker", request, request.plan, run=request.run)
         timings = [one["timing"] for one in Run(request.run or Path()).read_description()["costs"]]

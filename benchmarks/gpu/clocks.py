@@ -64,7 +64,9 @@ class Marks:
 def _against_events(part: Part, task: Tokens, steps: int) -> float:
     """Compares the median step of the chronometer's own clock with that of the marks; returns the latter."""
     marks = Marks(part)
-    folder = train_here(part, task, "precision=bf16", "events", Options(bare=True, steps=steps), marks.tick)
+    folder = train_here(
+        part, task, "precision=bf16", "events", Options(steps_only=True, steps=steps), marks.tick
+    )
     timing = Run(folder).read_description()["costs"][0]["timing"]
     # The steps that the chronometer times: behind the warm-up, and on a GPU one in so many.
     every = SAMPLE if part.on_gpu else 1
@@ -131,7 +133,7 @@ def _against_kernels(part: Part, task: Tokens, step: float) -> None:
     """Compares the kernels' durations a step with the step: kernels cannot be busy for longer than it takes."""
     profile = Profile(part)
     steps = BEFORE + PROFILED + 1
-    train_here(part, task, "precision=bf16", "kernels", Options(bare=True, steps=steps), profile.tick)
+    train_here(part, task, "precision=bf16", "kernels", Options(steps_only=True, steps=steps), profile.tick)
     union, total = (seconds / PROFILED for seconds in profile.durations())
     wall = profile.seconds / PROFILED
     # The profiler makes a GPU's host slower, and on a CPU all that is timed.

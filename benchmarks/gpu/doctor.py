@@ -117,7 +117,7 @@ def _power(part: Part) -> None:
     if counters:
         time.sleep(2)  # until what ran before is over
         idle, limit = counters[0].watts(), counters[0].limit_watts()  # type: ignore[attr-defined]
-    options = Options(bare=True, steps=steps)
+    options = Options(steps_only=True, steps=steps)
     folder = train_here(part, task, "precision=bf16", "power", options, lambda: None)
     # Each is a mean over a second; the first has the start in it, and the last one the end.
     watts = [one["watts"]["gpu"] for one in read_usage(folder) if "gpu" in one.get("watts", {})][1:-1]

@@ -73,7 +73,7 @@ def train_here(
 def seconds_a_step(part: Part, task: grappe.Task, plan: str, name: str, warmup: int, steps: int) -> float:
     """Returns the seconds a step of a bare training of grappe's."""
     window = Window(part, warmup, steps)
-    train_here(part, task, plan, name, Options(bare=True, steps=window.last), window.tick)
+    train_here(part, task, plan, name, Options(steps_only=True, steps=window.last), window.tick)
     return window.seconds
 
 

@@ -34,7 +34,7 @@ def _count_synchronising_calls(part: Part) -> None:
         task=TaskReference.of(Small(epochs=1000)),
         plan=Plan.parse(plan_on(part, "")),
         run=part.scratch / "waits",
-        options=Options(bare=True, steps=STEPS),
+        options=Options(steps_only=True, steps=STEPS),
     )
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
     torch.cuda.set_sync_debug_mode("warn")
@@ -58,7 +58,7 @@ def _count_synchronising_calls(part: Part) -> None:
 
 def _phases_against_the_wall(part: Part) -> None:
     """The phases of all steps add up to what the steps took."""
-    run = train(part, Small(epochs=1000), "", "phases", steps=STEPS, bare=True)
+    run = train(part, Small(epochs=1000), "", "phases", steps=STEPS, steps_only=True)
     used = read_usage(run.folder)
     phases = sum(seconds for usage in used for seconds in usage["phases"].values())
     share = phases / sum(usage["seconds"] for usage in used)

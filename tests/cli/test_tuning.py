@@ -24,7 +24,7 @@ from grappe.verbs.tune.study import Search, Trial, make_study
         (["digits", "lr=0.1..1", "--metric", "acuracy", "--maximize"], "did you mean accuracy"),
         (["digits", "lr=0.1..1", "--sampler", "grid"], "a grid needs values"),
         (["digits", "lr=0.1|1", "--sampler", "grid", "--trials", "3"], "the grid has 2 cells"),
-        (["digits", "lr=0.1..1", "--bare"], "--bare has no evaluation"),
+        (["digits", "lr=0.1..1", "--steps-only"], "--steps-only has no evaluation"),
         (["digits", "lr=0.1..1", "--plan", "per_device=2"], "per_device"),
         (["digits", "lr=0.1..1", "--plan", "replicate=two"], "replicate=two"),
         (["digits", "lr=0.1..1", "--study", "full"], "holds thesis.tex and is no study"),

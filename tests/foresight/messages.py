@@ -46,6 +46,6 @@ def sent(task: str, plan: str) -> list[str]:
             base=Path(folder),
             run=Path(folder) / "run",
             quiet=True,
-            options=Options(steps=3, bare=True),
+            options=Options(steps=3, steps_only=True),
         )
         return start("tests.foresight.messages:recorded", request, request.plan, run=request.run)

@@ -20,7 +20,7 @@ TRAIN = (
     "train",
     "digits",
     "batch_size=256",
-    "--bare",
+    "--steps-only",
     "--steps",
     "1",
     "--run",

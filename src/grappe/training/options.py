@@ -48,7 +48,7 @@ class Options:
     """Ranks whose processes profile a few steps: 0, or 0,3."""
     profile_steps: int = 5
     """Number of steps to profile."""
-    bare: bool = False
+    steps_only: bool = False
     """Only take steps, also beyond the task's epochs; no evaluation, no saving. For measurements."""
 
     def __post_init__(self) -> None:
@@ -72,11 +72,11 @@ class Options:
 
     def evaluations_every(self, steps_per_epoch: int) -> int | None:
         """Returns the number of steps between evaluations; None: there are none."""
-        return None if self.bare else self.evaluate_every or steps_per_epoch
+        return None if self.steps_only else self.evaluate_every or steps_per_epoch
 
     def saves_every(self, steps_per_epoch: int) -> int | None:
         """Returns the number of steps between checkpoints; None: there are none but at a stop."""
-        return None if self.bare else self.save_every or steps_per_epoch
+        return None if self.steps_only else self.save_every or steps_per_epoch
 
 
 def occasions_left(step: int, last: int, every: int | None) -> int:

@@ -66,7 +66,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         return _trained(request, process, rendezvous_folder)
     except Short as error:
         short = error
-    if request.options.bare:  # a measurement, which tries what fits
+    if request.options.steps_only:  # a measurement, which tries what fits
         raise OutOfMemory(str(short))
     # Here nothing keeps the training's memory any more.
     raise advised(short, request.task.resolve(), request.plan, request.data) from None
@@ -92,7 +92,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             redirect(log, process, early_log(rendezvous_folder, process))
         memory, baseline = explained(process.rank), _resident_before_model(task, options)
         chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        loading = loaders(task, data, plan, world, opened, None if options.bare else chronometer)
+        loading = loaders(task, data, plan, world, opened, None if options.steps_only else chronometer)
         watched = waits_counted(chronometer)
         with (
             naming_user_line(task),
@@ -236,14 +236,14 @@ def _also(request: Request, chronometer: Chronometer) -> tuple[Watcher, ...]:
 
 def _resident_before_model(task: Task, options: Options) -> int:
     """Returns the bytes of this process, with the library of metrics: 145 MB that are no part of what a model takes."""
-    if not options.bare and overrides(task, "metrics"):
+    if not options.steps_only and overrides(task, "metrics"):
         import_quietly("torchmetrics")
     return resident()
 
 
 def _settle_heap(request: Request) -> None:
     """Leaves the heap of a bare training as others have it, by the evaluation that they try before their first step."""
-    if request.options.bare and not request.plan.saves_memory:
+    if request.options.steps_only and not request.plan.saves_memory:
         with keep_freed_memory():
             pass
 
@@ -290,7 +290,7 @@ def _run_info(
 ) -> RunInfo:
     order, options = batches.order, request.options
     total = task.epochs * order.steps_per_epoch
-    if options.bare:
+    if options.steps_only:
         total = max(total, options.steps or 0)
     return RunInfo(
         folder=opened.run.folder,

@@ -22,7 +22,7 @@ COSTS = Costs(step=0.5, evaluation=10.0, save=2.0, start=30.0)
         (Options(steps=150), 150, 0, 0, 0),
         (Options(steps=150), 400, 0, 0, 0),
         (Options(part=0.25), 0, 250, 3, 3),
-        (Options(bare=True, steps=3000), 0, 3000, 0, 0),
+        (Options(steps_only=True, steps=3000), 0, 3000, 0, 0),
     ],
 )
 def test_what_is_left(options: Options, done: int, steps: int, evaluations: int, saves: int) -> None:

@@ -34,7 +34,7 @@ def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.
     assert "--nodes=1" in found[0].text
     assert "--nodes=2" in found[1].text
     for one in found:
-        assert "lr=0.2 batch_size=16 --bare --steps 25" in one.text
+        assert "lr=0.2 batch_size=16 --steps-only --steps 25" in one.text
         assert "#SBATCH --time=00:20:00" in one.text
     assert list(tmp_path.iterdir()) == []
 

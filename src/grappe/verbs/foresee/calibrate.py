@@ -288,7 +288,7 @@ def _trained(task: Reference, plan: Plan, folder: Path) -> dict[str, float]:
         base=folder,
         run=folder / name,
         quiet=True,
-        options=Options(steps=STEPS, bare=True),
+        options=Options(steps=STEPS, steps_only=True),
     )
     local("grappe.training.worker:worker", request, plan.processes)
     timing = Run(folder / name).read_description()["costs"][0]["timing"]

@@ -22,7 +22,7 @@ class Course:
     def of(cls, options: Options, *, done: int, epochs: int, steps_per_epoch: int) -> Course:
         """Works out what is left behind `done` steps."""
         total = epochs * steps_per_epoch
-        last = options.last_step(max(total, options.steps or 0) if options.bare else total)
+        last = options.last_step(max(total, options.steps or 0) if options.steps_only else total)
         return cls(
             steps=max(0, last - done),
             evaluations=occasions_left(done, last, options.evaluations_every(steps_per_epoch)),

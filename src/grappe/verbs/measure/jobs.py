@@ -61,10 +61,10 @@ def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submis
         own = batch or _batch_of(request)
         whole = own * (Plan.parse(plan).data_parallel if request.options.weak else 1)
         fields = (*(one for one in fields if not one.startswith("batch_size=")), f"batch_size={whole}")
-    options = Options(bare=True, steps=request.options.steps + WARMUP)
+    options = Options(steps_only=True, steps=request.options.steps + WARMUP)
     return Submission(
         task=request.task,
-        arguments=(request.task, *fields, "--bare", "--steps", str(options.steps)),
+        arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
         plans=(plan,),
         fields=fields,
         run=run,

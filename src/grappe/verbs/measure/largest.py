@@ -124,7 +124,7 @@ class _Runner:
             plan=self._plan,
             run=self._folder / f"largest-{self._number}",
             base=self._folder,
-            options=Options(steps=STEPS, bare=True),
+            options=Options(steps=STEPS, steps_only=True),
             quiet=True,
         )
         request = LargestRequest(training=training, limit=self._limit)

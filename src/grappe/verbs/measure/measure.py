@@ -163,7 +163,7 @@ def with_fields(task: TaskReference, **values: int) -> TaskReference:
 
 
 def _options(steps: int) -> Options:
-    return Options(steps=steps + WARMUP, bare=True)
+    return Options(steps=steps + WARMUP, steps_only=True)
 
 
 def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Answer:

@@ -236,8 +236,8 @@ def _refuse(options: Options, wanted: Wanted) -> None:
         raise UsageError(
             "--patience with --halving: both stop trainings, and which would depend on the rungs: leave one out"
         )
-    if options.bare:
-        raise UsageError("--bare has no evaluation, which a search needs: leave it out")
+    if options.steps_only:
+        raise UsageError("--steps-only has no evaluation, which a search needs: leave it out")
 
 
 def _refuse_plans(plans: Sequence[Plan]) -> None:
