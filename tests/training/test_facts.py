@@ -24,7 +24,7 @@ def test_lines_for_the_user() -> None:
     first, second = lines(FACTS)
     assert first == "2 nodes: n0 (4 x V100), n1 (4 x V100); each process 10 threads, 1 data worker"
     assert second == (
-        "25,557,032 parameters, SGD(lr=0.1, momentum=0.9, 2 groups), inputs [32, 3, 224, 224], 5005 steps an epoch"
+        "25,557,032 parameters, SGD(lr=0.1, momentum=0.9, 2 groups), inputs [32, 3, 224, 224], 5,005 steps an epoch"
     )
 
 
