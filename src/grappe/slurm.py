@@ -17,7 +17,7 @@ from grappe.launch.terminal import say
 from grappe.sites import slurm
 from grappe.sites.slurm import Entry
 from grappe.verbs import jobs
-from grappe.verbs.logs import files, lines
+from grappe.verbs.logs import lines, log_files
 from grappe.verbs.submission import JobOptions
 from grappe.verbs.submit import submit_all
 
@@ -100,7 +100,7 @@ def queue(
 def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
     """Lists a job's log files, or those of all runs under `base` whose name or job contains a text; newest first."""
     if isinstance(contains, Job):
-        return files(contains.run)
+        return log_files(contains.run)
     folders = sorted(
         (one for one in Path(base).absolute().glob("*/logs")),
         key=lambda one: one.stat().st_mtime,

@@ -52,7 +52,7 @@ def test_the_end_that_the_script_wrote_is_believed(run: Path) -> None:
 
 def test_logs_of_jobs_and_of_processes(run: Path) -> None:
     with pytest.raises(RunError, match="has no log"):
-        logs.files(run)
+        logs.log_files(run)
     (run / "logs" / "job-9.out").write_text("older\n")
     (run / "logs" / "job-10.out").write_text("hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2")
     assert "".join(logs.lines(run)) == "hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2"

@@ -10,7 +10,7 @@ from pathlib import Path
 from grappe.checkpoint.commit import step_name, verify
 from grappe.checkpoint.format import Checkpoint, list_checkpoints
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 LAST, BEST = "last", "best"
 DAMAGED = re.compile(r"damaged-step-\d{6,}-[0-9a-f]{8}", re.ASCII)  # renamed by a save of the same step
@@ -110,7 +110,7 @@ def validation_loss(checkpoint: Checkpoint) -> float:
 def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
     """Names what lies among the checkpoints and is none: a renamed or linked one may be the newest in truth."""
     try:
-        names = safe.names(folder)
+        names = files.names(folder)
     except OSError:
         return []
     known = {one.folder.name for one in checkpoints}
@@ -119,7 +119,7 @@ def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
         if name in known or name.startswith(".") or DAMAGED.fullmatch(name):
             continue
         shown = name if name.isprintable() else repr(name)
-        what = "is a link" if safe.kind(folder / name) == "link" else "is no checkpoint's name"
+        what = "is a link" if files.kind(folder / name) == "link" else "is no checkpoint's name"
         sentences.append(f"{shown} {what}: skipped")
     return sentences
 

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN, flush
 
 MANIFEST = "manifest.json"
@@ -41,27 +41,27 @@ class Origin:
     """Position in the data: training samples seen, over all epochs."""
 
 
-def commit(beside: Path, folder: Path, files: Mapping[str, Fingerprint], origin: Origin) -> None:
-    """Renames the temporary folder `beside`, whose `files` are on disk already, to `folder`: wholly, or not at all."""
-    content = {**dataclasses.asdict(origin), "files": files}
+def commit(beside: Path, folder: Path, fingerprints: Mapping[str, Fingerprint], origin: Origin) -> None:
+    """Renames the temporary folder `beside`, whose files are on disk already, to `folder`: wholly, or not at all."""
+    content = {**dataclasses.asdict(origin), "files": fingerprints}
     manifest = {**content, "xxh3_128": json_hash(content)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush(beside, IN_PART)
-    if safe.kind(folder):
+    if files.kind(folder):
         if verify(folder, origin.run) is None:  # the same step, saved before
-            safe.remove_tree(beside, IN_PART)
+            files.remove_tree(beside, IN_PART)
             return
         _make_way(folder)
-    safe.rename(beside, folder, IN_PART)
+    files.rename(beside, folder, IN_PART)
     flush(folder.parent, IN_RUN)
 
 
 def _make_way(folder: Path) -> None:
     """Removes what is damaged, as a rename replaces no folder that is not empty; what grappe has not made stays."""
-    if safe.kind(folder) == "folder" and not strangers(folder):
-        safe.remove_tree(folder, IN_PART)
+    if files.kind(folder) == "folder" and not strangers(folder):
+        files.remove_tree(folder, IN_PART)
     else:
-        safe.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), IN_PART)
+        files.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), IN_PART)
 
 
 def strangers(folder: Path) -> list[str]:
@@ -72,14 +72,14 @@ def strangers(folder: Path) -> list[str]:
         listed = set()
     return [
         name
-        for name in safe.names(folder, IN_PART)
-        if not (name in listed or OURS.fullmatch(name)) or safe.kind(folder / name) == "folder"
+        for name in files.names(folder, IN_PART)
+        if not (name in listed or OURS.fullmatch(name)) or files.kind(folder / name) == "folder"
     ]
 
 
 def write_new(file: Path, content: bytes) -> Fingerprint:
     """Writes a new file and flushes it to disk; returns its fingerprint."""
-    with safe.new_file(file, IN_CHECKPOINT) as stream:
+    with files.new_file(file, IN_CHECKPOINT) as stream:
         write_all(stream.fileno(), content)
         os.fsync(stream.fileno())
     return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
@@ -102,12 +102,12 @@ def verify(folder: Path, run: str = "") -> str | None:
     try:
         manifest = read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST)
         expected_hash = manifest.pop("xxh3_128", None)
-        files = manifest["files"]
-        if files and not manifest.keys() & {"step", "run"}:
+        fingerprints = manifest["files"]
+        if fingerprints and not manifest.keys() & {"step", "run"}:
             return OLDER
-        for name, expected in files.items():
+        for name, expected in fingerprints.items():
             file = folder / name
-            if Path(name).name != name or safe.kind(file) != "file":
+            if Path(name).name != name or files.kind(file) != "file":
                 return f"its manifest names {name!r}, which is no file in it"
             if fingerprint(file, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
@@ -135,7 +135,7 @@ def json_hash(content: Mapping[str, Any]) -> str:
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
     """Reads a file's size in bytes and its XXH3 hash; a file without the expected `size` is not read."""
     digest = xxhash.xxh3_128()
-    with safe.reader(file, IN_CHECKPOINT) as stream:
+    with files.reader(file, IN_CHECKPOINT) as stream:
         actual = os.fstat(stream.fileno()).st_size
         if size is not None and actual != size:
             return {"bytes": actual}
@@ -150,7 +150,7 @@ def write_json(file: Path, content: object, levels: int = IN_RUN, *, new: bool =
     Raises:
         FileExistsError: with `new`, there is one already.
     """
-    safe.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True, new=new)
+    files.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True, new=new)
 
 
 def read_json(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def read_json(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST_JSON) 
         RunError: the file cannot be read, or is no JSON object.
     """
     try:
-        with safe.reader(file, levels) as stream:
+        with files.reader(file, levels) as stream:
             if os.fstat(stream.fileno()).st_size > largest:
                 raise RunError(f"{file} is larger than any that grappe writes")
             content = json.loads(stream.read())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import MANIFEST, read_json, step_name, verify
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_RUN
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """
     checkpoints = []
     try:
-        names = safe.names(folder, IN_RUN)
+        names = files.names(folder, IN_RUN)
     except OSError:
         return []
     for name in names:
@@ -64,7 +64,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
             prefix == "step"
             and number.isdecimal()
             and number.isascii()
-            and safe.kind(folder / name) == "folder"
+            and files.kind(folder / name) == "folder"
         ):
             step = int(number)
             if folder / name == step_folder(folder, step):  # a step has one name

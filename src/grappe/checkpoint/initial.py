@@ -26,7 +26,7 @@ from grappe.checkpoint.weights import InMemory, Weights, kind_of, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import run_in_fork
 from grappe.launch.limits import LimitReached, Limits
@@ -159,11 +159,11 @@ def _write(model: nn.Module, checkpoints: Path, run: str, step: int, found: Fore
         state |= found.state(step)
     beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
-    safe.make_folder(checkpoints, IN_RUN)
-    safe.make_folder(beside, IN_PART)
-    files = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
-    files[STATE] = write_new(beside / STATE, json.dumps(state).encode())
-    commit(beside, step_folder(checkpoints, step), files, Origin(step=step, run=run))
+    files.make_folder(checkpoints, IN_RUN)
+    files.make_folder(beside, IN_PART)
+    fingerprints = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
+    fingerprints[STATE] = write_new(beside / STATE, json.dumps(state).encode())
+    commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
 
 
 def _given_weights(given: Path) -> tuple[Weights, str]:
@@ -246,8 +246,8 @@ def _size(given: Path) -> int:
     """Returns the bytes that reading `given` may map."""
     if not given.is_dir():
         return given.stat().st_size if given.is_file() else 0
-    files = given.glob("checkpoints/*/*.safetensors")
-    return sum(file.lstat().st_size for file in files if safe.kind(file) == "file")
+    tensor_files = given.glob("checkpoints/*/*.safetensors")
+    return sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from grappe.checkpoint.choice import validation_loss
 from grappe.checkpoint.commit import strangers
 from grappe.checkpoint.format import Checkpoint, list_checkpoints
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 
 
@@ -43,8 +43,8 @@ def remove(checkpoint: Path) -> bool:
         return False
     # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
     doomed = checkpoint.with_name(f".old-{checkpoint.name}.{secrets.token_hex(8)}")
-    safe.rename(checkpoint, doomed, IN_PART)
-    safe.remove_tree(doomed, IN_PART)
+    files.rename(checkpoint, doomed, IN_PART)
+    files.remove_tree(doomed, IN_PART)
     return True
 
 

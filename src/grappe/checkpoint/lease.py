@@ -14,7 +14,7 @@ from typing import Any
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 FILE = "lease.json"
 BEAT_SECONDS = 5.0
@@ -93,7 +93,7 @@ class Lease:
         holder = self._holder()
         if holder is not None and holder.token == self.token:
             with contextlib.suppress(OSError):  # it ends by itself; an error here would hide the one before
-                safe.remove(self._file)
+                files.remove(self._file)
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from grappe.checkpoint.commit import strangers
-from grappe.launch import files as safe
+from grappe.launch import files
 
 LEFT = re.compile(r"\.(step-\d{6,}|old-step-\d{6,})\.\w+", re.ASCII)
 
@@ -22,9 +22,9 @@ def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
     now = time.time()
     left = []
     with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now
-        for name in safe.names(folder):
+        for name in files.names(folder):
             entry = folder / name
-            ours = LEFT.fullmatch(name) and safe.kind(entry) == "folder" and not strangers(entry)
+            ours = LEFT.fullmatch(name) and files.kind(entry) == "folder" and not strangers(entry)
             if ours and now - entry.lstat().st_mtime >= older_than_seconds:
                 left.append(entry)
     return left

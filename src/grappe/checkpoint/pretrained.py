@@ -15,7 +15,7 @@ from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.checkpoint.weights import kind_of
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files as safe
+from grappe.launch import files
 
 Model = TypeVar("Model", bound=nn.Module)
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -94,7 +94,7 @@ def _files(place: Path, where: str) -> TensorFiles:
 def _indexed(file: Path, where: str) -> list[str]:
     """Returns the names of the files of an index."""
     try:
-        found = json.loads(safe.read_text(file.resolve(), levels=1))["weight_map"].values()
+        found = json.loads(files.read_text(file.resolve(), levels=1))["weight_map"].values()
         names = sorted({str(name) for name in found})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TaskError(f"{where}: {INDEX} is no index of safetensors files: {error}") from error

@@ -26,7 +26,7 @@ from grappe.checkpoint.pieces import pieces_to_write
 from grappe.checkpoint.snapshot import Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.terminal import say
 from grappe.launch.world import World
@@ -198,34 +198,34 @@ class Saver:
         """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
         mine = re.compile(rf"\.?rank-{self._world.rank}\.safetensors.*", re.DOTALL)
         if self._world.rank == 0 and not strangers(beside):
-            safe.remove_tree(beside, IN_PART)
+            files.remove_tree(beside, IN_PART)
             return
-        for name in safe.names(beside, IN_PART):
+        for name in files.names(beside, IN_PART):
             if mine.fullmatch(name):
-                safe.remove(beside / name, IN_CHECKPOINT)
+                files.remove(beside / name, IN_CHECKPOINT)
 
     def _write_mine(self, beside: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:
-        safe.make_folder(beside, IN_PART)  # no parents: a run that was removed must not come back in part
+        files.make_folder(beside, IN_PART)  # no parents: a run that was removed must not come back in part
         name = f"rank-{self._world.rank}.safetensors"
         print_of = tensor_file.write(beside / name, pieces, values)
         write_json(beside / f"{name}.done", print_of, IN_CHECKPOINT)
 
     def _commit(self, beside: Path, step: int, values: dict[str, Any]) -> None:
-        files: dict[str, Fingerprint] = {}
+        fingerprints: dict[str, Fingerprint] = {}
         for rank in range(self._world.size):
             name = f"rank-{rank}.safetensors"
-            files[name] = self._waited_for(beside / f"{name}.done")
-        for name in files:
-            safe.remove(beside / f"{name}.done", IN_CHECKPOINT)
+            fingerprints[name] = self._waited_for(beside / f"{name}.done")
+        for name in fingerprints:
+            files.remove(beside / f"{name}.done", IN_CHECKPOINT)
         state = json.dumps({"step": step, **values}, indent=1)
-        files[STATE] = write_new(beside / STATE, state.encode())
+        fingerprints[STATE] = write_new(beside / STATE, state.encode())
         self._may_commit()
         origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
-        commit(beside, step_folder(self._folder, step), files, origin)
+        commit(beside, step_folder(self._folder, step), fingerprints, origin)
         self._keep.clean(self._folder, step)
 
     def _waited_for(self, file: Path) -> Fingerprint:
-        while not safe.kind(file):
+        while not files.kind(file):
             if self._abandoned.wait(POLL_SECONDS):
                 raise RunError("another process could not write its part")
             if not file.parent.is_dir():  # nobody would ever write it

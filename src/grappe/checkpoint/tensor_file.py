@@ -24,7 +24,7 @@ from torch import Tensor
 from grappe.checkpoint.commit import Fingerprint, write_all
 from grappe.errors import OutOfMemory, RunError
 from grappe.errors.refused_memory import is_out_of_memory
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT
 
 NAMES = {
@@ -68,7 +68,7 @@ def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None =
     digest = xxhash.xxh3_128()
     size = 0
     tensors = (piece.data for piece in pieces) if values is None else _fitting(pieces, values)
-    with safe.new_file(file, IN_CHECKPOINT) as stream:
+    with files.new_file(file, IN_CHECKPOINT) as stream:
         for chunk in itertools.chain([header], (part for one in tensors for part in _bytes(one))):
             size += write_all(stream.fileno(), chunk)
             digest.update(chunk)
@@ -120,7 +120,7 @@ class _Mapped:
     """
 
     def __init__(self, file: Path, levels: int) -> None:
-        with safe.reader(file, levels) as stream:
+        with files.reader(file, levels) as stream:
             if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
                 raise RunError(f"{file} is no readable safetensors file: its header is too long")
             # The library opens by name: this one means the file that is open here, whatever has its name by now.

@@ -19,7 +19,7 @@ import xxhash
 from grappe.data.images.index import INDEX, QUARANTINE
 from grappe.errors import DISK_IS_FULL, DataError, UsageError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files as safe
+from grappe.launch import files
 
 _CHUNK = 1 << 22  # bytes
 _SPARE = 1 << 20  # bytes that a disk is to have left
@@ -92,7 +92,7 @@ def _copied(source: Path, to: Path, told: Callable[[int, int], None]) -> Staged:
         )
     names = {one.name for one in found}
     if known != names:  # before the first file: what a killed process leaves is known to be a copy
-        safe.replace(record, json.dumps(sorted(names | (known or set()))).encode(), durable=True)
+        files.replace(record, json.dumps(sorted(names | (known or set()))).encode(), durable=True)
     done = total - needed
     for one in missing:
         _copy(source.parent / one.name, to / one.name, one)
@@ -231,7 +231,7 @@ def _hash(file: Path) -> str:
 def _known(record: Path) -> set[str] | None:
     """Reads which files a copy has begun with; None: there was none."""
     try:
-        found = json.loads(safe.read_bytes(record))
+        found = json.loads(files.read_bytes(record))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
@@ -242,6 +242,6 @@ def _known(record: Path) -> set[str] | None:
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Context that a node's processes enter one after the other."""
-    with safe.appender(lock) as stream:
+    with files.appender(lock) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -29,7 +29,7 @@ from grappe.errors import (
 from grappe.errors.imports import broken_package
 from grappe.errors.refused_process import refused_process
 from grappe.language.choice import VARIABLE
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
@@ -135,7 +135,7 @@ def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
     """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever."""
     if process.launcher == "grappe":
-        safe.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
+        files.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
         complain(f"grappe: {message}")
     os._exit(EXIT_FAILURE)
@@ -144,7 +144,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
 def last_words(log: Path) -> Report | None:
     """Makes the report of a process that `end_now` ended; `log` is its early log."""
     try:
-        return Report(kind="error", error="ProcessDied", message=safe.read_text(_last_words(log)))
+        return Report(kind="error", error="ProcessDied", message=files.read_text(_last_words(log)))
     except OSError:
         return None
 
@@ -156,17 +156,17 @@ def _last_words(log: Path) -> Path:
 def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None:
     """Appends this process's standard output and error to `log`, after the content of `early`."""
     if early is not None:
-        safe.make_folder(log.parent)
+        files.make_folder(log.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    with safe.appender(log, IN_PART) as stream:
+    with files.appender(log, IN_PART) as stream:
         handle = os.dup(stream.fileno())
     if early is None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {process.rank} of {process.size} on {host_name()}"
         os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
     else:
-        os.write(handle, safe.read_bytes(early))
+        os.write(handle, files.read_bytes(early))
         beside = early.with_suffix(".link")
         beside.symlink_to(log.absolute())
         beside.replace(early)

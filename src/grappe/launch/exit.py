@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.failure import lost_another
 from grappe.launch.files import IN_PART
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -48,7 +48,7 @@ def _leave_code(code: int) -> None:
     """Writes the exit code for the batch script: after a failure, srun reports only that the others were killed."""
     if file := os.environ.get(FAILURE):
         with contextlib.suppress(OSError, RunError):
-            safe.replace(Path(file), str(code).encode(), IN_PART)
+            files.replace(Path(file), str(code).encode(), IN_PART)
 
 
 def leave_error(error: GrappeError) -> None:
@@ -57,7 +57,7 @@ def leave_error(error: GrappeError) -> None:
         killed = isinstance(error, ProcessDied) and error.killed
         why = {"error": type(error).__name__, "message": str(error), "killed": killed}
         with contextlib.suppress(OSError, RunError):
-            safe.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
+            files.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
 
 
 def _how_it_failed(error: Exception) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from grappe import errors
 from grappe.errors import GrappeError, ProcessDied, RunError
-from grappe.launch import child
-from grappe.launch import files as safe
+from grappe.launch import child, files
 from grappe.launch.files import IN_PART
 from grappe.launch.local_process import LocalProcess, server_end, signal_name
 
@@ -61,7 +60,7 @@ def _end(process: LocalProcess) -> str:
 def last_lines(log: Path) -> str:
     """Formats the end of a process's log, of this start only, to follow a message."""
     try:
-        lines = safe.read_text(log.resolve(), IN_PART).rstrip().splitlines()  # a link of this start's own
+        lines = files.read_text(log.resolve(), IN_PART).rstrip().splitlines()  # a link of this start's own
     except (OSError, RunError):
         return ""
     begins = [index for index, line in enumerate(lines) if line.startswith(child.STARTED)]

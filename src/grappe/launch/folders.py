@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.rank import ProcessRank, rank_from_environment
 
 RUNS = Path("runs")
@@ -81,9 +81,9 @@ def scratch(name: str) -> Iterator[Path]:
         return
     shared = rendezvous_folder_of(process, None) / f"{name}-{process.job}"
     if process.rank == 0:
-        safe.remove_tree(shared)
+        files.remove_tree(shared)
     try:
         yield shared
     finally:
         if process.rank == 0:
-            safe.remove_tree(shared)
+            files.remove_tree(shared)

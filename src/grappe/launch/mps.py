@@ -11,8 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from grappe.errors import PlanError, UsageError
-from grappe.launch import command
-from grappe.launch import files as safe
+from grappe.launch import command, files
 from grappe.launch.folders import own_folder, private_folder
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
@@ -96,23 +95,23 @@ def start(folder: Path, environment: MutableMapping[str, str]) -> None:
     Raises:
         UsageError: the daemon does not start; the message is the daemon's own.
     """
-    safe.remove_tree(folder)  # of an earlier start with this number
+    files.remove_tree(folder)  # of an earlier start with this number
     for name in ("pipe", "log"):
         (folder / name).mkdir(parents=True, mode=0o700)
-    safe.replace(folder / OWNER, str(os.getpid()).encode())
+    files.replace(folder / OWNER, str(os.getpid()).encode())
     try:
         command.run(PROGRAM, "-d", environment={**environment, **variables(folder)})
     except command.Failed as error:
-        safe.remove_tree(folder)
+        files.remove_tree(folder)
         raise UsageError(f"MPS does not start: {error}. per_device=1 goes without it") from None
-    safe.replace(folder / READY, b"")
+    files.replace(folder / READY, b"")
 
 
 def stop(folder: Path) -> None:
     """Ends the daemon (`quit` on the standard input of `nvidia-cuda-mps-control`), and removes its folders."""
     with contextlib.suppress(command.Failed, command.Missing):  # it may have ended with its GPU
         command.run(PROGRAM, words="quit\n", environment={**os.environ, **variables(folder)})
-    safe.remove_tree(folder)
+    files.remove_tree(folder)
 
 
 def _folder(process: ProcessRank | None) -> Path:
@@ -145,5 +144,5 @@ def _end_orphans(base: Path) -> None:
     """Ends daemons whose owner was killed before it could end them."""
     for owner in base.glob(f"*/{OWNER}"):
         with contextlib.suppress(ValueError, OSError):
-            if not Path(f"/proc/{int(safe.read_text(owner))}").exists():
+            if not Path(f"/proc/{int(files.read_text(owner))}").exists():
                 stop(owner.parent)

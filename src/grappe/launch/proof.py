@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import ProcessDied, RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -39,7 +39,7 @@ def shared_secret(process: ProcessRank, store: Store, folder: Path) -> str:
         name, secret = f".secret-{secrets.token_hex(16)}", secrets.token_hex(32)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            safe.replace(folder / name, secret.encode(), mode=safe.PRIVATE)
+            files.replace(folder / name, secret.encode(), mode=files.PRIVATE)
         except (OSError, RunError) as error:
             name, secret = "none", f"{folder} cannot be written: {error}"
         store.set(KEY, name)
@@ -53,7 +53,7 @@ def shared_secret(process: ProcessRank, store: Store, folder: Path) -> str:
     _all_have_it(process, store)
     if process.rank == 0:
         with contextlib.suppress(OSError, RunError):
-            safe.remove(folder / name)
+            files.remove(folder / name)
     return secret
 
 
@@ -69,7 +69,7 @@ def _awaited(file: Path) -> str:
     deadline = time.monotonic() + PATIENCE.total_seconds()
     while time.monotonic() < deadline:  # a file system over the network may show it late
         with contextlib.suppress(OSError, RunError):
-            return safe.read_text(file)
+            return files.read_text(file)
         time.sleep(0.05)
     return ""
 

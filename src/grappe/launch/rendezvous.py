@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import ProcessDied, UsageError
-from grappe.launch import files as safe
-from grappe.launch import proof
+from grappe.launch import files, proof
 from grappe.launch.output import without_standard_error
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def start(
     )
     if process.rank == 0:
         with contextlib.suppress(OSError):
-            safe.remove(address)  # all are connected, so all have read it
+            files.remove(address)  # all are connected, so all have read it
     if process.size == 1 or backend == "mpi":  # whose launcher connects the processes itself
         return ""
     secret = process.secret or proof.shared_secret(process, store, rendezvous_folder)
@@ -147,10 +146,10 @@ def _published_store(process: ProcessRank, address: Path, timeout: timedelta) ->
         host = "127.0.0.1" if alone else socket.gethostname()
         store = dist.TCPStore(host, 0, process.size, True, timeout, wait_for_workers=False)
         address.parent.mkdir(parents=True, exist_ok=True)
-        safe.replace(address, f"{host} {store.port}".encode(), mode=safe.PRIVATE)
+        files.replace(address, f"{host} {store.port}".encode(), mode=files.PRIVATE)
         return store
     host, port = _wait_for(
-        lambda: safe.read_text(address).split(), f"process 0's address in {address.parent}"
+        lambda: files.read_text(address).split(), f"process 0's address in {address.parent}"
     )
     return dist.TCPStore(host, int(port), process.size, False, timeout, wait_for_workers=False)
 

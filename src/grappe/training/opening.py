@@ -22,7 +22,7 @@ from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.errors.user_code import naming_user_line
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -134,10 +134,10 @@ def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...
 
 def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tuple[int, tuple[str, ...]]:
     for name in PARTS:
-        safe.refuse_link(run.folder / name)
+        files.refuse_link(run.folder / name)
     for entry in leftovers(run.checkpoints):
         with contextlib.suppress(OSError):
-            safe.remove_tree(entry, IN_PART)
+            files.remove_tree(entry, IN_PART)
     known, chosen = run.read_description(), run.choose()
     found, taken_over = chosen.checkpoint, ()
     if found is None and any(OLDER in why for why in chosen.passed_over):

@@ -17,7 +17,7 @@ from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strange
 from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import RunError
 from grappe.errors.native_code import refuse_package
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
 
@@ -45,7 +45,7 @@ class Run:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         refuse_package(self.folder)
-        safe.refuse_link(self.folder / DESCRIPTION)
+        files.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
             raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
 
@@ -68,7 +68,7 @@ class Run:
 
     def is_finished(self) -> bool:
         """Reads from the run's folder whether the training is finished."""
-        return safe.kind(self.folder / DONE) != ""
+        return files.kind(self.folder / DONE) != ""
 
     @property
     def checkpoints(self) -> Path:
@@ -105,10 +105,10 @@ class Run:
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""
-        if safe.kind(self.folder / METRICS) not in ("file", "link"):
+        if files.kind(self.folder / METRICS) not in ("file", "link"):
             return
         try:
-            stream = safe.reader(self.folder / METRICS)
+            stream = files.reader(self.folder / METRICS)
         except OSError:
             return
         with stream:
@@ -127,7 +127,7 @@ class Run:
             at = record.get("step", 0)
             if isinstance(at, int) and at <= step:
                 kept.append(json.dumps(record))
-        safe.replace(self.folder / METRICS, "".join(line + "\n" for line in kept).encode())
+        files.replace(self.folder / METRICS, "".join(line + "\n" for line in kept).encode())
 
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
@@ -135,7 +135,7 @@ class Run:
 
     def finish(self) -> None:
         """Marks the training as finished."""
-        safe.replace(self.folder / DONE, b"")
+        files.replace(self.folder / DONE, b"")
 
     @staticmethod
     def is_run(folder: Path) -> bool:
@@ -164,7 +164,7 @@ class Run:
                 made.folder(folder / name)
             _write_description(folder, description, new=True)
             made.described = True
-            safe.flush(folder.parent)
+            files.flush(folder.parent)
         except OSError as error:
             if isinstance(error, FileExistsError) and cls.is_run(
                 folder
@@ -194,7 +194,7 @@ class Made:
 
     def folder(self, folder: Path) -> None:
         """Makes a folder, unless there is one."""
-        if safe.make_folder(folder):
+        if files.make_folder(folder):
             self._folders.append(folder)
 
     def undo(self) -> None:
@@ -203,20 +203,20 @@ class Made:
             if self.described:  # so nothing was in `checkpoints` before this start
                 first = checkpoint_format.step_folder(self._run / "checkpoints", 0)
                 for left in (*leftovers(first.parent), first):
-                    if safe.kind(left) == "folder" and not strangers(left):
-                        safe.remove_tree(left, IN_PART)
-                safe.remove(self._run / DESCRIPTION)
+                    if files.kind(left) == "folder" and not strangers(left):
+                        files.remove_tree(left, IN_PART)
+                files.remove(self._run / DESCRIPTION)
         for folder in reversed(self._folders):
-            safe.remove_empty(folder)
+            files.remove_empty(folder)
 
 
 def _refuse_strangers(folder: Path) -> None:
-    for name in safe.names(folder):
-        found = safe.kind(folder / name)
+    for name in files.names(folder):
+        found = files.kind(folder / name)
         # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
         known = (name == "logs" and found == "folder") or (RENDEZVOUS.fullmatch(name) and found == "file")
         if name == "logs" and found == "link":
-            safe.refuse_link(folder / name)
+            files.refuse_link(folder / name)
         if not known:
             raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
 

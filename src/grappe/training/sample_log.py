@@ -12,7 +12,7 @@ from typing import BinaryIO
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.data.order import SampleOrder
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
@@ -41,15 +41,15 @@ class SampleLog(Watcher):
         if not self._enabled:
             return
         folder = info.folder / FOLDER
-        safe.make_folder(folder, IN_RUN)
+        files.make_folder(folder, IN_RUN)
         self._step = info.start
         ranks = {info.rank}
         if info.rank == 0:
-            found = {int(one[1]) for name in safe.names(folder, IN_RUN) if (one := NAME.fullmatch(name))}
+            found = {int(one[1]) for name in files.names(folder, IN_RUN) if (one := NAME.fullmatch(name))}
             ranks |= {rank for rank in found if rank >= info.world_size}  # of processes that are no more
         for rank in ranks:
             _cut_back(_path(folder, rank), info.start)
-        self._file = safe.appender(_path(folder, info.rank), IN_PART)
+        self._file = files.appender(_path(folder, info.rank), IN_PART)
 
     def stepped(self, record: Record) -> None:
         self._step = record.step
@@ -109,7 +109,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 def _cut_back(file: Path, step: int) -> None:
     try:
-        lines = safe.read_bytes(file, IN_PART).splitlines(keepends=True)
+        lines = files.read_bytes(file, IN_PART).splitlines(keepends=True)
     except FileNotFoundError:
         return
     kept = []
@@ -117,4 +117,4 @@ def _cut_back(file: Path, step: int) -> None:
         # A process that was killed has left half a line, the last, of a step after the checkpoint.
         if line.endswith(b"\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    safe.replace(file, b"".join(kept), IN_PART)
+    files.replace(file, b"".join(kept), IN_PART)

@@ -15,7 +15,7 @@ from typing import Any
 from grappe import tasks
 from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError, TaskError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.folders import state_base, state_folder
 from grappe.task import Task
 from grappe.training.run import DESCRIPTION, Run
@@ -43,7 +43,7 @@ def write_record(run: str, name: str, task: Task) -> str | None:
         return f"{where} cannot be written, so which task this run has is not kept: later commands will ask for --task"
     record = {"task": name, "file": str(file), "sha256": _hash(file), "root": str(_root(place, file))}
     try:
-        safe.replace(folder / f"{run}.json", json.dumps(record, indent=1).encode(), mode=safe.PRIVATE)
+        files.replace(folder / f"{run}.json", json.dumps(record, indent=1).encode(), mode=files.PRIVATE)
     except (OSError, RunError) as error:
         return f"which task this run has is not kept ({error}): later commands will ask for --task"
     return None

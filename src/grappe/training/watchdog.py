@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grappe.errors import RunError, user_code
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION
 from grappe.words import host_name
@@ -155,7 +155,7 @@ class Watchdog:
                 self._end(sentence(found, self._size, self._folder, silent))
                 return True
         with contextlib.suppress(OSError, RunError):
-            safe.remove(self._path(self._rank), IN_PART)
+            files.remove(self._path(self._rank), IN_PART)
         return self._over.is_set()
 
     def _path(self, rank: int) -> Path:
@@ -177,14 +177,14 @@ class Watchdog:
         text = f"{head}\n{words}{''.join(stacks)}"
         # Neither a full disk nor a link must keep a standstill from being ended.
         with contextlib.suppress(OSError, RunError):
-            safe.replace(self._path(self._rank), text.encode(errors="replace"), IN_PART)
+            files.replace(self._path(self._rank), text.encode(errors="replace"), IN_PART)
 
     def _others(self) -> dict[int, Standstill]:
         """Reads the reports of this start's processes, by rank."""
         found = {}
         for rank in range(self._size):
             try:
-                with safe.reader(self._path(rank), IN_PART) as stream:
+                with files.reader(self._path(rank), IN_PART) as stream:
                     known = json.loads(stream.readline())
                 if known.pop("token") == self._token:
                     found[rank] = Standstill(**known)

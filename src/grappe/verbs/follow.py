@@ -16,7 +16,7 @@ from rich.table import Table
 
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
@@ -51,7 +51,7 @@ class Tail:
         if found.st_ino != self._identity or found.st_size < self._offset:
             self._identity, self._offset, self._rest = found.st_ino, 0, ""
             self._text.reset()
-        with safe.reader(self._file) as stream:
+        with files.reader(self._file) as stream:
             stream.seek(self._offset)
             text = self._rest + self._text.decode(stream.read())
             self._offset = stream.tell()

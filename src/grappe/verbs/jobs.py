@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.sites import slurm
 from grappe.training.run import DONE
@@ -25,14 +25,14 @@ GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
 def record_job(run: Path, job: str, site: str, cost: str) -> None:
     """Records in the run's folder that `job` was submitted for the run."""
     line = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
-    with safe.appender(run / "logs" / JOBS, IN_PART) as stream:
+    with files.appender(run / "logs" / JOBS, IN_PART) as stream:
         stream.write(json.dumps(line).encode() + b"\n")
 
 
 def submitted(run: Path) -> list[dict[str, Any]]:
     """Reads the submissions of a run, oldest first; skips a damaged line."""
     try:
-        lines = safe.read_text(run / "logs" / JOBS, IN_PART).splitlines()
+        lines = files.read_text(run / "logs" / JOBS, IN_PART).splitlines()
     except (OSError, RunError):
         return []
     found = []
@@ -137,7 +137,7 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
 def written_code(file: Path) -> int | None:
     """The exit code that a job has left in `file`, logs/job-ID.end; None: none so far."""
     try:
-        text = safe.read_text(file, IN_PART).strip()
+        text = files.read_text(file, IN_PART).strip()
     except FileNotFoundError:
         return None
     return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.run import DONE
 from grappe.verbs.jobs import submitted
@@ -18,7 +18,7 @@ from grappe.verbs.jobs import submitted
 POLL_SECONDS = 0.5
 
 
-def files(run: Path) -> list[Path]:
+def log_files(run: Path) -> list[Path]:
     """Finds a run's logs: those of its jobs in order, then those of processes that grappe started itself, by rank.
 
     Raises:
@@ -26,14 +26,14 @@ def files(run: Path) -> list[Path]:
     """
     logs = run / "logs"
     try:
-        there = sorted(safe.names(logs, IN_RUN), key=lambda name: (len(name), name))
+        there = sorted(files.names(logs, IN_RUN), key=lambda name: (len(name), name))
     except OSError:
         there = []
     found = [
         logs / name
         for pattern in ("job-*.out", "rank-*.log")
         for name in fnmatch.filter(there, pattern)
-        if safe.kind(logs / name) in ("file", "link")  # a link is refused by name when it is read
+        if files.kind(logs / name) in ("file", "link")  # a link is refused by name when it is read
     ]
     if not found:
         waits = "; its job has not begun: grappe queue" if submitted(run) else ""
@@ -47,7 +47,7 @@ def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterat
     Raises:
         RunError: there is no such log.
     """
-    known = files(run)
+    known = log_files(run)
     own = run / "logs" / f"rank-{rank}.log"
     jobs = [file for file in known if file.name.startswith("job-")]
     if rank is None or own in known:
@@ -72,7 +72,7 @@ def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
     end = run / "logs" / f"job-{jobs[-1]['job'] if jobs else 0}.end"
     rest = ""
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    with safe.reader(file, IN_PART) as stream:
+    with files.reader(file, IN_PART) as stream:
         while True:
             ended = not follow or end.exists() or (run / DONE).exists()
             *whole, rest = (rest + text.decode(stream.read())).splitlines(keepends=True) or [""]

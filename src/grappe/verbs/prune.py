@@ -12,7 +12,7 @@ from grappe.checkpoint.keep import remove, superfluous
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.leftovers import leftovers
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.training.run import Run
 
@@ -27,9 +27,9 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
     """
     removed: list[Removed] = []
     for run in runs:
-        if not safe.kind(run.checkpoints):  # nothing to remove
+        if not files.kind(run.checkpoints):  # nothing to remove
             continue
-        safe.refuse_link(run.checkpoints)
+        files.refuse_link(run.checkpoints)
         lease = Lease(run.folder)
         try:
             lease.take()
@@ -55,13 +55,13 @@ def _unneeded(run: Run, keep: int) -> list[Path]:
 
 
 def _bytes(folder: Path) -> int:
-    return sum((folder / name).lstat().st_size for name in safe.names(folder, IN_PART))
+    return sum((folder / name).lstat().st_size for name in files.names(folder, IN_PART))
 
 
 def _removed(folder: Path) -> bool:
     if not folder.name.startswith("."):
         return remove(folder)
-    safe.remove_tree(folder, IN_PART)
+    files.remove_tree(folder, IN_PART)
     return True
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from grappe.errors import GrappeError, RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.sites import slurm
 from grappe.sites.script import Script, cost, render
@@ -101,7 +101,7 @@ def judged(submission: Submission) -> Iterator[str]:
 
 
 def _next(logs: Path) -> Path:
-    numbers = [int(found[1]) for name in safe.names(logs) if (found := SCRIPT.fullmatch(name))]
+    numbers = [int(found[1]) for name in files.names(logs) if (found := SCRIPT.fullmatch(name))]
     return logs / f"submit-{max(numbers, default=0) + 1}.sh"
 
 
@@ -116,15 +116,15 @@ def _send(script: Script, text: str) -> str:
         raise RunError(f"{script.run} holds {strangers[0]} and is no run: give an empty folder, or a new one")
     try:
         script.run.mkdir(parents=True, exist_ok=True)
-        safe.make_folder(logs)
-        safe.refuse_link(logs / "killed")  # which the script itself writes
+        files.make_folder(logs)
+        files.refuse_link(logs / "killed")  # which the script itself writes
         file = _next(logs)
-        safe.replace(file, text.encode(), IN_PART)
+        files.replace(file, text.encode(), IN_PART)
         if script.packages is not None:
             folder = logs / script.packages.folder_name
-            safe.make_folder(folder, IN_PART)
+            files.make_folder(folder, IN_PART)
             for name, content in script.packages.files.items():
-                safe.replace(folder / name, content, IN_CHECKPOINT)
+                files.replace(folder / name, content, IN_CHECKPOINT)
     except OSError as error:
         raise RunError(
             f"{script.run} cannot be written: {error.strerror}: give another with --run"
@@ -133,7 +133,7 @@ def _send(script: Script, text: str) -> str:
         job = slurm.submit(file)
     except GrappeError:
         # What was refused can be read, and is no submission.
-        safe.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
+        files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
         raise
     record_job(script.run, job, script.site.name, cost(script.layout))
     return job

@@ -26,7 +26,7 @@ from grappe.data.images.listing import ENTRY, Kind, Listing, Report, listing
 from grappe.data.images.tar import BLOCK, mark_of
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.folders import own_folder, state_base
 from grappe.launch.terminal import complain
 
@@ -99,7 +99,7 @@ def write_index(file: Path, source: Path, listed: Listing, labels: LabelFiles) -
         laid += bytes(-len(laid) % _ALIGNED)
         laid += section
     laid[:8] = xxhash.xxh3_64_digest(memoryview(laid)[8:])
-    safe.replace(file, _npy_header(len(laid)) + bytes(laid), durable=True)
+    files.replace(file, _npy_header(len(laid)) + bytes(laid), durable=True)
 
 
 def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
@@ -363,9 +363,9 @@ def write_quarantine(source: Path, index: Index, bad: Mapping[int, str]) -> Path
     for file in places(source, QUARANTINE):
         try:
             if bad:
-                safe.replace(file, content, durable=True)
+                files.replace(file, content, durable=True)
                 return file
-            safe.remove(file)
+            files.remove(file)
         except OSError as error:
             problem = f"{file}: {error.strerror or error}"
     if bad:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from grappe.engines.deepspeed import library, settings
 from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import PlanError, RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -51,7 +51,7 @@ def problem(folder: Path) -> str | None:
         )
     finally:
         if made:
-            safe.remove(probe)
+            files.remove(probe)
     return None
 
 
@@ -103,29 +103,29 @@ class Scratch:
         if self._world.process.local_rank == 0:
             for left in self._base.glob(f"{PREFIX}*"):
                 if _is_left(left):
-                    safe.remove_tree(left)
+                    files.remove_tree(left)
         self._world.barrier()
 
     def close(self) -> None:
         """Removes the folder."""
         if self._mine is not None:
-            safe.remove_tree(self._mine)
+            files.remove_tree(self._mine)
         if self._owner is not None:
             self._owner.close()
 
 
 def _owned(folder: Path) -> BinaryIO:
     """Marks a folder as this process's own for as long as the process lives: the system unlocks a dead one's file."""
-    stream = safe.new_file(folder / f".{OWNER}", IN_PART)
+    stream = files.new_file(folder / f".{OWNER}", IN_PART)
     fcntl.flock(stream, fcntl.LOCK_EX)
-    safe.rename(folder / f".{OWNER}", folder / OWNER, IN_PART)  # from now on it is locked, or left
+    files.rename(folder / f".{OWNER}", folder / OWNER, IN_PART)  # from now on it is locked, or left
     return stream
 
 
 def _is_left(folder: Path) -> bool:
     """Returns whether a training of this user made a folder, and does not live any more."""
     try:
-        with safe.reader(folder / OWNER, IN_PART) as stream:
+        with files.reader(folder / OWNER, IN_PART) as stream:
             if os.fstat(stream.fileno()).st_uid != os.getuid():
                 return False
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

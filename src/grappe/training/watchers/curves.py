@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any, BinaryIO
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher, as_json
 
@@ -27,7 +27,7 @@ class Curves(Watcher):
         self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def started(self, info: RunInfo) -> None:
-        self._file = safe.appender(info.folder / "metrics.jsonl")
+        self._file = files.appender(info.folder / "metrics.jsonl")
         self._steps_per_epoch = info.steps_per_epoch
 
     def stepped(self, record: Record) -> None:

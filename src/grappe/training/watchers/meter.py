@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from grappe.data.loading import Loading
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.world import World, cores
 from grappe.profiling import energy, memory
 from grappe.profiling.chronometer import Chronometer, StepTimes
@@ -107,7 +107,7 @@ class Meter(Watcher):
         self._first_sample = self._samples
         self._read_joules()
         if self._world.rank == 0:
-            self._file = safe.appender(info.folder / USAGE)
+            self._file = files.appender(info.folder / USAGE)
 
     def stepped(self, record: Record) -> None:
         self._since += record.seconds

@@ -6,7 +6,7 @@ import contextlib
 import json
 from typing import Any, BinaryIO
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.output import UserStream
 from grappe.launch.terminal import say
 from grappe.step.noise_scale import Noise, NoiseScale
@@ -32,7 +32,7 @@ class NoiseWatcher(Watcher):
         self._first: float | None = None
 
     def started(self, info: RunInfo) -> None:
-        self._file, self._batch_size = safe.appender(info.folder / "metrics.jsonl"), info.batch_size
+        self._file, self._batch_size = files.appender(info.folder / "metrics.jsonl"), info.batch_size
 
     def evaluated(self, step: int, scores: Scores) -> None:
         self._write(step)

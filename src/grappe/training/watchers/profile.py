@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.output import UserStream
 from grappe.launch.terminal import say
@@ -86,13 +86,13 @@ class Profile(Watcher):
             torch.cuda.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
-        safe.make_folder(self._folder)
+        files.make_folder(self._folder)
         trace = self._folder / f"rank-{self._rank}.json.gz"
         _export(profiler, trace)
         steps = self._seen - WARMUP
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
         self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
-        safe.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), IN_PART)
+        files.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), IN_PART)
 
 
 def _export(profiler: Any, trace: Path) -> None:
@@ -100,10 +100,10 @@ def _export(profiler: Any, trace: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="grappe-profile-") as private:
         plain = Path(private) / trace.with_suffix("").name
         profiler.export_chrome_trace(str(plain))
-        safe.remove(trace, IN_PART)  # of an earlier start
+        files.remove(trace, IN_PART)  # of an earlier start
         with (
-            safe.reader(plain) as source,
-            safe.new_file(trace, IN_PART) as target,
+            files.reader(plain) as source,
+            files.new_file(trace, IN_PART) as target,
             gzip.open(target, "wb", compresslevel=3) as packed,
         ):
             shutil.copyfileobj(source, packed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.training.watchers.logger import Logger, distribution
 
 
@@ -18,7 +18,7 @@ class TensorBoard(Logger):
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        safe.make_folder(folder / "tensorboard")
+        files.make_folder(folder / "tensorboard")
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         if not start:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.training.watchers.logger import Logger, distribution
 
 
@@ -24,7 +24,7 @@ class WandB(Logger):
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         import wandb
 
-        safe.make_folder(folder / "wandb")
+        files.make_folder(folder / "wandb")
 
         name = folder.resolve().name
         self._wandb = wandb

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.verbs.data.meter import Meter
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def make_photos(to: Path, images: int = 1000, seed: int = 0) -> Cut:
         for number in range(count):
             name, area = areas[number % len(areas)]
             content = _jpeg(_part(area, random.Random(f"{seed} {split} {number}")))
-            safe.replace(to / split / name / f"{number:06d}.jpg", content)
+            files.replace(to / split / name / f"{number:06d}.jpg", content)
             meter.at(number + 1)
         meter.end()
     return Cut(folder=to, photographs=tuple(name for name, _ in found), classes=len(areas), images=splits)

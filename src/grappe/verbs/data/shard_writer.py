@@ -15,7 +15,7 @@ import xxhash
 
 from grappe.data.images.listing import BEGUN, CLASSES, MANIFEST
 from grappe.errors import DataError, UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 _LOCK = ".pack.lock"
 _BLOCK = 512
@@ -54,27 +54,27 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         _check_begun(folder, text)
-        for one in safe.names(folder):
+        for one in files.names(folder):
             if one.startswith(
                 (".shard-", f".{BEGUN}.", f".{MANIFEST}.", f".{CLASSES}.")
             ):  # of a process that was killed
-                safe.remove(folder / one)
+                files.remove(folder / one)
         yield
-    safe.remove(folder / _LOCK)
+    files.remove(folder / _LOCK)
 
 
 def _check_begun(folder: Path, text: bytes) -> None:
     if (folder / BEGUN).is_file():
-        if safe.read_bytes(folder / BEGUN) != text:
+        if files.read_bytes(folder / BEGUN) != text:
             raise UsageError(
                 f"{folder} was begun from another source or with other options (see {BEGUN} in it): name a new folder, "
                 "or remove this one"
             )
         return
-    there = [one for one in safe.names(folder) if one != _LOCK and not one.startswith(f".{BEGUN}.")]
+    there = [one for one in files.names(folder) if one != _LOCK and not one.startswith(f".{BEGUN}.")]
     if there:
         raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
-    safe.replace(folder / BEGUN, text, durable=True)
+    files.replace(folder / BEGUN, text, durable=True)
 
 
 def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]], samples: int) -> Shard:
@@ -92,7 +92,7 @@ def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]],
         content += bytes(-len(data) % _BLOCK)
     content += bytes(2 * _BLOCK)
     name = shard_name(number)
-    safe.replace(folder / name, bytes(content), durable=True)
+    files.replace(folder / name, bytes(content), durable=True)
     return Shard(name=name, samples=samples, bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
 
 
@@ -101,7 +101,7 @@ def shard_there(folder: Path, number: int, samples: int) -> Shard | None:
     file = folder / shard_name(number)
     digest, size = xxhash.xxh3_128(), 0
     try:
-        with safe.reader(file) as stream:
+        with files.reader(file) as stream:
             while content := stream.read(_READ):
                 digest.update(content)
                 size += len(content)
@@ -122,6 +122,6 @@ def write_manifest(
     broken = [one for one in names if len(one.splitlines()) != 1]
     if broken:
         raise DataError(f"the class {broken[0]!r} has a name that is no line of text")
-    safe.replace(folder / CLASSES, "".join(f"{one}\n" for one in names).encode(), durable=True)
+    files.replace(folder / CLASSES, "".join(f"{one}\n" for one in names).encode(), durable=True)
     told = {"packed": description, "shards": [dataclasses.asdict(one) for one in shards]}
-    safe.replace(folder / MANIFEST, json.dumps(told, indent=1).encode(), durable=True)
+    files.replace(folder / MANIFEST, json.dumps(told, indent=1).encode(), durable=True)

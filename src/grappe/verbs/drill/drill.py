@@ -14,7 +14,7 @@ from rich.table import Table
 
 from grappe.checkpoint.names import MODEL
 from grappe.errors import GrappeError, UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan
 from grappe.training.options import Options
@@ -136,7 +136,7 @@ def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> Find
     began = time.time()
     try:
         _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, (Stopwatch(),))
-        resumed = json.loads(safe.read_text(run / faults.RESUMED))
+        resumed = json.loads(files.read_text(run / faults.RESUMED))
     except (GrappeError, OSError) as error:
         return Finding(fault=fault.name, recovered=False, weights=str(error).splitlines()[0])
     gap = difference(reference, run, whole=fault.plan is None)
@@ -162,7 +162,7 @@ def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
         _train(request, run, (fault.injector,))
     if Run(run).read_description().get("status") == "paused":
         return None
-    return json.loads(safe.read_text(run / faults.DISTURBED))["step"]
+    return json.loads(files.read_text(run / faults.DISTURBED))["step"]
 
 
 def difference(a: Path, b: Path, *, whole: bool) -> float:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from grappe.checkpoint.format import list_checkpoints
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.training.run import Run
 from grappe.training.watchers.base import Record, RunInfo, Watcher
 
@@ -88,7 +88,7 @@ class Stopwatch(Watcher):
 
 def write_record(file: Path, values: dict) -> None:
     """Writes a few numbers for the drill command."""
-    safe.replace(file, json.dumps(values).encode())
+    files.replace(file, json.dumps(values).encode())
 
 
 def largest_file(run: Path) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 
 from grappe.errors import TaskError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.verbs.export.samples import Samples
 
 FILE = "weights.safetensors"
@@ -104,7 +104,7 @@ def write_weights(file: Path, weights: Mapping[str, Tensor], graph: str) -> None
     data = memoryview(content)[8 + int.from_bytes(content[:8], "little") :]
     known = {"graph": graph, "crc32": str(zlib.crc32(data))}
     del content, data  # memory for the second copy
-    safe.replace(file, save(plain, metadata=known), durable=True)
+    files.replace(file, save(plain, metadata=known), durable=True)
 
 
 def _hash(value: Tensor) -> str:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
-from grappe.launch import command
-from grappe.launch import files as safe
+from grappe.launch import command, files
 from grappe.verbs.export.manifest import crc32
 from grappe.verbs.export.package import compiler, instruction_set
 from grappe.verbs.export.samples import TYPES, Samples
@@ -68,7 +67,7 @@ def write_sources(
     folder = package.parent
     here = resources.files(__package__ or __name__)
     for name in SOURCES:
-        safe.replace(folder / name, here.joinpath(name).read_bytes(), durable=True)
+        files.replace(folder / name, here.joinpath(name).read_bytes(), durable=True)
     major, minor = torch.__version__.split(".")[:2]
     text = MODEL_H.format(
         inputs=",\n".join(_input(*one) for one in zip(inputs, samples.shapes, samples.dtypes, strict=True)),
@@ -80,7 +79,7 @@ def write_sources(
         bytes=package.stat().st_size,
         crc=crc32(package),
     )
-    safe.replace(folder / "model.h", text.encode(), durable=True)
+    files.replace(folder / "model.h", text.encode(), durable=True)
     return [*SOURCES, "model.h"]
 
 
@@ -142,8 +141,8 @@ def runner(
 
 def write_samples(folder: Path, names: Sequence[str], inputs: Sequence[Tensor]) -> list[str]:
     """Writes tensors to .npy files; returns the files."""
-    files = [folder / f"{name}.npy" for name in names]
-    for file, leaf in zip(files, inputs, strict=True):
-        with safe.new_file(file) as stream:
+    arrays = [folder / f"{name}.npy" for name in names]
+    for file, leaf in zip(arrays, inputs, strict=True):
+        with files.new_file(file) as stream:
             np.save(stream, leaf.numpy(), allow_pickle=False)
-    return [str(file) for file in files]
+    return [str(file) for file in arrays]

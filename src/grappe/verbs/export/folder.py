@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grappe.errors import UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 
 def check_target(folder: Path) -> None:
     """Raises UsageError where `folder` cannot become an exported folder: only what is new or empty can."""
-    found = safe.kind(folder)
-    if found not in ("", "folder") or (found and safe.names(folder)):
+    found = files.kind(folder)
+    if found not in ("", "folder") or (found and files.names(folder)):
         what = "holds something" if found == "folder" else "is no folder"
         raise UsageError(f"--to {folder}: it {what}, and grappe overwrites nothing: give a new folder")
     if not folder.absolute().parent.is_dir():
@@ -27,13 +27,13 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
     check_target(folder)
     target = folder.absolute()
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    safe.make_folder(staged)
+    files.make_folder(staged)
     try:
         yield staged
         try:
-            safe.rename(staged, target)  # replaces an empty folder, and no other
+            files.rename(staged, target)  # replaces an empty folder, and no other
         except OSError as error:
             raise UsageError(f"--to {folder}: {error.strerror}: give a new folder") from error
-        safe.flush(target.parent)
+        files.flush(target.parent)
     finally:
-        safe.remove_tree(staged)
+        files.remove_tree(staged)

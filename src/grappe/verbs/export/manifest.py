@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grappe.launch import files as safe
+from grappe.launch import files
 
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
@@ -19,29 +19,29 @@ PART = 1 << 20  # bytes that are read at a time
 
 def sha256(file: Path) -> str:
     """Hashes a file; no link is followed."""
-    with safe.reader(file) as stream:
+    with files.reader(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def crc32(file: Path) -> int:
     """Computes a file's CRC-32, by which the C++ program knows its package."""
     found = 0
-    with safe.reader(file) as stream:
+    with files.reader(file) as stream:
         while part := stream.read(PART):
             found = zlib.crc32(part, found)
     return found
 
 
-def write_manifest(folder: Path, files: Iterable[str], known: Mapping[str, Any], readme: str) -> None:
-    """Writes the README, the manifest with the hash of each of `files`, and SHA256SUMS, for `sha256sum --check`."""
-    safe.replace(folder / README, readme.encode(), durable=True)
-    names = sorted({*files, README})
+def write_manifest(folder: Path, written: Iterable[str], known: Mapping[str, Any], readme: str) -> None:
+    """Writes the README, the manifest with the hash of each written file, and SHA256SUMS, for `sha256sum --check`."""
+    files.replace(folder / README, readme.encode(), durable=True)
+    names = sorted({*written, README})
     hashes = {name: sha256(folder / name) for name in names}
     text = json.dumps({**known, "files": hashes}, indent=1) + "\n"
-    safe.replace(folder / MANIFEST, text.encode(), durable=True)
+    files.replace(folder / MANIFEST, text.encode(), durable=True)
     hashes[MANIFEST] = sha256(folder / MANIFEST)
     lines = "".join(f"{value}  {name}\n" for name, value in hashes.items())
-    safe.replace(folder / SUMS, lines.encode(), durable=True)
+    files.replace(folder / SUMS, lines.encode(), durable=True)
 
 
 PROGRAM = """# {title}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from grappe.errors import UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 FOLDER = "operators"
 SUFFIXES = (".cpp", ".cc", ".cxx")
@@ -45,7 +45,7 @@ def write_sources(folder: Path, sources: Sequence[Path]) -> list[str]:
     """Copies the sources into an exported folder; returns their names relative to it."""
     if not sources:
         return []
-    safe.make_folder(folder / FOLDER)
+    files.make_folder(folder / FOLDER)
     for file in sources:
-        safe.replace(folder / FOLDER / file.name, file.read_bytes(), durable=True)
+        files.replace(folder / FOLDER / file.name, file.read_bytes(), durable=True)
     return [f"{FOLDER}/{file.name}" for file in sources]

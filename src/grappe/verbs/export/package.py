@@ -14,7 +14,7 @@ import torch
 from grappe.errors import GrappeError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.native_code import refuse_package
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.private_api import torch_inductor
 from grappe.verbs.export.manifest import sha256
 
@@ -85,5 +85,5 @@ def open_made(file: Path, made: str | None) -> torch_inductor.Package:
 
 def check_made(file: Path, made: str | None) -> None:
     """Raises GrappeError where a file is not as this process has made it."""
-    if safe.kind(file) != "file" or sha256(file) != made:
+    if files.kind(file) != "file" or sha256(file) != made:
         raise GrappeError(f"{file} is not as it was made: somebody has changed it, and it is not opened")

@@ -11,7 +11,7 @@ from typing import Any
 
 from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.folders import state_folder
 
 FOLDER = "exports"
@@ -24,7 +24,7 @@ def write_record(made: str, known: dict[str, Any]) -> bool:
     if folder is None:
         return False
     try:
-        safe.replace(folder / f"{made}.json", json.dumps(known).encode(), mode=safe.PRIVATE)
+        files.replace(folder / f"{made}.json", json.dumps(known).encode(), mode=files.PRIVATE)
     except (OSError, RunError):
         return False
     return True

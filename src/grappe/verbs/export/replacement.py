@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from grappe.errors import UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.verbs.export import constants, cpp, operators, record, weights
 from grappe.verbs.export.manifest import replacement_readme, sha256, write_manifest
 from grappe.verbs.export.package import open_made
@@ -35,7 +35,7 @@ def write_replacement(work: Work, staged: Path, known: dict[str, Any]) -> Writte
     names, takes = work.output_names(program), input_names(work.samples)
     with tempfile.TemporaryDirectory(prefix="grappe-package-") as private:
         package = Path(private) / "program" / PACKAGE
-        safe.make_folder(package.parent)
+        files.make_folder(package.parent)
         made, inside = _copy(work.weights_for / PACKAGE, package)
         work.progress("tracing the model")
         traced = trace(program, work.samples.example())
@@ -68,11 +68,11 @@ def write_replacement(work: Work, staged: Path, known: dict[str, Any]) -> Writte
 
 def _copy(file: Path, to: Path) -> tuple[str, dict[str, Any]]:
     """Copies a package to where nobody else can change it; returns its SHA-256, and what is known of it."""
-    if safe.kind(file) != "file":
+    if files.kind(file) != "file":
         raise UsageError(
             f"--weights-for {file.parent}: there is no {file.name}: give a folder that grappe export wrote"
         )
-    with safe.reader(file) as whole, safe.new_file(to, mode=safe.PRIVATE) as copy:
+    with files.reader(file) as whole, files.new_file(to, mode=files.PRIVATE) as copy:
         shutil.copyfileobj(whole, copy)
     made = sha256(to)
     inside = record.read_record(made)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from grappe.errors.user_code import naming_user_line
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.step.task_contract import model_of
 from grappe.task import Task
 
@@ -23,9 +23,9 @@ CONFIG = "config.json"
 def write_weights(folder: Path, model: nn.Module, known: Mapping[str, Any]) -> list[str]:
     """Writes the model's state dict and the task's description; a tied weight is written under each of its names."""
     state = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
-    safe.replace(folder / WEIGHTS, save(state, metadata={"format": "pt"}), durable=True)
+    files.replace(folder / WEIGHTS, save(state, metadata={"format": "pt"}), durable=True)
     config = {name: known[name] for name in ("task", "class", "fields", "checkpoint", "averaged", "run")}
-    safe.replace(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode(), durable=True)
+    files.replace(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode(), durable=True)
     return [WEIGHTS, CONFIG]
 
 

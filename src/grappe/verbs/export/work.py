@@ -16,7 +16,7 @@ import grappe
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 from grappe.training.run import Run
@@ -118,15 +118,17 @@ class Work:
     def write_tests(self, staged: Path, takes: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
         """Writes the first samples and their predictions; returns the files, relative to the folder."""
         folder = staged / "test"
-        safe.make_folder(folder)
+        files.make_folder(folder)
         count = min(TESTS, self.samples.length)
-        files = cpp.write_samples(folder, takes, self.samples.read(0, count))
+        arrays = cpp.write_samples(folder, takes, self.samples.read(0, count))
         lines = []
         for _, row in zip(range(count), self.predictions(), strict=False):
             leaves = [one.tolist() for one in tree_leaves(row)]
             lines.append(json.dumps(dict(zip(names, leaves, strict=True))))
-        safe.replace(folder / "expected.jsonl", "".join(f"{line}\n" for line in lines).encode(), durable=True)
-        return [*(f"test/{Path(file).name}" for file in files), "test/expected.jsonl"]
+        files.replace(
+            folder / "expected.jsonl", "".join(f"{line}\n" for line in lines).encode(), durable=True
+        )
+        return [*(f"test/{Path(file).name}" for file in arrays), "test/expected.jsonl"]
 
     def known(self) -> dict[str, Any]:
         """Describes where the model is from, with what is foreign in it made fit to show."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from grappe import tasks
 from grappe.errors import DataError, UsageError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.task import Download
 from grappe.verbs.data.meter import Meter
@@ -89,9 +89,9 @@ def _one(download: Download, folder: Path, show: Callable[[str], None], schemes:
         _check_sum(download, partial)
         if download.members:
             take_out(whole, download, place)
-            safe.remove(partial)
+            files.remove(partial)
         else:
-            safe.rename(partial, place / name)
+            files.rename(partial, place / name)
     return Fetched(name=name, size=download.size, was_there=False)
 
 
@@ -114,7 +114,7 @@ def _is_there(download: Download, folder: Path) -> bool:
 def _check_sum(download: Download, partial: Path) -> None:
     found = _sha256(partial)
     if found != download.sha256:
-        safe.remove(partial)
+        files.remove(partial)
         raise DataError(
             f"{download.url} gave another file than the task names: its sha256 is {found}, not {download.sha256}. It "
             "was removed. Try once more; if it comes again, the address serves something else now"
@@ -122,7 +122,7 @@ def _check_sum(download: Download, partial: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    with safe.reader(file) as stream:
+    with files.reader(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

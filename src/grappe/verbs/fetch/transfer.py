@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.task import Download
 
 SCHEMES = ("https",)
@@ -36,7 +36,7 @@ def received(
     Raises:
         DataError: it cannot be downloaded. What has come stays in `partial`, for the next time.
     """
-    with safe.appender(partial) as stream:
+    with files.appender(partial) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -61,7 +61,7 @@ def received(
                 f"{download.size:,} bytes are there: the same command goes on from there. A compute node "
                 "often has no internet: use a login node"
             ) from None
-        with safe.reader(partial) as whole:
+        with files.reader(partial) as whole:
             yield whole
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from grappe.errors import DataError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.task import Download
 
 
@@ -28,7 +28,7 @@ def take_out(archive: BinaryIO, download: Download, place: Path) -> None:
                 assert stream is not None
                 target = place / member.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                safe.replace(target, stream.read(), durable=True)
+                files.replace(target, stream.read(), durable=True)
                 del wanted[member.name]
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grappe.checkpoint.commit import json_hash, read_json, write_json
 from grappe.errors import GrappeError, RunError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.training.run import Run
@@ -165,7 +165,7 @@ def history(folder: Path, data: Path | None = None) -> list[Compared]:
         RunError: there is none.
     """
     found = []
-    for entry in (folder / name for name in (safe.names(folder.resolve()) if folder.is_dir() else ())):
+    for entry in (folder / name for name in (files.names(folder.resolve()) if folder.is_dir() else ())):
         if Run.is_run(entry):
             try:
                 found.append(compared(Run(entry), data))
@@ -200,7 +200,7 @@ def _foreseen(run: Run, known: Mapping[str, Any], data: Path | None) -> Foreseen
     of = json_hash({name: known.get(name) for name in DEPENDS_ON})
     file = run.folder / FILE
     source, why = time_source(known)
-    if safe.kind(file) == "file":
+    if files.kind(file) == "file":
         with contextlib.suppress(RunError):
             written = read_json(file)
             step = _dict(written.get("step"))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from grappe.errors import UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 
 
 def check_out(file: Path, *, history: bool = False) -> None:
@@ -35,7 +35,7 @@ def write_out(file: Path, text: str) -> None:
         UsageError: the file cannot be written.
     """
     try:
-        safe.replace(file, text.encode())
+        files.replace(file, text.encode())
     except OSError as error:
         raise _unwritable(file, error.strerror) from error
 

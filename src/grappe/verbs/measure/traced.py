@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_RUN
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
@@ -88,7 +88,7 @@ def worker(request: TraceRequest, process: ProcessRank, rendezvous_folder: Path)
     from grappe.launch.world import choose_device
 
     plan = request.training.plan
-    described = json.loads(safe.read_text(_file(result.run, 0)))
+    described = json.loads(files.read_text(_file(result.run, 0)))
     return Traces(
         processes=tuple(_read(_file(result.run, rank)) for rank in range(plan.processes)),
         reachable=reachable(choose_device(plan, process), plan),
@@ -117,7 +117,7 @@ def _file(run: Path, rank: int) -> Path:
 
 
 def _read(file: Path) -> Seen:
-    known: dict[str, Any] = json.loads(safe.read_text(file))
+    known: dict[str, Any] = json.loads(files.read_text(file))
     del known["steps_per_epoch"]
     found: dict[str, Any] | None = known["traced"]
     if found is not None:
@@ -217,7 +217,7 @@ class TraceWatcher(ClockWatcher):
             largest=max(sizes, key=lambda one: one[1], default=("", 0)),
         )
         content = {**dataclasses.asdict(seen), "steps_per_epoch": self._steps_per_epoch}
-        safe.replace(_file(self._folder, self._rank), json.dumps(content).encode(), IN_RUN)
+        files.replace(_file(self._folder, self._rank), json.dumps(content).encode(), IN_RUN)
 
 
 def _middle(marks: Sequence[tuple[int, Sequence[float]]], phase: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from grappe.checkpoint.commit import LARGEST_JSON
 from grappe.errors import RunError
 from grappe.errors.foreign_text import html_text, number, printable
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 from grappe.verbs.foresee.history import compared
@@ -44,7 +44,7 @@ def gather(places: Sequence[Path]) -> dict[str, Any]:
     """
     runs, measurements, searches, studies = [], [], [], []
     for place in places:
-        if safe.kind(place / STUDY) == "file":
+        if files.kind(place / STUDY) == "file":
             studies.append(gather_study(place))
         elif place.is_file() and place.suffix == ".json":
             known = _written(place)
@@ -93,7 +93,7 @@ def _status(run: Run, known: dict[str, Any]) -> str:
 
 def _usage(run: Run) -> list[dict[str, Any]]:
     try:
-        lines = safe.read_text(run.folder / USAGE).splitlines()
+        lines = files.read_text(run.folder / USAGE).splitlines()
     except OSError:
         return []
     found = []

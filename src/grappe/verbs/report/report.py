@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.verbs.report.gather import gather, html
 
 NAME = "report.html"
@@ -32,7 +32,7 @@ def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
         paths[0].resolve().name if len(paths) == 1 else f"{paths[0].resolve().name} and {len(paths) - 1} more"
     )
     try:
-        safe.replace(file, html(gathered, title).encode(errors="replace"))
+        files.replace(file, html(gathered, title).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
     return file

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grappe import errors
 from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, GrappeError, RunError, UsageError
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.signals import SignalForwarding
 from grappe.sites import slurm
@@ -240,7 +240,7 @@ class SlurmTrainings:
 
     def _by_slurm(self, number: int, placed: Placed, end: slurm.End | None) -> Ended:
         state = end.state if end is not None else "GONE"
-        began = safe.kind(placed.run / "logs" / f"job-{placed.job}.out")
+        began = files.kind(placed.run / "logs" / f"job-{placed.job}.out")
         if state == "CANCELLED" and not began:
             return Ended(
                 number=number, how="failed", reason=f"its job {placed.job} was cancelled before it began"
@@ -284,7 +284,7 @@ def _pending(entries: list[Entry]) -> str:
 def _failure(placed: Placed) -> tuple[type[GrappeError] | None, str, bool]:
     """The error that a job's process has left: its class, its first line, and whether it was a kill."""
     try:
-        found = json.loads(safe.read_text(placed.run / "logs" / f"job-{placed.job}.why", IN_PART))
+        found = json.loads(files.read_text(placed.run / "logs" / f"job-{placed.job}.why", IN_PART))
         kind, message = getattr(errors, str(found["error"]), None), str(found["message"])
         killed = found.get("killed") is True
     except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

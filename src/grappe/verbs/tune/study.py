@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError, disk_advice
 from grappe.fields import hints
-from grappe.launch import files as safe
+from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.verbs.tune.sampler import Name
 
@@ -89,7 +89,7 @@ class Study:
     def trials(self) -> list[Trial]:
         """The trials so far, by number."""
         with contextlib.suppress(OSError):
-            numbers = [name.removesuffix(".json") for name in safe.names(self.folder / TRIALS)]
+            numbers = [name.removesuffix(".json") for name in files.names(self.folder / TRIALS)]
             found = [self.read(int(one)) for one in numbers if one.isascii() and one.isdecimal()]
             return sorted((one for one in found if one is not None), key=lambda one: one.number)
         return []
@@ -147,7 +147,7 @@ def open_study(folder: Path) -> Study:
     Raises:
         RunError: the folder is no study.
     """
-    safe.refuse_link(folder / FILE)
+    files.refuse_link(folder / FILE)
     if not (folder / FILE).is_file():
         raise RunError(
             f"{folder} is no study: it has no {FILE}. grappe tune TASK … --study {folder} makes one"
@@ -181,11 +181,11 @@ def make_study(folder: Path, search: Search) -> Study:
         RunError: the folder holds something else, or cannot be written.
     """
     try:
-        if not safe.kind(folder / FILE):
+        if not files.kind(folder / FILE):
             _make(folder, search)
         study = open_study(folder)
         _refuse_another(study, search)
-        safe.make_folder(folder / TRIALS)
+        files.make_folder(folder / TRIALS)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
     return study
@@ -193,7 +193,7 @@ def make_study(folder: Path, search: Search) -> Study:
 
 def _make(folder: Path, search: Search) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    others = [name for name in safe.names(folder) if not name.startswith(f".{FILE}.")]
+    others = [name for name in files.names(folder) if not name.startswith(f".{FILE}.")]
     if others:
         raise RunError(f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one")
     write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from grappe.checkpoint.commit import write_all
 from grappe.errors import GrappeError
-from grappe.launch import command
-from grappe.launch import files as safe
+from grappe.launch import command, files
 from grappe.verbs.doctor.finding import Finding, Machine, error, warning
 
 BYTES = 16 << 20
@@ -48,18 +47,18 @@ def speed(probe: Path) -> float:
     renamed = probe.with_name(f"{probe.name}-renamed")
     try:
         began = time.perf_counter()
-        with safe.new_file(probe) as stream:
+        with files.new_file(probe) as stream:
             write_all(stream.fileno(), os.urandom(BYTES))
             os.fsync(stream.fileno())
         took = time.perf_counter() - began
-        safe.new_file(renamed).close()
-        safe.rename(probe, renamed)  # over an existing file, as a commit does
+        files.new_file(renamed).close()
+        files.rename(probe, renamed)  # over an existing file, as a commit does
         if renamed.stat().st_size != BYTES:
             raise OSError(5, "a renamed file has not its content")
         return BYTES / took
     finally:
         for file in (probe, renamed):
-            safe.remove(file)
+            files.remove(file)
 
 
 def of_speed(folder: Path, found: float) -> Iterator[Finding]:
