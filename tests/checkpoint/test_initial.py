@@ -56,7 +56,7 @@ class Small(Task):
 
 def started(folder: Path, given: Path | None = None, task: Task | None = None) -> dict[str, torch.Tensor]:
     """The weights of a new run's step 0."""
-    build(task or Small(), folder / "checkpoints", None if given is None else Begin(given=given))
+    build(task or Small(), folder / "checkpoints", None if given is None else Begin(source=given))
     checkpoint = latest(folder / "checkpoints")
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.read_values()) == (0, {"step": 0})
@@ -139,18 +139,18 @@ def test_names_that_do_not_match_are_listed(tmp_path) -> None:
     torch.save({**given, **{f"extra{index}": torch.ones(1) for index in range(7)}}, tmp_path / "a.pt")
     words = r"Missing: 0.bias. Left over: extra0, extra1, extra2, extra3, extra4 and 2 more"
     with pytest.raises(RunError, match=words):
-        build(Small(), tmp_path / "checkpoints", Begin(given=tmp_path / "a.pt"))
+        build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path / "a.pt"))
     torch.save(state_of(8), tmp_path / "b.pt")
     with pytest.raises(RunError, match=r"0.weight is \[4, 3\] there, \[4, 5\] in the model"):
-        build(Small(width=5), tmp_path / "checkpoints", Begin(given=tmp_path / "b.pt"))
+        build(Small(width=5), tmp_path / "checkpoints", Begin(source=tmp_path / "b.pt"))
     assert latest(tmp_path / "checkpoints") is None
 
 
 def test_from_what_is_no_run(tmp_path) -> None:
     with pytest.raises(RunError, match="no run with a checkpoint that verifies"):
-        build(Small(), tmp_path / "checkpoints", Begin(given=tmp_path))
+        build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path))
     with pytest.raises(RunError, match="no such run or file"):
-        build(Small(), tmp_path / "checkpoints", Begin(given=tmp_path / "nowhere"))
+        build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path / "nowhere"))
 
 
 def test_an_older_checkpoint_of_a_run_is_said(tmp_path) -> None:
@@ -159,7 +159,7 @@ def test_an_older_checkpoint_of_a_run_is_said(tmp_path) -> None:
     newest = run / "step-000007"
     newest.mkdir()
     (newest / "manifest.json").write_text("{}")
-    notes = build(task, tmp_path / "new/checkpoints", Begin(given=tmp_path / "run"))
+    notes = build(task, tmp_path / "new/checkpoints", Begin(source=tmp_path / "run"))
     assert len(notes) == 1
     assert "step-000007 does not verify" in notes[0]
     assert "step-000000 is taken" in notes[0]

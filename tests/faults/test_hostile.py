@@ -23,7 +23,7 @@ from grappe.errors import GrappeError
 from grappe.launch.world import ProcessRank
 from grappe.plan import Plan
 from grappe.training.run import Run
-from grappe.training.task_record import given
+from grappe.training.task_record import resolve_task
 from grappe.verbs import evaluate
 from grappe.verbs.load import choose, load
 from grappe.verbs.runs import describe, listing
@@ -149,7 +149,7 @@ def run(made, tmp_path, monkeypatch) -> Iterator[Path]:
 def scores(folder: Path) -> object:
     request = evaluate.EvaluateRequest(
         run=folder,
-        task=given(Run(folder), None),
+        task=resolve_task(Run(folder), None),
         plan=Plan.parse("threads=1"),
         split="validation",
         data=folder,
@@ -284,7 +284,7 @@ def test_weights_to_start_from(run, tmp_path, case: str, suffix: str) -> None:
                 bomb.writestr(name, bytes(1 << 24), zipfile.ZIP_DEFLATED, 9)
     else:
         file.write_bytes(PICKLES[case])
-    assert "evil" in told(lambda: build(Images(), run / "started", Begin(given=file)))
+    assert "evil" in told(lambda: build(Images(), run / "started", Begin(source=file)))
 
 
 def test_the_bait_is_live(tmp_path, monkeypatch) -> None:

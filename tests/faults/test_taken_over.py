@@ -20,7 +20,7 @@ def test_a_run_that_was_parted_is_taken_over_whole(recorded, tmp_path, plan: str
     run = Run(shutil.copytree(recorded(plan).run, tmp_path / "run"))
     newest, model = run.latest(), load(run, TASK)
     assert newest is not None
-    build(TASK, tmp_path / "new/checkpoints", Begin(given=run.folder))
+    build(TASK, tmp_path / "new/checkpoints", Begin(source=run.folder))
     (tmp_path / "new/run.json").write_text("{}")
     begun = Run(tmp_path / "new").latest()
     assert begun is not None

@@ -49,7 +49,7 @@ def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPa
 def test_what_is_held_and_all_of_it_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
     shortage = dataclasses.replace(SHORTAGE, held={"parameters": 302 * MB, "gradients": 0, "optimizer": 36})
-    told = out_of_memory._told(
+    told = out_of_memory._shortage_message(
         shortage, {"parameters": 302 * MB, "gradients": 321_000, "optimizer": 302 * MB}
     )
     assert "302 MB of parameters, 0 kB of gradients (of 321 kB), 0 MB of optimizer state (of 302 MB)" in told

@@ -38,18 +38,18 @@ def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
         run: the id of the run that it should be of; "": any.
         saved: the step whose checkpoint the run's last start says that it saved.
     """
-    found, passed_over = None, list[str]()
+    newest_whole, passed_over = None, list[str]()
     checkpoints = list_checkpoints(folder)
-    for one in checkpoints:
-        problem = verify(one.folder, run)
+    for checkpoint in checkpoints:
+        problem = verify(checkpoint.folder, run)
         if problem is None:
-            found = one
+            newest_whole = checkpoint
             break
-        passed_over.append(f"{one.folder.name} does not verify: skipped ({problem})")
-    newest = found.step if found else -1
-    if saved is not None and saved > newest and all(one.step != saved for one in checkpoints):
+        passed_over.append(f"{checkpoint.folder.name} does not verify: skipped ({problem})")
+    newest = newest_whole.step if newest_whole else -1
+    if saved is not None and saved > newest and all(checkpoint.step != saved for checkpoint in checkpoints):
         passed_over.insert(0, f"{step_name(saved)}, which run.json says was saved, is missing")
-    return Choice(checkpoint=found, passed_over=(*_strangers(folder, checkpoints), *passed_over))
+    return Choice(checkpoint=newest_whole, passed_over=(*_strangers(folder, checkpoints), *passed_over))
 
 
 def select(folder: Path, which: int | str | None, *, run: str = "", saved: int | None = None) -> Choice:
@@ -61,16 +61,16 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
     if which is None:
         return choose(folder, run, saved)
     if which == LAST:
-        found = choose(folder, run, saved)
-        if found.passed_over or found.checkpoint is None:
+        choice = choose(folder, run, saved)
+        if choice.passed_over or choice.checkpoint is None:
             raise RunError(
-                f"the last checkpoint of {folder.parent} cannot be read: {found}. {_others(folder)}"
+                f"the last checkpoint of {folder.parent} cannot be read: {choice}. {_others(folder)}"
             )
-        return found
+        return choice
     if which == BEST:
         return _best(folder, run)
     step = _step(which)
-    checkpoint = next((one for one in list_checkpoints(folder) if one.step == step), None)
+    checkpoint = next((candidate for candidate in list_checkpoints(folder) if candidate.step == step), None)
     if checkpoint is None:
         raise RunError(f"{folder.parent} has no checkpoint of step {step}. {_others(folder)}")
     problem = verify(checkpoint.folder, run)
@@ -87,10 +87,11 @@ def _step(which: int | str) -> int:
 
 def _best(folder: Path, run: str) -> Choice:
     checkpoints = list_checkpoints(folder)
-    for one in checkpoints:
-        if (problem := verify(one.folder, run)) is not None:
+    for checkpoint in checkpoints:
+        if (problem := verify(checkpoint.folder, run)) is not None:
             raise RunError(
-                f"{one.folder} does not verify ({problem}), so nobody can say which is the best. {_others(folder)}"
+                f"{checkpoint.folder} does not verify ({problem}), so nobody can say which is the best. "
+                f"{_others(folder)}"
             )
     best = min(checkpoints, key=validation_loss, default=None)
     if best is None or validation_loss(best) == math.inf:
@@ -113,10 +114,10 @@ def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
         names = files.names(folder)
     except OSError:
         return []
-    known = {one.folder.name for one in checkpoints}
+    committed = {checkpoint.folder.name for checkpoint in checkpoints}
     sentences = []
     for name in names:
-        if name in known or name.startswith(".") or DAMAGED.fullmatch(name):
+        if name in committed or name.startswith(".") or DAMAGED.fullmatch(name):
             continue
         shown = name if name.isprintable() else repr(name)
         what = "is a link" if files.kind(folder / name) == "link" else "is no checkpoint's name"
@@ -125,5 +126,5 @@ def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
 
 
 def _others(folder: Path) -> str:
-    steps = ", ".join(str(one.step) for one in list_checkpoints(folder))
+    steps = ", ".join(str(checkpoint.step) for checkpoint in list_checkpoints(folder))
     return f"There is: --checkpoint {steps}" if steps else "There is none"

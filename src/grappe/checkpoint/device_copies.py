@@ -24,14 +24,17 @@ class DeviceCopies:
     def start(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
         """Copies tensors into page-locked buffers; the host waits for nothing. Returns False without memory for it."""
         try:
-            held = [torch.empty(one.shape, dtype=one.dtype, device=one.device).copy_(one) for one in tensors]
+            copies = [
+                torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+                for tensor in tensors
+            ]
         except torch.OutOfMemoryError:
             return False
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for one, buffer in zip(held, buffers, strict=True):
-                buffer.copy_(one, non_blocking=True)
-                one.record_stream(self._stream)  # its memory is not given away before it has been read
+            for tensor, buffer in zip(copies, buffers, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)  # its memory is not given away before it has been read
             self._arrived = torch.cuda.Event()
             self._arrived.record()
         return True

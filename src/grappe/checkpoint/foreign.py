@@ -37,19 +37,19 @@ def foreign_weights(file: Path) -> Weights:
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
-        found = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
-        if found.has_pieces:
+        weights = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
+        if weights.has_pieces:
             raise RunError(
                 f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "
                 "run's folder"
             )
-        return Under(found, wrapping(found))
+        return Under(weights, wrapping(weights))
     if file.suffix not in PICKLED and not _is_saved_by_torch(file):
         raise RunError(
             f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
         )
-    found = InMemory(state_dict_of(read_content(file), file))
-    return Under(found, wrapping(found))
+    weights = InMemory(state_dict_of(read_content(file), file))
+    return Under(weights, wrapping(weights))
 
 
 def _is_saved_by_torch(file: Path) -> bool:
@@ -114,7 +114,9 @@ def not_plain(tensor: Tensor) -> str | None:
 
 def wrapping(names: Iterable[str]) -> str:
     """Returns the prefix that DDP, Lightning or torch.compile put before all names; two wrappers make one prefix."""
-    found, names = "", list(names)
-    while prefix := next((p for p in PREFIXES if names and all(n.startswith(found + p) for n in names)), ""):
-        found += prefix
-    return found
+    wrapped, names = "", list(names)
+    while prefix := next(
+        (p for p in PREFIXES if names and all(n.startswith(wrapped + p) for n in names)), ""
+    ):
+        wrapped += prefix
+    return wrapped

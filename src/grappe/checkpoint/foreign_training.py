@@ -40,7 +40,7 @@ OF_A_SCHEDULE = {
 class Begin:
     """Beginning of a new run: its position in the data, and the state of another training that is taken over."""
 
-    given: Path
+    source: Path
     """A run, or a file."""
     with_optimizer: bool = False
     """Whether the optimizer's state is taken over, and the number of epochs done."""
@@ -78,7 +78,7 @@ class ForeignTraining:
 
 
 def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None) -> ForeignTraining:
-    """Reads the state of the training that saved the file `begin.given`.
+    """Reads the state of the training that saved the file `begin.source`.
 
     torch numbers the parameters of an optimizer in the order in which it was given them: the task's optimizer is taken
     to have been given the same ones in the same order as the script's.
@@ -90,7 +90,7 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
     Raises:
         RunError: the file holds no such state, or the state is not one of this optimizer.
     """
-    file = begin.given
+    file = begin.source
     if callable(getattr(optimizer, "eval", None)):  # schedule-free: it evaluates other weights than it trains
         raise RunError(
             f"--with-optimizer --from {file}: {type(optimizer).__name__} has two sets of weights, and counts outside "
@@ -110,7 +110,7 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                pieces.append(Piece.whole(f"{OPTIMIZER}{names[id(parameter)]}.{key}", value))
+                pieces.append(Piece.complete(f"{OPTIMIZER}{names[id(parameter)]}.{key}", value))
             elif value is not None:
                 values.setdefault(names[id(parameter)], {})[key] = value
     done, how = _epochs_done(content, begin)
@@ -138,62 +138,62 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    found = next((content[key] for key in KEYS if _has_groups(content.get(key))), None)
-    if isinstance(found, list):  # Lightning's
-        if len(found) != 1:
+    state = next((content[key] for key in KEYS if _has_groups(content.get(key))), None)
+    if isinstance(state, list):  # Lightning's
+        if len(state) != 1:
             raise RunError(
-                f"--with-optimizer --from {file}: it has the states of {len(found)} optimizers, not of one"
+                f"--with-optimizer --from {file}: it has the states of {len(state)} optimizers, not of one"
             )
-        found = found[0]
-    held = found if isinstance(found, dict) else {}
+        state = state[0]
+    held = state if isinstance(state, dict) else {}
     if not (_is_list_of_dicts(held.get("param_groups")) and isinstance(held.get("state"), dict)):
-        known = ", ".join(printable(str(key), 40) for key in list(content)[:8]) or "nothing"
+        keys = ", ".join(printable(str(key), 40) for key in list(content)[:8]) or "nothing"
         raise RunError(
             f"--with-optimizer --from {file}: there is no optimizer's state in it, as torch.save({{'optimizer': "
-            f"optimizer.state_dict(), …}}) writes it, only: {known}. Leave --with-optimizer out, and give "
+            f"optimizer.state_dict(), …}}) writes it, only: {keys}. Leave --with-optimizer out, and give "
             "--epochs-done N to begin behind N epochs with a fresh optimizer"
         )
     return held
 
 
-def _has_groups(found: object) -> bool:
+def _has_groups(state: object) -> bool:
     """Returns whether it is an optimizer's state, or a list of some: a script may save other things as `opt`."""
-    several = found if isinstance(found, list) else [found]
-    return bool(several) and all(isinstance(one, dict) and "param_groups" in one for one in several)
+    several = state if isinstance(state, list) else [state]
+    return bool(several) and all(isinstance(entry, dict) and "param_groups" in entry for entry in several)
 
 
-def _is_list_of_dicts(found: object) -> bool:
-    return isinstance(found, list) and all(
-        isinstance(one, dict) and isinstance(one.get("params"), list) for one in found
+def _is_list_of_dicts(groups: object) -> bool:
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     )
 
 
 def _check_groups(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) -> list[str]:
     """Refuses groups that are not the optimizer's; returns a note for each number in which they differ."""
-    theirs, mine = saved["param_groups"], optimizer.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, mine)]
+    theirs, ours = saved["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
     if sizes[0] != sizes[1]:
         raise RunError(
             f"--with-optimizer --from {file}: its optimizer has {_sizes(sizes[0])}, this task's {_sizes(sizes[1])}: "
             "the task's optimizer() must be given the parameters as the script's was"
         )
     notes = []
-    for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         ignored = OF_A_VERSION | OF_A_SCHEDULE
-        differing = (set(their) ^ set(own)) - ignored
+        differing = (set(their) ^ set(our)) - ignored
         if differing:
             raise RunError(
                 f"--with-optimizer --from {file}: its optimizer is not of the class "
                 f"{type(optimizer).__name__}: only one of the two has "
                 f"{', '.join(sorted(printable(str(name), 40) for name in differing)[:5])}"
             )
-        where = f" of group {number}" if len(mine) > 1 else ""
+        where = f" of group {number}" if len(ours) > 1 else ""
         notes += [
-            f"{name}{where}: {printable(str(their[name]), 40)} in the file, {own[name]} in the task, which counts"
-            for name in own
-            if name not in {*ignored, "lr"} and _plain(their[name]) != _plain(own[name])
+            f"{name}{where}: {printable(str(their[name]), 40)} in the file, {our[name]} in the task, which counts"
+            for name in our
+            if name not in {*ignored, "lr"} and _plain(their[name]) != _plain(our[name])
         ]
-        if _plain(their["lr"]) != _plain(own["lr"]):
+        if _plain(their["lr"]) != _plain(our["lr"]):
             notes.append(
                 f"lr{where}: last {printable(str(their['lr']), 40)} in the file; the task's lr and schedule count"
             )
@@ -217,11 +217,11 @@ def _check_order(content: Mapping[str, Any], model: nn.Module, file: Path) -> No
     """Refuses weights whose parameters come in another order than the model's: the optimizer knows them by number."""
     names = list(state_dict_of(content, file))
     prefix = wrapping(names)
-    mine = [name for name, _ in model.named_parameters()]
-    known = set(mine)
-    theirs = [name for name in (full.removeprefix(prefix) for full in names) if name in known]
-    if theirs != mine:
-        differing = next((pair for pair in zip(theirs, mine, strict=False) if pair[0] != pair[1]), ("", ""))
+    ours = [name for name, _ in model.named_parameters()]
+    our_names = set(ours)
+    theirs = [name for name in (full.removeprefix(prefix) for full in names) if name in our_names]
+    if theirs != ours:
+        differing = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), ("", ""))
         raise RunError(
             f"--with-optimizer --from {file}: its parameters come in another order than the model's "
             f"({printable(differing[0], 80)} where the model has {differing[1]}), and an optimizer's state knows its "
@@ -233,7 +233,7 @@ def _check_states(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) ->
     """Refuses a state that is not of its parameter's shape, or not of plain tensors and numbers."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not all(type(one) is int for one in numbers) or len(set(numbers)) != len(numbers):
+    if not all(type(number) is int for number in numbers) or len(set(numbers)) != len(numbers):
         raise RunError(f"--with-optimizer --from {file}: its optimizer's parameters are not numbered")
     of_number = dict(zip(numbers, parameters, strict=True))
     for number, state in saved["state"].items():
@@ -274,7 +274,7 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
     key = next((key for key in EPOCHS if type(content.get(key)) is int), None)
     if key is None:
         raise RunError(
-            f"--with-optimizer --from {begin.given}: it does not say how many epochs were done: give --epochs-done N"
+            f"--with-optimizer --from {begin.source}: it does not say how many epochs were done: give --epochs-done N"
         )
     done = content[key]
     return done, (f"{done} epochs done, as the file's {key!r} is understood; otherwise give --epochs-done N",)
@@ -282,10 +282,10 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
 
 def _lightnings_epochs(content: Mapping[str, Any]) -> int | None:
     """Returns the number of whole epochs that Lightning's loop has counted; None: the file is not Lightning's."""
-    found: Any = content
+    count: Any = content
     for key in ("loops", "fit_loop", "epoch_progress", "current", "completed"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if type(found) is int else None
+        count = count.get(key) if isinstance(count, dict) else None
+    return count if type(count) is int else None
 
 
 def _checked(begin: Begin, done: int) -> int:
@@ -293,7 +293,7 @@ def _checked(begin: Begin, done: int) -> int:
         raise RunError(f"{done} epochs done: give --epochs-done N with 0 or more")
     if done >= begin.epochs:
         raise RunError(
-            f"--from {begin.given}: {done} epochs are done, and the task has epochs={begin.epochs}: nothing is left to "
-            f"do. Say how many there are in all, as in epochs={done + 10}"
+            f"--from {begin.source}: {done} epochs are done, and the task has epochs={begin.epochs}: nothing is left "
+            f"to do. Say how many there are in all, as in epochs={done + 10}"
         )
     return done

@@ -69,7 +69,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
             step = int(number)
             if folder / name == step_folder(folder, step):  # a step has one name
                 checkpoints.append(Checkpoint(folder=folder / name, step=step))
-    return sorted(checkpoints, key=lambda one: one.step, reverse=True)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def latest(folder: Path, run: str = "") -> Checkpoint | None:
@@ -78,7 +78,10 @@ def latest(folder: Path, run: str = "") -> Checkpoint | None:
     Args:
         run: the id of the run that it should be of; "": any.
     """
-    return next((one for one in list_checkpoints(folder) if verify(one.folder, run) is None), None)
+    return next(
+        (checkpoint for checkpoint in list_checkpoints(folder) if verify(checkpoint.folder, run) is None),
+        None,
+    )
 
 
 def step_folder(folder: Path, step: int) -> Path:

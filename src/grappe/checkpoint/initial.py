@@ -70,7 +70,9 @@ def _parameters_in_words(task: Task) -> str:
 
     def work() -> str:
         with contextlib.suppress(Exception), torch.device("meta"):
-            sizes = (one.nbytes for one in user_call(task, "model").parameters() if one.is_meta)
+            sizes = (
+                parameter.nbytes for parameter in user_call(task, "model").parameters() if parameter.is_meta
+            )
             return f", with {format_bytes(sum(sizes))} of parameters"
         return ""
 
@@ -90,28 +92,28 @@ def _build(task: Task, checkpoints: Path, begin: Begin | None, run: str) -> str:
     model = _made(task)
     if begin is not None and begin.in_the_middle:
         return _continue(task, model, begin, checkpoints, run)
-    notes = "" if begin is None else take_over(model, begin.given)
+    notes = "" if begin is None else take_over(model, begin.source)
     _save(model, checkpoints, run)
     return notes
 
 
 def _continue(task: Task, model: nn.Module, begin: Begin, checkpoints: Path, run: str) -> str:
     """Saves the first checkpoint of a run that goes on with another training's state; returns notes, one a line."""
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = user_call(task, "optimizer", trained) if begin.with_optimizer else None
 
     def work() -> str:
-        note = _copied(model, begin.given)
-        with _refusing(begin.given):
-            found = foreign_training(begin, model, optimizer)
-        step = found.epochs_done * begin.steps_per_epoch
-        _save(model, checkpoints, run, step, found)
+        note = _copied(model, begin.source)
+        with _refusing(begin.source):
+            training = foreign_training(begin, model, optimizer)
+        step = training.epochs_done * begin.steps_per_epoch
+        _save(model, checkpoints, run, step, training)
         state = "with the optimizer's state" if optimizer is not None else "with a fresh optimizer"
-        where = f"begins behind {found.epochs_done} epochs (step {step}) {state}, from {begin.given}"
-        return "\n".join(filter(None, (where, *found.notes, note)))
+        where = f"begins behind {training.epochs_done} epochs (step {step}) {state}, from {begin.source}"
+        return "\n".join(filter(None, (where, *training.notes, note)))
 
     own = sum(tensor.nbytes for tensor in share_memory(model))
-    return _limited(work, begin.given, own, own * (1 + MOST_STATES if begin.with_optimizer else 1))
+    return _limited(work, begin.source, own, own * (1 + MOST_STATES if begin.with_optimizer else 1))
 
 
 def _made(task: Task) -> nn.Module:
@@ -140,23 +142,25 @@ def check_model(task: Task, model: object) -> None:
 
 
 def _save(
-    model: nn.Module, checkpoints: Path, run: str, step: int = 0, found: ForeignTraining | None = None
+    model: nn.Module, checkpoints: Path, run: str, step: int = 0, training: ForeignTraining | None = None
 ) -> None:
     try:
-        _write(model, checkpoints, run, step, found)
+        _write(model, checkpoints, run, step, training)
     except OSError as error:  # of the disk, and not of the model that is being made
         raise RunError(
             f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again"
         ) from error
 
 
-def _write(model: nn.Module, checkpoints: Path, run: str, step: int, found: ForeignTraining | None) -> None:
-    pieces = [Piece.whole(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
-    pieces += [Piece.whole(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
+def _write(
+    model: nn.Module, checkpoints: Path, run: str, step: int, training: ForeignTraining | None
+) -> None:
+    pieces = [Piece.complete(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
+    pieces += [Piece.complete(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
     state: dict[str, Any] = {"step": step}
-    if found is not None:
-        pieces += found.pieces
-        state |= found.state(step)
+    if training is not None:
+        pieces += training.pieces
+        state |= training.state(step)
     beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     files.make_folder(checkpoints, IN_RUN)
@@ -166,18 +170,18 @@ def _write(model: nn.Module, checkpoints: Path, run: str, step: int, found: Fore
     commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
 
 
-def _given_weights(given: Path) -> tuple[Weights, str]:
+def _given_weights(source: Path) -> tuple[Weights, str]:
     """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
-    if not given.is_dir():
-        return foreign_weights(given), ""
-    found = choose(given / "checkpoints")
-    if found.checkpoint is None:
-        why = f": {found.passed_over[0]}" if found.passed_over else ""
-        raise RunError(f"--from {given}: there is no run with a checkpoint that verifies{why}")
-    return found.checkpoint.read_model(), f"--from {given}: {found}" if found.passed_over else ""
+    if not source.is_dir():
+        return foreign_weights(source), ""
+    choice = choose(source / "checkpoints")
+    if choice.checkpoint is None:
+        why = f": {choice.passed_over[0]}" if choice.passed_over else ""
+        raise RunError(f"--from {source}: there is no run with a checkpoint that verifies{why}")
+    return choice.checkpoint.read_model(), f"--from {source}: {choice}" if choice.passed_over else ""
 
 
-def take_over(model: nn.Module, given: Path) -> str:
+def take_over(model: nn.Module, source: Path) -> str:
     """Reads the weights in `given` into the model, by a process that may take as much memory as the model does.
 
     Returns:
@@ -187,16 +191,16 @@ def take_over(model: nn.Module, given: Path) -> str:
         RunError: they are not this model's, or `given` is damaged or hostile.
     """
     own = sum(tensor.nbytes for tensor in share_memory(model))
-    return _limited(lambda: _copied(model, given), given, own, own)
+    return _limited(lambda: _copied(model, source), source, own, own)
 
 
-def _limited(work: Callable[[], str], given: Path, own: int, most: int) -> str:
+def _limited(work: Callable[[], str], source: Path, own: int, most: int) -> str:
     """Calls `work` in a process that may take `most` bytes; `own` is the size of the model's weights.
 
     Raises:
         RunError: the process needed more.
     """
-    mapped = _size(given)
+    mapped = _size(source)
     limits = Limits(
         memory=most + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND
     )
@@ -204,19 +208,19 @@ def _limited(work: Callable[[], str], given: Path, own: int, most: int) -> str:
         return run_in_fork(work, limits)
     except LimitReached as error:
         raise RunError(
-            f"--from {given}: refused, since {error}, and the model's weights are {own / 1e6:,.1f} MB: {ALONE}"
+            f"--from {source}: refused, since {error}, and the model's weights are {own / 1e6:,.1f} MB: {ALONE}"
         ) from None
 
 
-def _copied(model: nn.Module, given: Path) -> str:
-    with _refusing(given):
-        weights, note = _given_weights(given)
-        _copy(model, weights, given)
+def _copied(model: nn.Module, source: Path) -> str:
+    with _refusing(source):
+        weights, note = _given_weights(source)
+        _copy(model, weights, source)
     return note
 
 
 @contextlib.contextmanager
-def _refusing(given: Path) -> Iterator[None]:
+def _refusing(source: Path) -> Iterator[None]:
     """Turns whatever a stranger's file leads to into one message."""
     try:
         yield
@@ -225,7 +229,7 @@ def _refusing(given: Path) -> Iterator[None]:
     except Exception as error:  # a file of a stranger's may lead to any
         kind = type(error).__name__
         raise RunError(
-            f"--from {given}: it holds no weights that can be read ({kind}: {str(error)[:300]}): {ALONE}"
+            f"--from {source}: it holds no weights that can be read ({kind}: {str(error)[:300]}): {ALONE}"
         ) from error
 
 
@@ -242,33 +246,33 @@ def share_memory(model: nn.Module) -> list[Tensor]:
     return tensors
 
 
-def _size(given: Path) -> int:
+def _size(source: Path) -> int:
     """Returns the bytes that reading `given` may map."""
-    if not given.is_dir():
-        return given.stat().st_size if given.is_file() else 0
-    tensor_files = given.glob("checkpoints/*/*.safetensors")
+    if not source.is_dir():
+        return source.stat().st_size if source.is_file() else 0
+    tensor_files = source.glob("checkpoints/*/*.safetensors")
     return sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
 
 
 @torch.no_grad()
-def _copy(model: nn.Module, weights: Weights, given: Path) -> None:
-    mine = named_tensors(model)
+def _copy(model: nn.Module, weights: Weights, source: Path) -> None:
+    own = named_tensors(model)
     missing = [name for name in dict(model.named_parameters()) if name not in weights]
-    strangers = [name for name in weights if name not in mine]
+    strangers = [name for name in weights if name not in own]
     if missing or strangers:
         raise RunError(
-            f"--from {given}: its parameter names differ from this model's. "
+            f"--from {source}: its parameter names differ from this model's. "
             f"Missing: {_some(missing)}. Left over: {_some(strangers)}"
         )
-    for name, tensor in mine.items():
+    for name, tensor in own.items():
         if name in weights:
             if weights.shape(name) != tuple(tensor.shape):
                 shapes = f"{list(weights.shape(name))} there, {list(tensor.shape)} in the model"
-                raise RunError(f"--from {given}: {name} is {shapes}")
+                raise RunError(f"--from {source}: {name} is {shapes}")
             value = weights.read(name)
             if kind_of(value.dtype) != kind_of(tensor.dtype):
                 kinds = f"{value.dtype} there, {tensor.dtype} in the model".replace("torch.", "")
-                raise RunError(f"--from {given}: {name} is {kinds}")
+                raise RunError(f"--from {source}: {name} is {kinds}")
             tensor.copy_(value)
 
 

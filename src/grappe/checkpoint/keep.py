@@ -29,7 +29,7 @@ class Keep:
         so that they cannot displace intact ones.
         """
         removed = []
-        candidates = [one for one in list_checkpoints(folder) if one.step <= committed]
+        candidates = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= committed]
         for checkpoint in superfluous(candidates, self.last):
             with contextlib.suppress(OSError, RunError):  # tried again at the next commit
                 if remove(checkpoint.folder):
@@ -51,4 +51,4 @@ def remove(checkpoint: Path) -> bool:
 def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
     """Returns those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
     best = min(checkpoints, key=validation_loss, default=None)
-    return [one for one in checkpoints[last:] if one is not best or validation_loss(one) == math.inf]
+    return [old for old in checkpoints[last:] if old is not best or validation_loss(old) == math.inf]

@@ -108,14 +108,14 @@ class Lease:
 
     def _holder(self) -> Holder | None:
         try:
-            known = read_json(self._file)
+            holder = read_json(self._file)
             return Holder(
-                token=str(known["token"]),
-                host=str(known["host"]),
-                pid=int(known["pid"]),
-                job=str(known["job"]),
-                restart=int(known["restart"]),
-                beat=float(known["beat"]),
+                token=str(holder["token"]),
+                host=str(holder["host"]),
+                pid=int(holder["pid"]),
+                job=str(holder["job"]),
+                restart=int(holder["restart"]),
+                beat=float(holder["beat"]),
             )
         except (RunError, KeyError, TypeError, ValueError, OverflowError):
             return None  # half a lease holds nobody back

@@ -29,7 +29,7 @@ def pieces_to_write(
         if writer == index and (piece := _piece(name, tensor)) is not None:
             yield piece
     for name, tensor in own.items():
-        yield _whole(name, tensor)
+        yield _complete(name, tensor)
 
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
@@ -47,18 +47,18 @@ def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
 
 def _piece(name: str, tensor: Tensor) -> Piece | None:
     if not isinstance(tensor, DTensor):
-        return _whole(name, tensor)
+        return _complete(name, tensor)
     local = tensor.to_local().detach()
     if local.numel() == 0:
         # Nobody writes an empty part of a tensor; an empty tensor is still a tensor, and one process writes it.
         places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
         first = all(place == 0 for place, placed in places if not placed.is_replicate())
-        return _whole(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
+        return _complete(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
     shape, offset = local_shape_and_offset(tensor)
     assert tuple(local.shape) == shape, (name, local.shape, shape)
     return Piece(name, local, tuple(tensor.shape), offset)
 
 
-def _whole(name: str, tensor: Tensor) -> Piece:
+def _complete(name: str, tensor: Tensor) -> Piece:
     shape = tuple(tensor.shape)
     return Piece(name, tensor.detach(), shape, (0,) * len(shape))

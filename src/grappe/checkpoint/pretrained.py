@@ -18,7 +18,7 @@ from grappe.errors.foreign_text import printable
 from grappe.launch import files
 
 Model = TypeVar("Model", bound=nn.Module)
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHOWN = 5
 
 
@@ -44,13 +44,13 @@ def pretrained(
         return model
     where = f"grappe.pretrained({str(place)!r})"
     weights = _files(Path(place), where)
-    mine: dict[int, tuple[Tensor, list[str]]] = {}
+    own: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # tied ones under each of their names
-        mine.setdefault(id(tensor), (tensor, []))[1].append(name)
+        own.setdefault(id(tensor), (tensor, []))[1].append(name)
     theirs = _names(weights, model)
-    missing = [names[0] for _, names in mine.values() if not any(name in theirs for name in names)]
-    known = {name for _, names in mine.values() for name in names}
-    left = [name for own, name in theirs.items() if own not in known]
+    missing = [names[0] for _, names in own.values() if not any(name in theirs for name in names)]
+    own_names = {name for _, names in own.values() for name in names}
+    left = [name for name_here, name in theirs.items() if name_here not in own_names]
     missing, left = _without(missing, fresh), _without(left, unused)
     if missing or left:
         raise TaskError(
@@ -58,16 +58,16 @@ def pretrained(
             f"that is meant, say fresh=[…] for what is to be learned, and unused=[…] for what is left: patterns as "
             f"{(missing or left)[0].partition('.')[0]}.*"
         )
-    for tensor, names in mine.values():
-        found = next((theirs[name] for name in names if name in theirs), None)
-        if found is None:
+    for tensor, names in own.values():
+        source = next((theirs[name] for name in names if name in theirs), None)
+        if source is None:
             continue
-        if weights.shape(found) != tuple(tensor.shape):
+        if weights.shape(source) != tuple(tensor.shape):
             raise TaskError(
-                f"{where}: {names[0]} is {list(weights.shape(found))} there and {list(tensor.shape)} in the model: "
+                f"{where}: {names[0]} is {list(weights.shape(source))} there and {list(tensor.shape)} in the model: "
                 "is it made from the same configuration?"
             )
-        value = weights.read(found)
+        value = weights.read(source)
         if kind_of(value.dtype) != kind_of(tensor.dtype):
             kinds = f"{value.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
             raise TaskError(f"{where}: {names[0]} is {kinds}: quantized weights have to be converted first")
@@ -81,12 +81,12 @@ def _files(place: Path, where: str) -> TensorFiles:
         return TensorFiles([place.resolve()], levels=1)
     if (place / INDEX).is_file():
         return TensorFiles([(place / name).resolve() for name in _indexed(place / INDEX, where)], levels=1)
-    if (place / ONE).is_file():
-        return TensorFiles([(place / ONE).resolve()], levels=1)
-    pickled = sorted(one.name for one in place.glob("*.bin"))
+    if (place / SINGLE).is_file():
+        return TensorFiles([(place / SINGLE).resolve()], levels=1)
+    pickled = sorted(file.name for file in place.glob("*.bin"))
     why = f"only {pickled[0]}, a pickle, which is never loaded" if pickled else "there is neither"
     raise TaskError(
-        f"{where}: it has to be a .safetensors file, or a folder with {ONE} or {INDEX}, and {why}: "
+        f"{where}: it has to be a .safetensors file, or a folder with {SINGLE} or {INDEX}, and {why}: "
         "model.save_pretrained(FOLDER) writes it"
     )
 
@@ -94,8 +94,8 @@ def _files(place: Path, where: str) -> TensorFiles:
 def _indexed(file: Path, where: str) -> list[str]:
     """Returns the names of the files of an index."""
     try:
-        found = json.loads(files.read_text(file.resolve(), levels=1))["weight_map"].values()
-        names = sorted({str(name) for name in found})
+        listed = json.loads(files.read_text(file.resolve(), levels=1))["weight_map"].values()
+        names = sorted({str(name) for name in listed})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TaskError(f"{where}: {INDEX} is no index of safetensors files: {error}") from error
     for name in names:

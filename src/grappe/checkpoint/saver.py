@@ -89,25 +89,27 @@ class Saver:
             The error of the save before this one, on any process; None: that save is committed.
         """
         before = self.wait()
-        given, streamed, copied = list(pieces_to_write(tensors, own, self._world)), None, True
+        uncopied, streamed, copied = list(pieces_to_write(tensors, own, self._world)), None, True
         self._written.clear()
         self._abandoned.clear()
         self._beside = beside = self._folder / f".step-{step:06d}.{self._token}"
-        pieces = given
+        pieces = uncopied
         if self._first is None:
             self._first = step
         if stream is None:
             # The first step makes the optimizer's state, so that only the second one needs all that a step needs.
-            known = step >= self._first + 2
-            pieces, copied = self._snapshots.take(given, self._world.process.local_size, peak_known=known)
+            peak_known = step >= self._first + 2
+            pieces, copied = self._snapshots.take(
+                uncopied, self._world.process.local_size, peak_known=peak_known
+            )
         else:
-            streamed = self._stream(beside, given, own, stream)
+            streamed = self._stream(beside, uncopied, own, stream)
         self._saving = True
         try:
             self._start(step, pieces, dict(values), streamed)
         except RuntimeError:  # for want of memory for a thread
             self._snapshots.clear()
-            self._write(step, given, dict(values), streamed)
+            self._write(step, uncopied, dict(values), streamed)
             copied = False
         if not copied:  # for want of memory: the training must not go on before they are written
             self._written.wait()
@@ -196,12 +198,12 @@ class Saver:
 
     def _tidy(self, beside: Path) -> None:
         """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
-        mine = re.compile(rf"\.?rank-{self._world.rank}\.safetensors.*", re.DOTALL)
+        own_files = re.compile(rf"\.?rank-{self._world.rank}\.safetensors.*", re.DOTALL)
         if self._world.rank == 0 and not strangers(beside):
             files.remove_tree(beside, IN_PART)
             return
         for name in files.names(beside, IN_PART):
-            if mine.fullmatch(name):
+            if own_files.fullmatch(name):
                 files.remove(beside / name, IN_CHECKPOINT)
 
     def _write_mine(self, beside: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:

@@ -32,21 +32,21 @@ class Snapshots:
             processes: the number of processes on this node that take theirs.
             peak_known: whether this process has had the memory that a step needs.
         """
-        given = list(pieces)
-        on_gpu = [piece for piece in given if piece.data.is_cuda]
-        missing = sum(piece.data.nbytes for piece in given if not self._kept(piece))
+        originals = list(pieces)
+        on_gpu = [piece for piece in originals if piece.data.is_cuda]
+        missing = sum(piece.data.nbytes for piece in originals if not self._kept(piece))
         if missing and not on_gpu and not limits.has_room(missing, processes, peak_known=peak_known):
-            return self._without(given)
+            return self._without(originals)
         try:
-            taken = [piece._replace(data=self._buffer(piece)) for piece in given]
+            taken = [piece._replace(data=self._buffer(piece)) for piece in originals]
             beside = bool(on_gpu) and peak_known and self._start_beside(on_gpu, processes)
-            for piece in given:
+            for piece in originals:
                 if not (beside and piece.data.is_cuda):
                     self._buffer(piece).copy_(piece.data, non_blocking=True)
         except (RuntimeError, MemoryError):
             if on_gpu:
                 raise
-            return self._without(given)
+            return self._without(originals)
         if on_gpu and not beside:
             torch.cuda.synchronize()
         return taken, True
@@ -60,9 +60,9 @@ class Snapshots:
         """Gives the copies' memory back."""
         self._buffers.clear()
 
-    def _without(self, given: list[Piece]) -> tuple[list[Piece], bool]:
+    def _without(self, originals: list[Piece]) -> tuple[list[Piece], bool]:
         self.clear()  # all of it: what the process needs to write must have room as well
-        return given, False
+        return originals, False
 
     def _start_beside(self, pieces: list[Piece], processes: int) -> bool:
         """Has pieces of a GPU copied beside the training, if the GPU has room for them; returns whether it has."""

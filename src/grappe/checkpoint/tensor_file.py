@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     """The part's first index in the whole tensor, by dimension."""
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Piece:
+    def complete(cls, name: str, tensor: Tensor) -> Piece:
         """Returns a tensor that is not spread over processes, on the CPU."""
         shape = tuple(tensor.shape)
         return cls(name, tensor.detach().cpu(), shape, (0,) * len(shape))
@@ -69,7 +69,7 @@ def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None =
     size = 0
     tensors = (piece.data for piece in pieces) if values is None else _fitting(pieces, values)
     with files.new_file(file, IN_CHECKPOINT) as stream:
-        for chunk in itertools.chain([header], (part for one in tensors for part in _bytes(one))):
+        for chunk in itertools.chain([header], (part for tensor in tensors for part in _bytes(tensor))):
             size += write_all(stream.fileno(), chunk)
             digest.update(chunk)
         os.fsync(stream.fileno())
@@ -129,10 +129,10 @@ class _Mapped:
             ) as checked:  # is the header a true one?
                 self.names = list(checked.keys())
                 self.metadata = checked.metadata() or {}
-            whole = np.asarray(np.memmap(stream, np.uint8, "r"))
-        start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
-        self._entries = json.loads(whole[8:start].tobytes())
-        self._data = whole[start:]
+            content = np.asarray(np.memmap(stream, np.uint8, "r"))
+        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        self._entries = json.loads(content[8:start].tobytes())
+        self._data = content[start:]
         for name in self.names:
             if (dtype := self._entries[name]["dtype"]) not in DTYPES:
                 raise RunError(f"{file}: {name!r} is {dtype}, which torch has no type for")
@@ -247,7 +247,7 @@ def _within(box: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slic
 
 def _fits(local: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> bool:
     return len(local) == len(offset) == len(shape) and all(
-        begin >= 0 and begin + size <= whole for size, begin, whole in zip(local, offset, shape, strict=True)
+        begin >= 0 and begin + size <= full for size, begin, full in zip(local, offset, shape, strict=True)
     )
 
 

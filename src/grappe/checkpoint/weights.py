@@ -127,7 +127,7 @@ def read_into(target: Tensor, weights: Weights, name: str) -> None:
         local.copy_(weights.read_part(name, shape, offset))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor on the CPU. Collective if the tensor is sharded."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()

@@ -32,7 +32,7 @@ class WeightAverage:
         """Begins with the weights as they are; for `Observers.optimizer`."""
         if self.kept:
             self._weights = dict(named)
-            self._averages = {name: one.detach().clone() for name, one in named}
+            self._averages = {name: parameter.detach().clone() for name, parameter in named}
 
     def restore(self, tensors: Weights) -> None:
         """Goes on from a checkpoint's; what it has not begins with the weights as they are."""
@@ -68,11 +68,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for name, average in self._averages.items():
-            weight, mine = _local(self._weights[name].detach()), _local(average)
+        for name, held in self._averages.items():
+            weight, average = _local(self._weights[name].detach()), _local(held)
             kept = weight.clone()
-            weight.copy_(mine)
-            mine.copy_(kept)
+            weight.copy_(average)
+            average.copy_(kept)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ def loaders(
     batches = loader.training_loader(task, data.train, plan, world, data.order)
     validation = loader.evaluation_loader(task, data.validation, plan, world)
 
-    def chosen(found: Mapping[str, Any]) -> None:
+    def chosen(loading: Mapping[str, Any]) -> None:
         if world.rank == 0:
             opened.check_lease()
             with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
-                opened.run.describe(loading=dict(found))
+                opened.run.describe(loading=dict(loading))
 
     if chronometer is not None and batches.loading is not None:
         batches.sources.tune(chronometer.spent, opened.run.read_description().get("loading"), chosen)

@@ -36,8 +36,8 @@ def start_facts(
         tensors: the checkpoint from which the training starts.
         example: the inputs of one or two samples.
     """
-    mine = (host_name(), device_name(world.device), 0 if loading is None else loading.workers)
-    places = world.gather(mine)
+    place = (host_name(), device_name(world.device), 0 if loading is None else loading.workers)
+    places = world.gather(place)
     nodes: dict[str, dict[str, int]] = {}
     for host, device, _ in places:
         devices = nodes.setdefault(host, {})
@@ -92,15 +92,15 @@ def _place(host: str, devices: Mapping[str, int], processes: int) -> str:
     return f"{host} ({shown})"
 
 
-def _optimizer(known: Mapping[str, Any] | None) -> str:
-    if known is None:
+def _optimizer(optimizer: Mapping[str, Any] | None) -> str:
+    if optimizer is None:
         return "no optimizer"
-    fields = [f"{name}={known[name]}" for name in SHOWN_FIELDS if name in known]
-    groups = [count_of(known["groups"], "group")] if known["groups"] > 1 else []
-    return f"{known['class']}({', '.join([*fields, *groups])})"
+    fields = [f"{name}={optimizer[name]}" for name in SHOWN_FIELDS if name in optimizer]
+    groups = [count_of(optimizer["groups"], "group")] if optimizer["groups"] > 1 else []
+    return f"{optimizer['class']}({', '.join([*fields, *groups])})"
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return value.item() if hasattr(value, "item") else value  # of a tensor, of NumPy's

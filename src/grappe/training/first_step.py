@@ -50,14 +50,14 @@ def _line_overwritten(task: Task, loader: BatchLoader) -> Line | None:
     inputs, targets = loader.example_batch()
     model = model_of(task).cpu()
     with (
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True) as caught,
         torch.autograd.set_detect_anomaly(True, check_nan=False),
     ):
         warnings.simplefilter("always")
         values = loss_of(task, task.forward(model, inputs), targets).values
         with contextlib.suppress(RuntimeError):
             values.sum().backward()
-    text = next((str(one.message) for one in told if ANOMALY.search(str(one.message))), "")
+    text = next((str(warning.message) for warning in caught if ANOMALY.search(str(warning.message))), "")
     lines = [Line(file, int(number), name) for file, number, name in FRAME.findall(text)]
     return next((line for line in reversed(lines) if is_users_file(line.file)), None)
 

@@ -92,11 +92,11 @@ def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
         except GrappeError as error:
             answer = (None, error)
     try:
-        found, error = world.share(answer)
+        start, error = world.share(answer)
         if error is not None:
             raise error
-        assert found is not None
-        folder, step, notes, token = found
+        assert start is not None
+        folder, step, notes, token = start
         run = Run(folder)
         checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
         yield Opened(run=run, checkpoint=checkpoint, token=token, notes=notes, lease=lease)
@@ -138,93 +138,89 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
     for entry in leftovers(run.checkpoints):
         with contextlib.suppress(OSError):
             files.remove_tree(entry, IN_PART)
-    known, chosen = run.read_description(), run.choose()
-    found, taken_over = chosen.checkpoint, ()
-    if found is None and any(OLDER in why for why in chosen.passed_over):
+    before, chosen = run.read_description(), run.choose()
+    checkpoint, taken_over = chosen.checkpoint, ()
+    if checkpoint is None and any(OLDER in why for why in chosen.passed_over):
         raise RunError(
             f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
         )
-    if found is None:
-        taken_over = build(request.task, run.checkpoints, request.begin, known.get("id", ""))
+    if checkpoint is None:
+        taken_over = build(request.task, run.checkpoints, request.begin, before.get("id", ""))
         if new:
             return list_checkpoints(run.checkpoints)[0].step, taken_over
-        found = run.choose().checkpoint
-        assert found is not None, "what was built just now verifies"
-    changes = tuple(changed(known, now, defaults(type(request.task))))
-    _refuse_another_order(run, known, now, found.step)
-    before = known.get("restarts")
-    restarts = (before if isinstance(before, int) else 0) + 1
-    kept = {name: known[name] for name in ("started", "host", "id") if name in known}
-    history = known.get("changes") if isinstance(known.get("changes"), list) else []
-    history = [*history, *(f"restart {restarts} at step {found.step}: {one}" for one in changes)]
+        checkpoint = run.choose().checkpoint
+        assert checkpoint is not None, "what was built just now verifies"
+    changes = tuple(changed(before, now, defaults(type(request.task))))
+    _refuse_another_order(run, before, now, checkpoint.step)
+    restarts_before = before.get("restarts")
+    restarts = (restarts_before if isinstance(restarts_before, int) else 0) + 1
+    kept = {name: before[name] for name in ("started", "host", "id") if name in before}
+    history = before.get("changes") if isinstance(before.get("changes"), list) else []
+    history = [*history, *(f"restart {restarts} at step {checkpoint.step}: {change}" for change in changes)]
     run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
-    run.cut_back(found.step)
+    run.cut_back(checkpoint.step)
     notes = (*chosen.passed_over, *taken_over)
-    resumed = f"resuming from step {found.step}" if found.step else "starting again from step 0"
-    mine = Plan.parse(request.plan).engine
-    if found.step and (engine := found.read_values().get("engine_name")) != mine:
+    resumed = f"resuming from step {checkpoint.step}" if checkpoint.step else "starting again from step 0"
+    own_engine = Plan.parse(request.plan).engine
+    if checkpoint.step and (engine := checkpoint.read_values().get("engine_name")) != own_engine:
         notes = (
             *notes,
-            f"from engine {engine} to {mine}: only the weights are restored, the optimizer starts anew",
+            f"from engine {engine} to {own_engine}: only the weights are restored, the optimizer starts anew",
         )
-    if found.step and (broken := other_bits(known, now)):
+    if checkpoint.step and (broken := other_bits(before, now)):
         notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
-    return found.step, (resumed, *notes, *(f"changed since: {one}" for one in changes))
+    return checkpoint.step, (resumed, *notes, *(f"changed since: {change}" for change in changes))
 
 
-def other_bits(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Lists reasons why a resumed exact training would not have the bits of an uninterrupted one, a few words each.
 
     The number of processes is no reason; docs/decisions/exact.md lists the reasons.
     """
-    plans = [Plan.parse(str(of.get("plan", ""))) for of in (known, now)]
+    plans = [Plan.parse(str(of.get("plan", ""))) for of in (before, now)]
     if not plans[1].exact:
         return []
     pairs = {
         name: (getattr(plans[0], name), getattr(plans[1], name)) for name in ("exact", "engine", "precision")
     }
-    pairs |= {name: (known.get(name), now[name]) for name in ("threads", "device", "processor")}
-    pairs["torch"] = ((known.get("versions") or {}).get("torch"), now["versions"]["torch"])
-    return [
-        f"{name} {before} -> {after}"
-        for name, (before, after) in pairs.items()
-        if before not in (None, after)
-    ]
+    pairs |= {name: (before.get(name), now[name]) for name in ("threads", "device", "processor")}
+    pairs["torch"] = ((before.get("versions") or {}).get("torch"), now["versions"]["torch"])
+    return [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
 
 
-def changed(known: Mapping[str, Any], now: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changed(before: Mapping[str, Any], now: Mapping[str, Any], defaults_now: Mapping[str, Any]) -> list[str]:
     """Lists differences from the last start, one line each: `field lr: 0.1 -> 0.2`.
 
     Args:
-        new: the task's defaults; a field that it did not have then, and has its default, is no difference.
+        defaults_now: the task's defaults; a field that it did not have then, and has its default, is no difference.
     """
-    added = {name: new[name] for name, value in now["fields"].items() if new.get(name) == value}
-    known = {**known, "fields": {**added, **(known.get("fields") or {})}}
+    added = {
+        name: defaults_now[name] for name, value in now["fields"].items() if defaults_now.get(name) == value
+    }
+    before = {**before, "fields": {**added, **(before.get("fields") or {})}}
     lines = []
     for group, word in (("fields", "field "), ("versions", "")):
-        before, after = known.get(group) or {}, now[group]
-        for name in sorted({*before, *after}):
-            if before.get(name) != after.get(name):
-                lines.append(f"{word}{name}: {before.get(name)} -> {after.get(name)}")
+        old, new = before.get(group) or {}, now[group]
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                lines.append(f"{word}{name}: {old.get(name)} -> {new.get(name)}")
     for name in ("plan", "processes", "threads", "device", "source", "dataset"):
-        if name in known and known[name] != now[name]:
-            lines.append(f"{name}: {known[name] or 'one process'} -> {now[name] or 'one process'}")
+        if name in before and before[name] != now[name]:
+            lines.append(f"{name}: {before[name] or 'one process'} -> {now[name] or 'one process'}")
     return lines
 
 
-def _refuse_another_order(run: Run, known: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
+def _refuse_another_order(run: Run, before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
     if step == 0:
         return
-    before, after = known.get("fields") or {}, now["fields"]
+    old, new = before.get("fields") or {}, now["fields"]
     reasons = [
-        f"{name} {before[name]} -> {after[name]}"
-        for name in ORDER
-        if before.get(name, after[name]) != after[name]
+        f"{name} {old[name]} -> {new[name]}" for name in ORDER if old.get(name, new[name]) != new[name]
     ]
-    lengths = [str(of.get("dataset", "")).partition("-")[0] for of in (known, now)]
+    lengths = [str(of.get("dataset", "")).partition("-")[0] for of in (before, now)]
     if lengths[0] and lengths[0] != lengths[1]:
         reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
-    if known.get("sampling", "") != now["sampling"]:
+    if before.get("sampling", "") != now["sampling"]:
         reasons.append("another sampling()")
     if reasons:
         raise RunError(

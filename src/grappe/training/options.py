@@ -66,9 +66,9 @@ class Options:
 
     def last_step(self, total: int) -> int:
         """Returns the step at which a training of `total` steps stops."""
-        whole = min(total, self.steps or total)
+        last = min(total, self.steps or total)
         # Less a little: a ninth is no float.
-        return whole if self.part is None else max(1, math.ceil(self.part * whole - 1e-6))
+        return last if self.part is None else max(1, math.ceil(self.part * last - 1e-6))
 
     def evaluations_every(self, steps_per_epoch: int) -> int | None:
         """Returns the number of steps between evaluations; None: there are none."""

@@ -82,7 +82,7 @@ class Short(OutOfMemory):
     """A process got no more memory; within that process."""
 
     def __init__(self, shortage: Shortage) -> None:
-        super().__init__(_told(shortage, {}))
+        super().__init__(_shortage_message(shortage, {}))
         self.shortage = shortage
 
 
@@ -128,7 +128,7 @@ def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
         why = f" ({problem})" if isinstance(problem, GrappeError) else ""
         states = {}
         advice = f"Which plan fits is not foreseen{why}: take smaller microbatches, recompute, or shard="
-    return OutOfMemory(f"{_told(error.shortage, states)}. {advice}")
+    return OutOfMemory(f"{_shortage_message(error.shortage, states)}. {advice}")
 
 
 def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[Mapping[str, int], str]:
@@ -148,11 +148,11 @@ def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[M
     sketch = Sketch(task, data, foreach=room.gpu, kernels=kernels)
     this = foreseen(sketch, plan, task.batch_size, None).needs
     states = {} if this is None else {kind: getattr(this.states, kind) for kind in KINDS}
-    found = fitting(sketch, plan, room, more)
+    foreseen_plan = fitting(sketch, plan, room, more)
     plans = []
-    if found is not None and found.needs is not None:
-        chosen = room if found.processes == plan.processes else more
-        plans.append(f"{found.plan} ({format_bytes(chosen.taken(found.needs))} a process)")
+    if foreseen_plan is not None and foreseen_plan.needs is not None:
+        chosen = room if foreseen_plan.processes == plan.processes else more
+        plans.append(f"{foreseen_plan.plan} ({format_bytes(chosen.taken(foreseen_plan.needs))} a process)")
     plans += [f"{name} ({format_bytes(need)} a process)" for name, need in _on_disk(sketch, plan, room)]
     if plans:
         return states, f"Foreseen to fit: {'; '.join(plans)}"
@@ -170,21 +170,21 @@ def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, floa
 
     # At stage 3, as such plans are: other stages keep whole parameters or gradients, which no disk plan has.
     native = dataclasses.replace(plan, engine="native", offload="none", zero=3)
-    one = foreseen(sketch, native, sketch.task.batch_size, None).needs
-    if one is None or one.peak is None:
+    needs = foreseen(sketch, native, sketch.task.batch_size, None).needs
+    if needs is None or needs.peak is None:
         return
     units: dict[int, int] = {}
     for parameter in sketch.parameters:
         units[parameter.unit] = units.get(parameter.unit, 0) + parameter.size
-    whole = Needs(
+    model = Needs(
         parameters=sum(units.values()) + sketch.buffers,
         gradients=sum(parameter.size for parameter in sketch.parameters if parameter.trained),
         units=tuple(size for unit, size in units.items() if unit >= 0),
         largest=max((parameter.size for parameter in sketch.parameters), default=0),
     )
-    activations = max(0, one.peak - one.states.total)
+    activations = max(0, needs.peak - needs.states.total)
     for name in engines.names():
-        away = engines.find(name).offloaded_to_disk(plan, whole)
+        away = engines.find(name).offloaded_to_disk(plan, model)
         if away is not None and away[1] + activations + room.fixed <= room.size:
             yield away[0], away[1] + activations + room.fixed
 
@@ -213,15 +213,15 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
     return room, dataclasses.replace(room, besides=shortage.besides + alone)
 
 
-def _told(shortage: Shortage, states: Mapping[str, int]) -> str:
+def _shortage_message(shortage: Shortage, states: Mapping[str, int]) -> str:
     from grappe.words import format_bytes, format_part_of_bytes
 
     limit, whose, _ = _limit()
     parts = []
     for kind, word in KINDS.items():
-        held, whole = shortage.held[kind], states.get(kind, 0)
-        if held < 0.9 * whole:
-            some, all_of_it = format_part_of_bytes(held, whole)
+        held, total = shortage.held[kind], states.get(kind, 0)
+        if held < 0.9 * total:
+            some, all_of_it = format_part_of_bytes(held, total)
             parts.append(f"{some} of {word} (of {all_of_it})")
         else:
             parts.append(f"{format_bytes(held)} of {word}")

@@ -196,7 +196,7 @@ class Loop:
         tensors: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         values: dict[str, Any] = {"optimizer": {}}
-        for state in (one.state() for one in self._states):
+        for state in (pair.state() for pair in self._states):
             tensors |= state.tensors
             own |= state.local
             values |= {**state.values, "optimizer": values["optimizer"] | state.values["optimizer"]}
@@ -221,15 +221,17 @@ class Loop:
         token = self.world.share(lease.token if lease is not None else "")
         may_commit = lease.check if lease is not None else lambda: None
         folder = self._folder / "checkpoints"
-        step = self.world.share((found.step if (found := latest(folder)) else None) if lease else None)
+        step = self.world.share((newest.step if (newest := latest(folder)) else None) if lease else None)
         self.world.barrier()
-        checkpoint = next((one for one in [latest(folder)] if one and one.step == step), None)
+        checkpoint = next(
+            (candidate for candidate in [latest(folder)] if candidate and candidate.step == step), None
+        )
         if checkpoint is not None:
             self.step = checkpoint.step
-            known = checkpoint.read_values().get("seed")
-            if known != self._seed:
+            seed = checkpoint.read_values().get("seed")
+            if seed != self._seed:
                 raise RunError(
-                    f"{self._folder} was trained with seed {known}, not {self._seed}: its order would differ"
+                    f"{self._folder} was trained with seed {seed}, not {self._seed}: its order would differ"
                 )
         return lease, Saver(folder, self.world, token, Keep(), may_commit), checkpoint
 

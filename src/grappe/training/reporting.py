@@ -36,17 +36,17 @@ def reporting(
         samples: the training dataset.
         deadline: the end of the time limit or of the job, as time.time has it; None: there is none.
     """
-    found = list[Watcher]()
+    watchers = list[Watcher]()
     if world.rank == 0:
-        found.append(Curves())
+        watchers.append(Curves())
         if terminal is not None:
             every = options.evaluations_every(info.steps_per_epoch)
             end = ExpectedEnd(every, stops_early=options.patience is not None, deadline=deadline)
-            found.append(Console(terminal, sample_word(samples), options.print_every, end=end))
-        found += [find_logger(name)() for name in options.log]
+            watchers.append(Console(terminal, sample_word(samples), options.print_every, end=end))
+        watchers += [find_logger(name)() for name in options.log]
     if world.rank in options.profile:
-        found.append(Profile(world.rank, options.profile_steps, terminal))
-    return found
+        watchers.append(Profile(world.rank, options.profile_steps, terminal))
+    return watchers
 
 
 def announce(

@@ -58,13 +58,13 @@ class Run:
         Raises:
             RunError: run.json is damaged.
         """
-        found = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
-        if found.pop(HASH, None) not in {None, json_hash(found)}:
+        description = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
+        if description.pop(HASH, None) not in {None, json_hash(description)}:
             raise RunError(
                 f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
                 f"from their weights with --from {self.folder}"
             )
-        return found
+        return description
 
     def is_finished(self) -> bool:
         """Reads from the run's folder whether the training is finished."""
@@ -82,7 +82,7 @@ class Run:
     @property
     def id(self) -> str:
         """The run's id, which its checkpoints carry; asks the disk. "": unknown."""
-        return self._known("id", str) or ""
+        return self._entry("id", str) or ""
 
     def choose(self, which: int | str | None = None) -> Choice:
         """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
@@ -93,10 +93,10 @@ class Run:
         Raises:
             RunError: the one that is asked for does not verify.
         """
-        step = self._known("step", int) if self._known("status", str) in SAVED else None
+        step = self._entry("step", int) if self._entry("status", str) in SAVED else None
         return select(self.checkpoints, which, run=self.id, saved=step)
 
-    def _known(self, name: str, kind: type[T]) -> T | None:
+    def _entry(self, name: str, kind: type[T]) -> T | None:
         try:
             value = self.read_description().get(name)
         except RunError:
@@ -212,12 +212,12 @@ class Made:
 
 def _refuse_strangers(folder: Path) -> None:
     for name in files.names(folder):
-        found = files.kind(folder / name)
+        kind = files.kind(folder / name)
         # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
-        known = (name == "logs" and found == "folder") or (RENDEZVOUS.fullmatch(name) and found == "file")
-        if name == "logs" and found == "link":
+        expected = (name == "logs" and kind == "folder") or (RENDEZVOUS.fullmatch(name) and kind == "file")
+        if name == "logs" and kind == "link":
             files.refuse_link(folder / name)
-        if not known:
+        if not expected:
             raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
 
 

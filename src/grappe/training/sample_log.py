@@ -45,8 +45,10 @@ class SampleLog(Watcher):
         self._step = info.start
         ranks = {info.rank}
         if info.rank == 0:
-            found = {int(one[1]) for name in files.names(folder, IN_RUN) if (one := NAME.fullmatch(name))}
-            ranks |= {rank for rank in found if rank >= info.world_size}  # of processes that are no more
+            logged = {
+                int(match[1]) for name in files.names(folder, IN_RUN) if (match := NAME.fullmatch(name))
+            }
+            ranks |= {rank for rank in logged if rank >= info.world_size}  # of processes that are no more
         for rank in ranks:
             _cut_back(_path(folder, rank), info.start)
         self._file = files.appender(_path(folder, info.rank), IN_PART)

@@ -61,8 +61,8 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
         TaskError: the run is of neither kind: the user has to say which task it is.
         RunError: the run's description is not usable.
     """
-    known = run.read_description()
-    name, texts = known.get("task"), texts_of(known)
+    description = run.read_description()
+    name, texts = description.get("task"), texts_of(description)
     if not isinstance(name, str) or texts is None:
         raise RunError(f"{run.folder}/{DESCRIPTION} does not say what its task is")
     if (own := tasks.shipped(name)) is not None:
@@ -88,7 +88,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
     return TaskReference(name=record["task"], texts=texts, root=record["root"])
 
 
-def given(run: Run, task: Task | type[Task] | str | None) -> TaskReference:
+def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReference:
     """Returns the task that the user gives for a run, with the run's fields where it is a name or a class.
 
     Raises:
@@ -148,8 +148,8 @@ def _read(run: str) -> dict[str, str] | None:
         record = read_json(folder / f"{run}.json")
     except RunError:
         return None
-    wanted = ("task", "file", "sha256", "root")
-    return record if all(isinstance(record.get(name), str) for name in wanted) else None
+    keys = ("task", "file", "sha256", "root")
+    return record if all(isinstance(record.get(name), str) for name in keys) else None
 
 
 def _hash(file: Path) -> str:
@@ -157,8 +157,8 @@ def _hash(file: Path) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    found = getattr(sys.modules.get(module), "__file__", None)
-    return Path(found).resolve() if isinstance(found, str) and found.endswith(".py") else None
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
 
 
 def _root(place: str, file: Path) -> Path:

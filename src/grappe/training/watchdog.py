@@ -148,11 +148,11 @@ class Watchdog:
         """Reports a standstill, and ends this process unless there is progress in the meantime."""
         self._report(silent)
         while not self._over.wait(self._grace):
-            found = self._others()
-            if self._progress() != before or any(one.excused for one in found.values()):
+            reports = self._others()
+            if self._progress() != before or any(report.excused for report in reports.values()):
                 break
-            if min(found, default=self._rank) >= self._rank:
-                self._end(sentence(found, self._size, self._folder, silent))
+            if min(reports, default=self._rank) >= self._rank:
+                self._end(sentence(reports, self._size, self._folder, silent))
                 return True
         with contextlib.suppress(OSError, RunError):
             files.remove(self._path(self._rank), IN_PART)
@@ -164,13 +164,13 @@ class Watchdog:
     def _report(self, silent: float) -> None:
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        mine = (
+        stack = (
             traceback.extract_stack(frames[self._main]) if self._main in frames else traceback.StackSummary()
         )
-        me = self._standstill(mine)
+        me = self._standstill(stack)
         stacks = [
             f"\nthread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sorted(frames.items(), key=lambda one: one[0] != self._main)
+            for ident, frame in sorted(frames.items(), key=lambda thread: thread[0] != self._main)
         ]
         head = json.dumps({"token": self._token, **dataclasses.asdict(me)})
         words = f"no progress for {silent:.0f} s in {me.phase}, {me.step} steps done\n"
@@ -181,16 +181,16 @@ class Watchdog:
 
     def _others(self) -> dict[int, Standstill]:
         """Reads the reports of this start's processes, by rank."""
-        found = {}
+        reports = {}
         for rank in range(self._size):
             try:
                 with files.reader(self._path(rank), IN_PART) as stream:
-                    known = json.loads(stream.readline())
-                if known.pop("token") == self._token:
-                    found[rank] = Standstill(**known)
+                    entries = json.loads(stream.readline())
+                if entries.pop("token") == self._token:
+                    reports[rank] = Standstill(**entries)
             except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError):
                 continue
-        return found
+        return reports
 
     def _standstill(self, stack: traceback.StackSummary) -> Standstill:
         _, work = self._progress()
@@ -217,31 +217,35 @@ def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
     return any(part in innermost for part in TORCH_WAITS)
 
 
-def sentence(found: dict[int, Standstill], size: int, folder: Path, silent: float) -> str:
+def sentence(reports: dict[int, Standstill], size: int, folder: Path, silent: float) -> str:
     """Names the process at fault and its activity in a sentence."""
     begin = f"the training has stood still for {silent:.0f} s: "
     end = f"\nThe stacks of all processes: {folder}/stall-rank-*.txt"
-    silent_ones = [rank for rank in range(size) if rank not in found]
-    if silent_ones and found:
+    silent_ones = [rank for rank in range(size) if rank not in reports]
+    if silent_ones and reports:
         which = ", ".join(map(str, silent_ones))
-        waiting = _waiting(next(iter(found.values())))
+        waiting = _waiting(next(iter(reports.values())))
         return f"{begin}process {which} of {size} does not answer: it is stopped, dead or cut off; {waiting}{end}"
-    if not found:
+    if not reports:
         return f"{begin}no process could write why; what it was doing is unknown{end}"
-    busy = [one for one in found.values() if not one.waits]
-    if not busy and len({one.step for one in found.values()}) == 1:
-        waiting = _waiting(next(iter(found.values())))
+    busy = [report for report in reports.values() if not report.waits]
+    if not busy and len({report.step for report in reports.values()}) == 1:
+        waiting = _waiting(next(iter(reports.values())))
         return f"{begin}all {size} processes wait for each other: a message was lost, {waiting}{end}"
-    one = min(busy or found.values(), key=lambda one: (one.step, one.rank))
-    who = f"process {one.rank} of {size} on {one.host}"
+    report = min(busy or reports.values(), key=lambda report: (report.step, report.rank))
+    who = f"process {report.rank} of {size} on {report.host}"
     others = "; the others wait for it" if size > 1 else ""
-    lines = "".join(f"\n  | {line}" for line in one.stack)
-    return f"{begin}{who} makes no progress in {_doing(one)}, at {one.where}{others}{lines}{end}"
+    lines = "".join(f"\n  | {line}" for line in report.stack)
+    return f"{begin}{who} makes no progress in {_doing(report)}, at {report.where}{others}{lines}{end}"
 
 
-def _waiting(one: Standstill) -> str:
-    return f"process {one.rank} waits in {_doing(one)}, at {one.where}"
+def _waiting(report: Standstill) -> str:
+    return f"process {report.rank} waits in {_doing(report)}, at {report.where}"
 
 
-def _doing(one: Standstill) -> str:
-    return f"step {one.step + 1}" if one.phase == "step" else f"its {one.phase} after step {one.step}"
+def _doing(report: Standstill) -> str:
+    return (
+        f"step {report.step + 1}"
+        if report.phase == "step"
+        else f"its {report.phase} after step {report.step}"
+    )

@@ -276,7 +276,7 @@ def _begin(request: Request, task: Task, data: Data) -> Begin | None:
     if request.weights is None:
         return None
     return Begin(
-        given=request.weights,
+        source=request.weights,
         with_optimizer=request.with_optimizer,
         epochs_done=request.epochs_done,
         epochs=task.epochs,
@@ -327,7 +327,7 @@ def _write_outcome(run: Run, outcome: Outcome, total_steps: int, meter: Meter, w
     """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
     if world.rank == 0:
-        costs = [dataclasses.asdict(one) for one in usages]
+        costs = [dataclasses.asdict(usage) for usage in usages]
         so_far = used(usages, run.read_description().get("used", {}))
         run.describe(
             step=outcome.step,

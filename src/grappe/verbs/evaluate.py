@@ -15,7 +15,7 @@ from grappe.plan import Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.training.run import Run
-from grappe.training.task_record import given
+from grappe.training.task_record import resolve_task
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.load import choose, data_of
 
@@ -60,7 +60,7 @@ def evaluate(
     run = run if isinstance(run, Run) else Run(run)
     if split not in SPLITS:
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
-    reference = given(run, task)
+    reference = resolve_task(run, task)
     found, chosen = choose(run, checkpoint)
     if found.passed_over and is_main_process():
         complain(f"grappe: {run.folder}: {found}")

@@ -11,7 +11,7 @@ from grappe.errors.user_code import naming_user_line
 from grappe.launch.terminal import complain
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_record import given
+from grappe.training.task_record import resolve_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ def load(
     from grappe.step.task_contract import model_of
 
     run = run if isinstance(run, Run) else Run(run)
-    made = given(run, task).resolve()
+    made = resolve_task(run, task).resolve()
     found = taken(run, checkpoint)
     with naming_user_line(made):
         if torch.get_default_device().type == "meta":

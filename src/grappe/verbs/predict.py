@@ -12,7 +12,7 @@ from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_record import given
+from grappe.training.task_record import resolve_task
 from grappe.verbs.load import data_of, load
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def predict(
 
     run = run if isinstance(run, Run) else Run(run)
     source = source_of(inputs)
-    made = given(run, task).resolve()
+    made = resolve_task(run, task).resolve()
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
     with naming_user_line(made):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.names import LOCAL, MODEL, OPTIMIZER
-from grappe.checkpoint.weights import Weights, Without, read_into, whole
+from grappe.checkpoint.weights import Weights, Without, full_tensor, read_into
 from grappe.launch.world import World
 from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
@@ -255,10 +255,10 @@ def export(
     """Whole parameters and buffers on the CPU, one at a time. Collective."""
     for name, parameter in model.named_parameters():
         with gathered(parameter):
-            yield name, whole(parameter)
+            yield name, full_tensor(parameter)
     for name, buffer in model.named_buffers():
         group = world.data_group if buffer.is_floating_point() else None
-        yield name, whole(buffer if group is None else agreed_between(buffer, group))
+        yield name, full_tensor(buffer if group is None else agreed_between(buffer, group))
 
 
 def _read(saved: SavedState, name: str, parameter: nn.Parameter) -> Tensor:

@@ -220,13 +220,14 @@ def _per_epoch(seconds: Sequence[float]) -> str:
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:
     """Formats each process's peak memory and its parts; of many processes, only the highest and the lowest peak."""
-    ranked = sorted(enumerate(outcome.peaks), key=lambda one: -_most(one[1]))
+    ranked = sorted(enumerate(outcome.peaks), key=lambda entry: -_most(entry[1]))
     if len(ranked) > SHOWN:
         ranked = [ranked[0], ranked[-1]]
     if len(ranked) == 1:
         return [("peak memory", _spent(ranked[0][1]))]
     return [
-        (f"peak memory, process {rank}", _spent(one)) for rank, one in sorted(ranked, key=lambda one: one[0])
+        (f"peak memory, process {rank}", _spent(entry))
+        for rank, entry in sorted(ranked, key=lambda entry: entry[0])
     ]
 
 
@@ -250,7 +251,7 @@ def _metrics(metrics: Mapping[str, float | list[float]]) -> str:
 
 def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
     if isinstance(value, list):
-        return ", ".join(f"{one:.4f}" for one in value)
+        return ", ".join(f"{entry:.4f}" for entry in value)
     hits = value * scores.samples
     if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # else it counts something else: pixels, say
         return f"{value:.2%} ({round(hits)} of {scores.samples})"

@@ -95,7 +95,7 @@ def _metrics(record: Record) -> str:
 
 
 def _as_json(value: float | list[float]) -> Any:
-    return [as_json(one) for one in value] if isinstance(value, list) else as_json(value)
+    return [as_json(entry) for entry in value] if isinstance(value, list) else as_json(value)
 
 
 def _number(value: float) -> str:

@@ -20,7 +20,7 @@ def make(watchers: Iterable[Watcher | str]) -> list[Watcher]:
     Raises:
         UsageError: a watcher cannot be found, or made.
     """
-    return [_made(find(one), one) if isinstance(one, str) else one for one in watchers]
+    return [_made(find(watcher), watcher) if isinstance(watcher, str) else watcher for watcher in watchers]
 
 
 def find(reference: str) -> type[Watcher]:
@@ -31,16 +31,16 @@ def find(reference: str) -> type[Watcher]:
     """
     place, _, name = check_name(reference).rpartition(":")
     module = _loaded(place, reference)
-    found = getattr(module, name, None)
-    if not (inspect.isclass(found) and issubclass(found, Watcher)):
+    member = getattr(module, name, None)
+    if not (inspect.isclass(member) and issubclass(member, Watcher)):
         classes = [
             key for key, value in vars(module).items()
             if inspect.isclass(value) and issubclass(value, Watcher) and value is not Watcher
         ]  # fmt: skip
-        if inspect.isclass(found):
+        if inspect.isclass(member):
             raise UsageError(f"--watch={reference}: {name} does not derive from grappe.Watcher")
         raise UsageError(f"--watch={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}")
-    return found
+    return member
 
 
 def check_name(reference: str) -> str:

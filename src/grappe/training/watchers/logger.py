@@ -54,8 +54,8 @@ class Logger(Watcher):
         self.scalars(record.step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        found = {"loss": scores.loss, **scores.metrics}
-        values = {f"validation/{name}": value for name, value in found.items() if isinstance(value, float)}
+        scored = {"loss": scores.loss, **scores.metrics}
+        values = {f"validation/{name}": value for name, value in scored.items() if isinstance(value, float)}
         self.scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:

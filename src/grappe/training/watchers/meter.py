@@ -182,9 +182,9 @@ class Meter(Watcher):
             joules=dict(self._joules),
             watts=dict(self._peak_watts),
             why={
-                name: found.missing
-                for name, found in (("processors", self._processors), ("gpu", self._gpu))
-                if found.missing
+                name: counters.missing
+                for name, counters in (("processors", self._processors), ("gpu", self._gpu))
+                if counters.missing
             },
             timing=self._timing,
             step=self._step,
@@ -202,17 +202,17 @@ def _watts(
     before: Mapping[str, float | None], after: Mapping[str, float | None], seconds: float
 ) -> dict[str, float]:
     """Computes the mean power by consumer, where both readings are known."""
-    found = {}
+    watts = {}
     for name, joules in after.items():
         earlier = before.get(name)
         if joules is not None and earlier is not None:
-            found[name] = round((joules - earlier) / seconds, 2)
-    return found
+            watts[name] = round((joules - earlier) / seconds, 2)
+    return watts
 
 
 def _cpu_seconds() -> float:
-    mine, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return mine.ru_utime + mine.ru_stime + ended.ru_utime + ended.ru_stime
+    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
 
 
 def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,37 +112,37 @@ def _export(profiler: Any, trace: Path) -> None:
 def _events(profiler: Any) -> list[Event]:
     from torch.autograd import DeviceType
 
-    found = [one for one in profiler.events() if one.time_range.end > one.time_range.start]
-    on_host = collections.Counter(one.thread for one in found if one.device_type == DeviceType.CPU)
+    timed = [event for event in profiler.events() if event.time_range.end > event.time_range.start]
+    on_host = collections.Counter(event.thread for event in timed if event.device_type == DeviceType.CPU)
     # The thread with most operators drives the steps; a communication library's has few.
     main = on_host.most_common(1)[0][0] if on_host else None
     events = []
-    for one in found:
-        device = one.device_type != DeviceType.CPU
-        place = "device" if device else "main" if one.thread == main else f"thread {one.thread}"
-        whole = one.time_range.end - one.time_range.start
-        own = whole if device else one.self_cpu_time_total
-        events.append(Event(one.name, one.time_range.start, one.time_range.end, own, place))
+    for event in timed:
+        device = event.device_type != DeviceType.CPU
+        place = "device" if device else "main" if event.thread == main else f"thread {event.thread}"
+        duration = event.time_range.end - event.time_range.start
+        own = duration if device else event.self_cpu_time_total
+        events.append(Event(event.name, event.time_range.start, event.time_range.end, own, place))
     return events
 
 
 def summary(events: Sequence[Event], steps: int, title: str) -> str:
     """Lists what took longest in a step: operators, kernels, idle gaps, communication and its overlap."""
-    spans = {place: union(one for one in events if one.place == place) for place in ("main", "device")}
-    known = [span for several in spans.values() for span in several]
-    if not known or steps < 1:
+    spans = {place: union(event for event in events if event.place == place) for place in ("main", "device")}
+    all_spans = [span for several in spans.values() for span in several]
+    if not all_spans or steps < 1:
         return f"{title}: no operation was recorded\n"
-    whole = (max(end for _, end in known) - min(begin for begin, _ in known)) / steps
-    lines = [f"{title}: {steps} steps of {_time(whole)}, the longest in each step:"]
+    step_time = (max(end for _, end in all_spans) - min(begin for begin, _ in all_spans)) / steps
+    lines = [f"{title}: {steps} steps of {_time(step_time)}, the longest in each step:"]
     for place, word in (("main", "operators on the host (their own time)"), ("device", "kernels on the GPU")):
-        lines += _top([one for one in events if one.place == place], steps, whole, word)
-        lines += _gaps(spans[place], events, place, steps, whole)
-    waited = union(one for one in events if _communicates(one))
+        lines += _top([event for event in events if event.place == place], steps, step_time, word)
+        lines += _gaps(spans[place], events, place, steps, step_time)
+    waited = union(event for event in events if _communicates(event))
     if waited:
         total = _length(waited)
-        computed = [one for one in events if not _communicates(one)]
-        place = "device" if any(one.place == "device" for one in computed) else "main"
-        beside = _length(common(waited, union(one for one in computed if one.place == place)))
+        computed = [event for event in events if not _communicates(event)]
+        place = "device" if any(event.place == "device" for event in computed) else "main"
+        beside = _length(common(waited, union(event for event in computed if event.place == place)))
         share = beside / total
         lines.append(
             f"communication {_time(total / steps)} a step, {share:.0%} of it while something was computed"
@@ -154,17 +154,17 @@ def _communicates(event: Event) -> bool:
     return event.name.lower().startswith(COMMUNICATION)
 
 
-def _top(events: Sequence[Event], steps: int, whole: float, word: str) -> list[str]:
+def _top(events: Sequence[Event], steps: int, step_time: float, word: str) -> list[str]:
     if not events:
         return []
     own: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
-    for one in events:
-        own[one.name] += one.own  # type: ignore[assignment]
-        calls[one.name] += 1
+    for event in events:
+        own[event.name] += event.own  # type: ignore[assignment]
+        calls[event.name] += 1
     lines = [f"  {word}"]
     for name, time in own.most_common(TOP):
-        share = time / steps / whole
+        share = time / steps / step_time
         lines.append(
             f"    {_time(time / steps):>10} {share:>5.0%} {calls[name] / steps:>6.0f} x  {name[:80]}"
         )
@@ -172,43 +172,43 @@ def _top(events: Sequence[Event], steps: int, whole: float, word: str) -> list[s
 
 
 def _gaps(
-    spans: Sequence[tuple[float, float]], events: Sequence[Event], place: str, steps: int, whole: float
+    spans: Sequence[tuple[float, float]], events: Sequence[Event], place: str, steps: int, step_time: float
 ) -> list[str]:
     """Returns the idle gaps between operations, and the operation before the longest."""
     if len(spans) < 2:
         return []
-    found = [(begin - end, end) for (_, end), (begin, _) in itertools.pairwise(spans)]
-    total = sum(length for length, _ in found) / steps
-    ends = {one.ended: one.name for one in events if one.place == place}
-    longest = sorted(found, reverse=True)[:3]
+    gaps = [(begin - end, end) for (_, end), (begin, _) in itertools.pairwise(spans)]
+    total = sum(length for length, _ in gaps) / steps
+    ends = {event.ended: event.name for event in events if event.place == place}
+    longest = sorted(gaps, reverse=True)[:3]
     after = ", ".join(f"{_time(length)} after {ends.get(end, '?')[:40]}" for length, end in longest)
     where = "no operator ran on the main thread" if place == "main" else "the GPU had nothing to do"
-    return [f"  {where}: {_time(total)} a step ({total / whole:.0%}); the longest: {after}"]
+    return [f"  {where}: {_time(total)} a step ({total / step_time:.0%}); the longest: {after}"]
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:
     """Returns the intervals in which at least one of `events` was running, in order and disjoint."""
     spans: list[tuple[float, float]] = []
-    for one in sorted(events, key=lambda event: event.began):
-        if spans and one.began <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], one.ended))
+    for event in sorted(events, key=lambda event: event.began):
+        if spans and event.began <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], event.ended))
         else:
-            spans.append((one.began, one.ended))
+            spans.append((event.began, event.ended))
     return spans
 
 
 def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Returns the intersection of two lists of intervals, each in order and disjoint."""
-    found, left, right = [], 0, 0
+    overlaps, left, right = [], 0, 0
     while left < len(a) and right < len(b):
         begin, end = max(a[left][0], b[right][0]), min(a[left][1], b[right][1])
         if begin < end:
-            found.append((begin, end))
+            overlaps.append((begin, end))
         if a[left][1] < b[right][1]:
             left += 1
         else:
             right += 1
-    return found
+    return overlaps
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:

@@ -10,7 +10,7 @@ from grappe.errors import UsageError
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_record import given
+from grappe.training.task_record import resolve_task
 from grappe.verbs.export import exchange
 from grappe.verbs.export.folder import check_target, whole_or_nothing
 from grappe.verbs.export.proof import Proof
@@ -76,7 +76,7 @@ def export(
     if weights_for is not None and format != "program":
         raise UsageError(f"--weights-for: --format {format} makes no program: leave one of the two out")
     run = run if isinstance(run, Run) else Run(run)
-    made = given(run, task).resolve()
+    made = resolve_task(run, task).resolve()
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     place = data_of(run, data)
     with naming_user_line(made):
