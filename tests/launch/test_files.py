@@ -113,7 +113,7 @@ def opened(tree: ast.Module) -> Iterator[tuple[int, str]]:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
-        if isinstance(of, ast.Name) and of.id in ("safe", "files", "dataclasses", "self"):
+        if isinstance(of, ast.Name) and of.id in ("files", "dataclasses", "self"):
             continue  # grappe.launch.files; dataclasses.replace; a method of one's own
         if name == "replace" and (len(node.args) != 1 or node.keywords) and not _is(of, "os"):
             continue  # a string's
@@ -141,7 +141,7 @@ def test_what_opens_files_is_found() -> None:
         "rmtree", "replace", "replace", "rename", "remove",
     ]  # fmt: skip
     assert (
-        found("safe.replace(a, b)\n'a'.replace('b', 'c')\ndataclasses.replace(a, b=c)\nlist.remove(1)") == []
+        found("files.replace(a, b)\n'a'.replace('b', 'c')\ndataclasses.replace(a, b=c)\nlist.remove(1)") == []
     )
 
 

@@ -85,9 +85,9 @@ def test_killed_at_any_moment_it_goes_on(source: Path, packed: Path, tmp_path: P
     """With a real kill, from before the first shard is there to behind the last."""
     code = (
         "import sys, time; from pathlib import Path; from grappe.verbs.data import pack, shard_writer\n"
-        "real = shard_writer.safe.replace\n"
+        "real = shard_writer.files.replace\n"
         "def slow(*a, **k):\n time.sleep(0.05); real(*a, **k); print(a[0].name, flush=True)\n"
-        "shard_writer.safe.replace = slow\n"
+        "shard_writer.files.replace = slow\n"
         "pack.pack(Path(sys.argv[1]), Path(sys.argv[2]), pack.Packing(short=64, per_shard=7))\n"
     )
     for lines in (1, 4):
