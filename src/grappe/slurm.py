@@ -75,9 +75,9 @@ def submit(
     job = JobOptions(gpus=numbers, **options)
     submissions = [read_submission(("train", *shlex.split(command)), job, app) for command in several]
     if run is not None:
-        submissions = [dataclasses.replace(one, run=Path(run)) for one in submissions]
+        submissions = [dataclasses.replace(submission, run=Path(run)) for submission in submissions]
     made = submit_all(submissions)
-    return [Job(run=one.run, job=one.job, cost=one.cost) for one in made]
+    return [Job(run=submitted.run, job=submitted.job, cost=submitted.cost) for submitted in made]
 
 
 def queue(
@@ -89,11 +89,11 @@ def queue(
         until_empty: return only when no job is left.
             every: seconds between queries of Slurm; sites ask for few queries.
     """
-    numbers = None if only is None else [one.job for one in only]
+    numbers = None if only is None else [job.job for job in only]
     while True:
-        found = slurm.queue(numbers) if numbers != [] else []
-        if not until_empty or not found:
-            return found
+        entries = slurm.queue(numbers) if numbers != [] else []
+        if not until_empty or not entries:
+            return entries
         time.sleep(every)
 
 
@@ -102,8 +102,8 @@ def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
     if isinstance(contains, Job):
         return log_files(contains.run)
     folders = sorted(
-        (one for one in Path(base).absolute().glob("*/logs")),
-        key=lambda one: one.stat().st_mtime,
+        (folder for folder in Path(base).absolute().glob("*/logs")),
+        key=lambda folder: folder.stat().st_mtime,
         reverse=True,
     )
     return [
@@ -174,13 +174,13 @@ def gpu_jobs_submitter(
         sbatch=(*(("--exclusive",) if exclusive else ()), *shlex.split(slurm_addon or "")),
     )
     submissions = [read_submission(shlex.split(command), options, app) for command in several]
-    found = []
-    for one in submit_all(submissions):
+    jobs = []
+    for submitted in submit_all(submissions):
         if verbose:
-            say(one.text, end="")
-        say(f"job {one.job}: {one.cost}; run {one.run}")
-        found.append(one.job)
-    return found
+            say(submitted.text, end="")
+        say(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
+        jobs.append(submitted.job)
+    return jobs
 
 
 def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SECONDS) -> None:
@@ -192,8 +192,10 @@ def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SE
     """
     shown: list[str] | None = None
     while True:
-        entries = [one for one in slurm.queue() if name is None or one.name == name]
-        lines = [f"{one.job}  {one.name}  {one.state}  {one.reason}  {one.left}" for one in entries]
+        entries = [entry for entry in slurm.queue() if name is None or entry.name == name]
+        lines = [
+            f"{entry.job}  {entry.name}  {entry.state}  {entry.reason}  {entry.left}" for entry in entries
+        ]
         if lines != shown:
             say("\n".join(lines) or "no job is left in the queue")
         if not entries:
@@ -210,10 +212,10 @@ def search_log(name: str = "*", contains: str = "", with_err: bool = False, base
         contains: a part of the file's name: the job's id.
         with_err: return a pair of lists, as the course's function does: a job here writes both into one file.
     """
-    found = sorted(
+    folders = sorted(
         file
         for file in Path(base).absolute().glob("*/logs/job-*.out")
         if (name == "*" or file.parents[1].name.startswith(name)) and contains in file.name
     )
-    texts = [str(file) for file in found]
+    texts = [str(file) for file in folders]
     return (texts, texts) if with_err else texts

@@ -53,7 +53,7 @@ ELSEWHERE = {
     "launch/mps.py": "/dev, and the user's own folder",
     "launch/openmp.py": "/proc",
     "launch/output.py": "/dev/null",
-    "launch/proof.py": "the folder where processes meet",
+    "launch/authentication.py": "the folder where processes meet",
     "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
     "private_api/gettext.py": "the installation's own catalogue of messages",

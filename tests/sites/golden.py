@@ -17,7 +17,7 @@ from tests.slurm.shapes import live
 FOLDER = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/digits-1")
 MORE = ("narval", "jean-zay-a100")
-GIVEN = sbatch.Given(
+GIVEN = sbatch.UserOptions(
     mem="32G",
     constraint="a100",
     mail_user="me@example.org",

@@ -74,24 +74,24 @@ def submit(
         return EXIT_OK
 
     def examine(asked: Submission, made: JobScript) -> None:
-        known = None if made.automatic is None else made.automatic.memory  # from its trace
-        if text := memory_warning(asked, made.script) if known is None else known:
+        warning = None if made.automatic is None else made.automatic.memory  # from its trace
+        if text := memory_warning(asked, made.script) if warning is None else warning:
             complain(f"grappe: warning: {text}")
 
     warned: set[str] = set()
-    for one in verb.submit(submission, show=show_, examine=examine):
-        for text in one.warnings:
+    for submitted in verb.submit(submission, show=show_, examine=examine):
+        for text in submitted.warnings:
             if text not in warned:
                 complain(f"grappe: warning: {text}")
-        warned |= set(one.warnings)
+        warned |= set(submitted.warnings)
         if show_:
-            say(one.text, end="")
+            say(submitted.text, end="")
         else:
-            show(f"job {one.job}: {one.cost}; run {one.run}")
-            if one.time_note:
-                show(one.time_note)
-            if one.note:
-                complain(f"grappe: the packages of its environment were not checked: {one.note}")
+            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
+            if submitted.time_note:
+                show(submitted.time_note)
+            if submitted.note:
+                complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
     return EXIT_OK
 
 
@@ -210,21 +210,21 @@ def doctor(
     request = verb.Request(
         plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, fields=split(fields)
     )
-    found = verb.doctor(request)
+    findings = verb.doctor(request)
     if is_main_process():
-        said = [one for one in found if one.level != "note"] if job else found
-        if said or not job:
-            say(verb.text(said))
-    return EXIT_FAILURE if verb.failed(found) else EXIT_OK
+        shown = [finding for finding in findings if finding.level != "note"] if job else findings
+        if shown or not job:
+            say(verb.text(shown))
+    return EXIT_FAILURE if verb.failed(findings) else EXIT_OK
 
 
 def _try_gpu() -> int:
     from grappe.verbs.doctor.on_device import try_gpu
 
     verdicts = set()
-    for one in try_gpu():
-        show(f"{one.verdict:9}  {one.what}: {one.text}")
-        verdicts.add(one.verdict)
+    for trial in try_gpu():
+        show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
+        verdicts.add(trial.verdict)
     return EXIT_FAILURE if "FAILED" in verdicts else EXIT_OK
 
 

@@ -63,7 +63,7 @@ def drill(
     with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))
-    return EXIT_OK if all(one.recovered for one in findings) else EXIT_FAILURE
+    return EXIT_OK if all(result.recovered for result in findings) else EXIT_FAILURE
 
 
 @app.command
@@ -139,9 +139,9 @@ def predict(
     if out is not None:
         save(out, predictions)
         return EXIT_OK
-    for index, one in enumerate(predictions):
+    for index, prediction in enumerate(predictions):
         name = {"file": str(files[index])} if files else {}
-        say(json.dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(one)}))
+        say(json.dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
     return EXIT_OK
 
 

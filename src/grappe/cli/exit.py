@@ -47,10 +47,10 @@ def run(app: App) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:
-        known = refused_process(error) or broken_package(error)
+        explanation = refused_process(error) or broken_package(error)
         mistake = (
-            UsageError(known)
-            if known
+            UsageError(explanation)
+            if explanation
             else ProcessDied(f"{type(error).__name__}: {error} ({BUG}: --debug shows more)")
         )
         mistake.details = "".join(traceback.format_exception(error))

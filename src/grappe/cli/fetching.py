@@ -27,9 +27,9 @@ def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
     folder = data_folder(data)
     done = verb(task, folder)
     table = plain_table("", "")
-    for one in done:
-        words = "was there" if one.was_there else f"{one.size / 1e6:,.1f} MB"
-        table.add_row(one.name, words)
+    for file in done:
+        words = "was there" if file.was_there else f"{file.size / 1e6:,.1f} MB"
+        table.add_row(file.name, words)
     table.add_row("folder", str(folder.absolute()))
     show(table)
     return EXIT_OK

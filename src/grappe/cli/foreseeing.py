@@ -81,17 +81,17 @@ def foresee(
     times = verb(task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data)
     if out is not None:
         time_table.write(times, out)
-    found = [one.foreseen for one in times.plans]
-    show(table.table(found, room))
-    for line in table.sentences(found, room):
+    forecasts = [timed.foreseen for timed in times.plans]
+    show(table.table(forecasts, room))
+    for line in table.sentences(forecasts, room):
         show(line)
     if (made := time_table.table(times)) is not None:
         show("")
         show(made)
     for line in time_table.sentences(times, aim):
         show(line)
-    known = [one for one in found if one.needs is not None]
-    return EXIT_FAILURE if all(one.fits is False for one in known) else EXIT_OK
+    predicted = [forecast for forecast in forecasts if forecast.needs is not None]
+    return EXIT_FAILURE if all(forecast.fits is False for forecast in predicted) else EXIT_OK
 
 
 def _history(folder: Path, data: Path | None, out: Path | None) -> int:
@@ -101,11 +101,11 @@ def _history(folder: Path, data: Path | None, out: Path | None) -> int:
 
     if out is not None:
         check_out(out, history=True)
-    found = history(folder, data)
-    summed = errors(found)
+    comparisons = history(folder, data)
+    summed = errors(comparisons)
     if out is not None:
-        history_table.write(found, summed, out)
-    show(history_table.table(found))
-    for line in history_table.sentences(found, summed):
+        history_table.write(comparisons, summed, out)
+    show(history_table.table(comparisons))
+    for line in history_table.sentences(comparisons, summed):
         show(line)
     return EXIT_OK

@@ -31,7 +31,7 @@ class TranslatedHelp:
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Shows a panel: commands, or options of one kind."""
-        entries = [one.copy(description=self._translated(one.description)) for one in panel.entries]
+        entries = [entry.copy(description=self._translated(entry.description)) for entry in panel.entries]
         title = self.text(panel.title) if isinstance(panel.title, str) else panel.title
         DefaultFormatter(column_specs=self._columns(panel))(
             console, options, panel.copy(title=title, entries=entries)
@@ -60,14 +60,14 @@ class TranslatedHelp:
         return columns
 
     def _described(self, entry: HelpEntry) -> Any:
-        found = DescriptionRenderer()(entry)
-        if isinstance(found, InlineText):
-            found.texts = [self._labelled(one) for one in found.texts]
-        return found
+        description = DescriptionRenderer()(entry)
+        if isinstance(description, InlineText):
+            description.texts = [self._labelled(text) for text in description.texts]
+        return description
 
     def _labelled(self, text: Text) -> Text:
         """A text like `[default: 3]` with its label translated."""
-        label = next((one for one in LABELS if text.plain.startswith(one)), "")
+        label = next((start for start in LABELS if text.plain.startswith(start)), "")
         return Text(self.text(label) + text.plain.removeprefix(label), text.style) if label else text
 
     def _translated(self, description: Any) -> Any:

@@ -147,12 +147,12 @@ def stage(
 
     meters: list[Meter] = []
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if not meters:
             meters.append(Meter("copying", max(1, total), unit="bytes"))
         meters[0].at(done)
 
-    done = copied(source, to, told)
+    done = copied(source, to, report)
     for meter in meters:
         meter.end()
     table = plain_table("", "")
@@ -194,7 +194,9 @@ def bench(
     table = plain_table(*heads)
     for row in done.rows:
         rates = (row.cold, row.read, row.alone, row.threads, row.processes)
-        table.add_row(row.place, _size(row.bytes), *("" if one is None else f"{one:,.0f}" for one in rates))
+        table.add_row(
+            row.place, _size(row.bytes), *("" if rate is None else f"{rate:,.0f}" for rate in rates)
+        )
     show(table)
     for sentence in done.advice:
         say(sentence)

@@ -52,34 +52,34 @@ def lr_find(
     from grappe.verbs.lr_find.ramp import Ramp
 
     texts = split(fields)
-    wanted = Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
+    ramp_options = Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"--out={out}: there is no folder {out.parent}")
     preflight([plan], task, once=True)
     from grappe.verbs.lr_find.lr_find import lr_find as verb
 
-    found = verb(task, plan, ramp=wanted, fields=texts, data=data)
+    result = verb(task, plan, ramp=ramp_options, fields=texts, data=data)
     process = rank_from_environment()
     if process is None or process.rank == 0:
         if out is not None:
-            out.write_text(json.dumps(found.as_json(), indent=1) + "\n")
-        _show(found)
-    return EXIT_OK if found.advice.band is not None else EXIT_FAILURE
+            out.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+        _show(result)
+    return EXIT_OK if result.advice.band is not None else EXIT_FAILURE
 
 
-def _show(found: Found) -> None:
+def _show(result: Found) -> None:
     from grappe.verbs.lr_find.plot import plot
 
-    for line in plot(found):
+    for line in plot(result):
         say(line)
-    band = found.advice.band
+    band = result.advice.band
     table = plain_table("", "")
     if band is None:
-        table.add_row("no suggestion", found.advice.reason)
+        table.add_row("no suggestion", result.advice.reason)
     else:
         ended = ", where the ramp ended: give a larger --highest to see more" if band.reaches_the_end else ""
         table.add_row("steepest", f"{band.steepest:.2g}")
         table.add_row("largest stable", f"{band.largest_stable:.2g}{ended}")
-        name = "lr=" if found.is_field else "the optimizer's learning rate: "
-        table.add_row("suggested", f"{name}{band.suggested:.2g}  (the task's own: {found.own:.2g})")
+        name = "lr=" if result.is_field else "the optimizer's learning rate: "
+        table.add_row("suggested", f"{name}{band.suggested:.2g}  (the task's own: {result.own:.2g})")
     show(table)

@@ -131,8 +131,8 @@ def measure(
     for shown in why_table.tables(whys):
         show(shown)
     if largest_batch:
-        for found in verb_largest(task, plans, data, texts):
-            show(str(found))
+        for largest in verb_largest(task, plans, data, texts):
+            show(str(largest))
     if out is not None:
         table.write(points, task, out, weak=options.weak, whys=whys)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
@@ -143,12 +143,12 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
     from grappe.verbs.measure.jobs import send
 
     runs = []
-    for one in send(request, show=only_show):
+    for submitted in send(request, show=only_show):
         if only_show:
-            say(one.text, end="")
+            say(submitted.text, end="")
         else:
-            show(f"job {one.job}: {one.cost}; run {one.run}")
-        runs.append(str(one.run))
+            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
+        runs.append(str(submitted.run))
     if not only_show:
         show(f"once they have ended: grappe measure {request.task} --gather {shlex.join([*runs, *later])}")
     return EXIT_OK

@@ -61,29 +61,29 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
         _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise usage_error(error) from error
-    found: dict[str, Any] = bound.arguments
-    plans = found.get("plan") or ""
-    data, options = found.get("data"), found.get("options")
-    if words[0] == TUNE and getattr(found.get("job"), "site", None) is not None:
+    values: dict[str, Any] = bound.arguments
+    plans = values.get("plan") or ""
+    data, options = values.get("data"), values.get("options")
+    if words[0] == TUNE and getattr(values.get("job"), "site", None) is not None:
         raise UsageError(
             "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
         )
-    if words[0] == TUNE and (found.get("task") is None or found.get("show_") is not None):
+    if words[0] == TUNE and (values.get("task") is None or values.get("show_") is not None):
         raise UsageError(
             "grappe tune --show reads a study and needs no job; a search names its task: tune TASK …"
         )
     return Submission(
         command=words[0],
-        task=found.get("task"),
+        task=values.get("task"),
         arguments=tuple(words[1:]),
         plans=(plans,) if isinstance(plans, str) else tuple(plans),
-        fields=tuple(found.get("fields", ())),
-        run=found.get("run"),
-        epochs_done=found.get("epochs_done") or 0,
+        fields=tuple(values.get("fields", ())),
+        run=values.get("run"),
+        epochs_done=values.get("epochs_done") or 0,
         data=str(data) if data is not None else None,
-        parallel=found.get("parallel", 1),
-        sampler=found.get("sampler", TPE) if words[0] == TUNE else "",
-        study=found.get("study"),
+        parallel=values.get("parallel", 1),
+        sampler=values.get("sampler", TPE) if words[0] == TUNE else "",
+        study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),
         job=job,

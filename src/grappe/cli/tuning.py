@@ -89,13 +89,15 @@ def tune(
     from grappe.verbs.tune.tune import Wanted
 
     if job.site is None and job != NO_JOB:
-        given = next(one.name for one in dataclasses.fields(job) if getattr(job, one.name) != one.default)
+        option = next(
+            field.name for field in dataclasses.fields(job) if getattr(job, field.name) != field.default
+        )
         raise UsageError(
-            f"--{given.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
+            f"--{option.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
         )
     texts = split(fields)
     direction = None if maximize is None else "maximize" if maximize else "minimize"
-    wanted = Wanted(
+    search_options = Wanted(
         metric=metric,
         direction=direction,
         sampler=sampler,
@@ -110,22 +112,22 @@ def tune(
     from grappe.verbs.tune.tune import search
 
     with _watched() as watch:
-        found, complete = search(
+        searched, complete = search(
             task,
             texts,
             as_plan(plan),
-            wanted,
+            search_options,
             study,
             data=data,
             options=options,
             jobs=job if job.site else None,
             watch=watch,
         )
-    code = _show(found.folder)
+    code = _show(searched.folder)
     if not complete:
         if job.site:
             complain("grappe: the trials' jobs go on without this command; grappe cancel RUN ends one")
-        complain(f"grappe: stopped; the same command with --study {found.folder} goes on")
+        complain(f"grappe: stopped; the same command with --study {searched.folder} goes on")
         return interrupted()
     return code
 
@@ -141,7 +143,7 @@ def _show(folder: Path) -> int:
     if best is None:
         say(
             "no trial has a result yet"
-            if any(one.state == "open" for one in trials)
+            if any(trial.state == "open" for trial in trials)
             else "no trial has a result"
         )
         return EXIT_FAILURE
@@ -182,7 +184,7 @@ class _Lines:
     def __call__(self, progress: SearchProgress) -> None:
         from grappe.verbs.tune.table import summary, trial_line
 
-        ended = {one.number: one for one in progress.trials if one.state in ("complete", "failed")}
+        ended = {trial.number: trial for trial in progress.trials if trial.state in ("complete", "failed")}
         if self._said is None:
             complain(f"study {progress.study.folder}: {summary(progress)}")
             self._said = set(ended)

@@ -47,11 +47,11 @@ def verify(
     note("")
     sys.stderr.flush()
     table = plain_table(*report.COLUMNS)
-    for one in findings:
-        table.add_row(*report.cells(one))
+    for finding in findings:
+        table.add_row(*report.cells(finding))
     show(table)
     if json is not None:
-        json.write_text(jsons.dumps([report.as_json(one) for one in findings], indent=1) + "\n")
+        json.write_text(jsons.dumps([report.as_json(finding) for finding in findings], indent=1) + "\n")
     if html is not None:
         html.write_text(report.page(task, findings))
-    return EXIT_OK if all(one.learns_the_same for one in findings) else EXIT_FAILURE
+    return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE

@@ -97,17 +97,19 @@ def run(
         pipe.send_bytes(cloudpickle.dumps(report))
         code = EXIT_OK
     except BaseException as error:
-        known = _known(error) if isinstance(error, OSError) else error
-        if isinstance(known, GrappeError):
-            name, details = type(known).__name__, traceback.format_exc()
-            pipe.send(Report(kind="error", error=name, message=str(known), details=details))
-            code = known.exit_code
+        mistake = _as_grappe_error(error) if isinstance(error, OSError) else error
+        if isinstance(mistake, GrappeError):
+            name, details = type(mistake).__name__, traceback.format_exc()
+            pipe.send(Report(kind="error", error=name, message=str(mistake), details=details))
+            code = mistake.exit_code
         else:
             traceback.print_exc()  # the last lines of the log tell the user
-            known = refused_process(error) or broken_package(error) if isinstance(error, Exception) else None
-            if known is not None:
+            explanation = (
+                refused_process(error) or broken_package(error) if isinstance(error, Exception) else None
+            )
+            if explanation is not None:
                 details = traceback.format_exc()
-                pipe.send(Report(kind="error", error="UsageError", message=known, details=details))
+                pipe.send(Report(kind="error", error="UsageError", message=explanation, details=details))
                 code = EXIT_USAGE
             else:
                 words = str(error)[:MOST_WORDS]
@@ -120,7 +122,7 @@ def run(
         os._exit(code)  # communication threads of a failed step may never join
 
 
-def _known(error: OSError) -> BaseException:
+def _as_grappe_error(error: OSError) -> BaseException:
     """Returns an error of the disk, or about a named file, as one of grappe's; others as they are."""
     if is_of_disk(error):
         return RunError(f"{error}: {disk_advice(error)}")

@@ -34,11 +34,11 @@ def lost_another(text: str) -> bool:
     return any(words in text for words in LOST)
 
 
-def _how_late(one: LocalProcess) -> tuple[bool, bool, float]:
+def _how_late(process: LocalProcess) -> tuple[bool, bool, float]:
     # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
-    ended = one.exit_code >= 0 or one.exit_code == -signal.SIGABRT
+    ended = process.exit_code >= 0 or process.exit_code == -signal.SIGABRT
     # A process that fails while it connects has cut its peers off before it can say why.
-    return ended, lost_another(one.report.message), one.report.when
+    return ended, lost_another(process.report.message), process.report.when
 
 
 def _end(process: LocalProcess) -> str:

@@ -67,11 +67,11 @@ def appender(file: Path, levels: int = IN_RUN) -> BinaryIO:
         OSError: it cannot be opened.
     """
     handle = _open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, levels)
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise RunError(f"{file} is no file")
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         os.close(handle)
         replace(file, read_bytes(file, levels), levels)
         handle = _open(file, os.O_WRONLY | os.O_APPEND, levels)

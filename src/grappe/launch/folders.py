@@ -40,9 +40,9 @@ def private_folder() -> Path | None:
 
 def state_base() -> Path | None:
     """Returns XDG_STATE_HOME, ~/.local/state where it is not set, None where there is no home."""
-    given = os.environ.get("XDG_STATE_HOME", "")
-    if given.startswith("/"):  # the standard has a relative one ignored
-        return Path(given)
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    if state_home.startswith("/"):  # the standard has a relative one ignored
+        return Path(state_home)
     try:
         return Path.home() / ".local/state"
     except RuntimeError:
@@ -53,10 +53,10 @@ def own_folder(folder: Path) -> Path | None:
     """Makes `folder`, readable by the user alone; returns None where it cannot be, or others can write in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return None
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if ours and os.access(folder, os.W_OK | os.X_OK) else None
 
 

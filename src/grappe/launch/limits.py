@@ -33,12 +33,12 @@ class Limits:
 
     def apply(self) -> None:
         """Limits this process."""
-        wanted = {
+        limits = {
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_CPU: self.seconds,
             resource.RLIMIT_AS: _statm()[0] * PAGE + self.memory + self.mapped,
         }
-        for kind, value in wanted.items():
+        for kind, value in limits.items():
             hard = resource.getrlimit(kind)[1]
             most = value if hard == resource.RLIM_INFINITY else min(value, hard)
             with contextlib.suppress(OSError, ValueError):  # not every system has every limit

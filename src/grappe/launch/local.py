@@ -124,7 +124,7 @@ class Launch:
     def handles(self) -> list[Any]:
         """Lists objects for multiprocessing.connection.wait."""
         # A report may be larger than its pipe holds, so it is read while its process waits to be rid of it.
-        return [*self._living, *(one.pipe for one in self._living.values() if one.reporting)]
+        return [*self._living, *(process.pipe for process in self._living.values() if process.reporting)]
 
     @property
     def patience(self) -> float | None:
@@ -139,18 +139,21 @@ class Launch:
     @property
     def killed(self) -> bool:
         """Returns whether a process was killed from outside, as SIGKILL alone does for certain."""
-        return any(one.report.kind == "silent" and one.exit_code == -signal.SIGKILL for one in self._failed)
+        return any(
+            process.report.kind == "silent" and process.exit_code == -signal.SIGKILL
+            for process in self._failed
+        )
 
     def advance(self, ready: Sequence[Any]) -> None:
         """Takes in what is ready of `handles`; if one process fails, the others get a short time to report."""
-        for one in list(self._living.values()):
-            if one.pipe in ready:
-                one.read_report()
-            if one.process.sentinel in ready:
-                del self._living[one.process.sentinel]
-                one.join()
-                if one.report.kind != "returned":
-                    self._failed.append(one)
+        for process in list(self._living.values()):
+            if process.pipe in ready:
+                process.read_report()
+            if process.process.sentinel in ready:
+                del self._living[process.process.sentinel]
+                process.join()
+                if process.report.kind != "returned":
+                    self._failed.append(process)
         if self._failed and self._deadline is None:
             self._deadline = time.monotonic() + GRACE_SECONDS
 
@@ -168,16 +171,16 @@ class Launch:
         """Kills what is left, and removes the rendezvous folder."""
         for process in self._mine:
             process.kill()
-        self._all[:] = [one for one in self._all if one not in self._mine]
+        self._all[:] = [launch for launch in self._all if launch not in self._mine]
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def advance(launches: Sequence[Launch], seconds: float) -> None:
     """Waits until something happens in one of `launches`, but at most `seconds`, and takes it in."""
-    patience = min((one.patience for one in launches if one.patience is not None), default=seconds)
-    ready = wait([handle for one in launches for handle in one.handles], min(patience, seconds))
-    for one in launches:
-        one.advance(ready)
+    patience = min((launch.patience for launch in launches if launch.patience is not None), default=seconds)
+    ready = wait([handle for launch in launches for handle in launch.handles], min(patience, seconds))
+    for launch in launches:
+        launch.advance(ready)
 
 
 def local(

@@ -38,7 +38,7 @@ def shared_gpus(
         PlanError: more processes on a GPU than the service supports.
         UsageError: the service does not start.
     """
-    if not wanted(plan):
+    if not is_needed(plan):
         yield
         return
     if plan.per_device > CLIENTS:
@@ -73,7 +73,7 @@ def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[Non
                 environment[name] = value
 
 
-def wanted(plan: Plan) -> bool:
+def is_needed(plan: Plan) -> bool:
     """Returns whether processes of `plan` share GPUs of this machine, and the service is installed."""
     on_gpu = plan.device == "cuda" or (
         plan.device == "auto" and bool(list(Path("/dev").glob("nvidia[0-9]*")))

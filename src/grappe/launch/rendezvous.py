@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import ProcessDied, UsageError
-from grappe.launch import files, proof
+from grappe.launch import authentication, files
 from grappe.launch.output import without_standard_error
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def start(
             files.remove(address)  # all are connected, so all have read it
     if process.size == 1 or backend == "mpi":  # whose launcher connects the processes itself
         return ""
-    secret = process.secret or proof.shared_secret(process, store, rendezvous_folder)
-    proof.prove(process, secret)
+    secret = process.secret or authentication.shared_secret(process, store, rendezvous_folder)
+    authentication.authenticate(process, secret)
     return secret
 
 
@@ -158,11 +158,11 @@ def _wait_for(read: Callable[[], list[str]], what: str) -> list[str]:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         try:
-            found = read()
+            value = read()
         except OSError:
-            found = []
-        if found:
-            return found
+            value = []
+        if value:
+            return value
         time.sleep(0.02)
     raise UsageError(
         f"waited {PATIENCE_SECONDS:.0f} s for {what}: is process 0 running, and do all nodes share that folder?"

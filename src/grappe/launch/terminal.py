@@ -12,7 +12,7 @@ from grappe.errors.foreign_text import printable, printable_lines
 from grappe.language import translated
 
 
-class Stream(Protocol):
+class TextStream(Protocol):
     """A text stream."""
 
     def write(self, text: str, /) -> object: ...
@@ -20,7 +20,7 @@ class Stream(Protocol):
     def flush(self) -> object: ...
 
 
-def say(text: object, stream: Stream | None = None, *, end: str = "\n") -> None:
+def say(text: object, stream: TextStream | None = None, *, end: str = "\n") -> None:
     """Writes lines of text to `stream`, the standard output by default."""
     stream = sys.stdout if stream is None else stream
     stream.write(f"{printable_lines(text)}{end}")

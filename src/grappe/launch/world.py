@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
-from grappe.launch import proof, rendezvous
+from grappe.launch import authentication, rendezvous
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
 from grappe.profiling.limits import cpu_quota
@@ -31,10 +31,10 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 def cores() -> int:
     """Counts this process's usable cores: its affinity mask, capped by its cgroup's quota."""
     try:
-        mine = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
-        mine = os.cpu_count() or 1
-    return max(1, min(mine, cpu_quota() or mine))
+        cores = os.cpu_count() or 1
+    return max(1, min(cores, cpu_quota() or cores))
 
 
 def own_cores(process: ProcessRank) -> int:
@@ -131,13 +131,13 @@ class World:
             forget_meshes()
 
 
-def gather_into(whole: torch.Tensor, mine: torch.Tensor, group: ProcessGroup) -> None:
-    """Fills `whole` [W x n] with every process's `mine` [n], by rank. Collective."""
+def gather_into(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> None:
+    """Fills `output` [W x n] with every process's `part` [n], by rank. Collective."""
     import torch.distributed as dist
 
     # Renamed in torch 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, mine, group=group)
+    gather(output, part, group=group)
 
 
 def join(
@@ -166,7 +166,7 @@ def join(
     backend = choose_backend(plan, device)
     secret = rendezvous.start(process, backend, device, rendezvous_folder, timeout)
     world = _with_mesh(plan, process, device, threads, backend)
-    _prove_smaller_groups(world, backend, secret)
+    _authenticate_smaller_groups(world, backend, secret)
     return world
 
 
@@ -235,7 +235,7 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
     return backend
 
 
-def _prove_smaller_groups(world: World, backend: str, secret: str) -> None:
+def _authenticate_smaller_groups(world: World, backend: str, secret: str) -> None:
     """Checks the other ends of each group's own connections; NCCL checks its own by its unique id."""
     import torch.distributed as dist
 
@@ -249,7 +249,7 @@ def _prove_smaller_groups(world: World, backend: str, secret: str) -> None:
     proven = [dist.group.WORLD]
     for group in groups:
         if group is not None and group not in proven:
-            proof.prove(world.process, secret, group)
+            authentication.authenticate(world.process, secret, group)
             proven.append(group)
 
 

@@ -32,11 +32,13 @@ def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 def files() -> dict[str, Path]:
     """Maps each site's name to its file; the user's own files win."""
-    found: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     for folder in (SHIPPED, own_folder()):
         if folder.is_dir():
-            found |= {file.stem: file for file in sorted(folder.glob("*.toml")) if NAME.fullmatch(file.stem)}
-    return found
+            files_by_name |= {
+                file.stem: file for file in sorted(folder.glob("*.toml")) if NAME.fullmatch(file.stem)
+            }
+    return files_by_name
 
 
 def find(name: str) -> Site:
@@ -45,13 +47,13 @@ def find(name: str) -> Site:
     Raises:
         UsageError: there is no such site, or its file is wrong.
     """
-    known = files()
-    if name not in known:
+    files_by_name = files()
+    if name not in files_by_name:
         raise UsageError(
-            f"no site '{name}': {nearest(name, known)} Another cluster is one TOML file in {own_folder()} "
+            f"no site '{name}': {nearest(name, files_by_name)} Another cluster is one TOML file in {own_folder()} "
             "(see docs/slurm.md), or --site generic"
         )
-    file = known[name]
+    file = files_by_name[name]
     try:
         content = tomllib.loads(_text(file))
     except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits

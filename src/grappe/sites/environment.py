@@ -38,9 +38,9 @@ def packages(
         depends: what else tells two environments apart: the modules, Python's version.
     """
     name, content = wheel
-    text = "".join(f"{one}\n" for one in requirements)
-    whole = "\n".join([*depends, text, hashlib.sha256(content).hexdigest()])
-    key = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    text = "".join(f"{requirement}\n" for requirement in requirements)
+    content_key = "\n".join([*depends, text, hashlib.sha256(content).hexdigest()])
+    key = hashlib.sha256(content_key.encode()).hexdigest()[:12]
     return Packages(files={name: content, REQUIREMENTS: text.encode()}, key=key, locked=locked)
 
 
@@ -96,7 +96,7 @@ def made(
         wheels: a folder of wheels beside the site's.
     """
     base = "python" if modules else shlex.quote(python)
-    whole = f'{base} -m venv --system-site-packages "$new"'
+    make = f'{base} -m venv --system-site-packages "$new"'
     options = ["--quiet", "--no-index"]
     if wheels is not None:
         options += ["--find-links", shlex.quote(str(wheels))]
@@ -106,6 +106,6 @@ def made(
         place=place(local, content.key),
         kept=shlex.quote(str(run.parent / ".environments" / f"{content.key}.tar")),
         packages=shlex.quote(str(run / "logs" / content.folder_name)),
-        create=whole if kind == "module" else VIRTUALENV.format(python=base),
+        create=make if kind == "module" else VIRTUALENV.format(python=base),
         options=" ".join([*options, f'-r "$packages/{REQUIREMENTS}"']),
     )

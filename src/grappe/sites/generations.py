@@ -7,7 +7,7 @@ from typing import NamedTuple
 AMPERE, VOLTA = (8, 0), (7, 0)
 
 
-class Unfit(NamedTuple):
+class UnfitPrecision(NamedTuple):
     """A precision that a GPU has no units for."""
 
     what: str
@@ -15,7 +15,7 @@ class Unfit(NamedTuple):
     do: str
 
 
-def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None) -> Unfit | None:
+def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None) -> UnfitPrecision | None:
     """Returns why a precision brings nothing on a GPU, or costs time; None if it fits.
 
     Args:
@@ -27,15 +27,15 @@ def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None
     name = f"precision={precision} on {gpu} (compute capability {capability[0]}.{capability[1]})"
     if precision == "bf16" and capability < AMPERE:
         slow = "bf16 arithmetic came with Ampere (8.0): here it is emulated, and slower than fp32"
-        return Unfit(
+        return UnfitPrecision(
             name, slow, "use precision=fp16, with loss scaling" if capability >= VOLTA else "use fp32"
         )
     if precision == "tf32" and capability < AMPERE:
-        return Unfit(
+        return UnfitPrecision(
             name, "TF32 came with Ampere (8.0): here matrix products stay in fp32", "use precision=fp16"
         )
     if precision == "fp16" and capability < VOLTA:
-        return Unfit(
+        return UnfitPrecision(
             name, "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time", "use fp32"
         )
     return None

@@ -113,19 +113,19 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
     )
 
 
-def longest(found: Layout, site: Site, wish: ResourceRequest) -> int | None:
+def longest(layout: Layout, site: Site, wish: ResourceRequest) -> int | None:
     """Returns the most seconds that a job with these resources may ask for; None: no limit is known."""
     limits = [site.ask.max_hours]
     if site.queue and not wish.own_queue:
         hours = [
-            one.max_hours
-            for one in site.queue
-            if (one.name == wish.queue if wish.queue else not one.only_when_named)
-            and _refusal(one, found.nodes, found.gpus, 0) is None
+            queue.max_hours
+            for queue in site.queue
+            if (queue.name == wish.queue if wish.queue else not queue.only_when_named)
+            and _refusal(queue, layout.nodes, layout.gpus, 0) is None
         ]
         limits.append(None if None in hours else max(filter(None, hours), default=None))
-    known = [one for one in limits if one is not None]
-    return int(min(known) * 3600) if known else None
+    limits_known = [limit for limit in limits if limit is not None]
+    return int(min(limits_known) * 3600) if limits_known else None
 
 
 def check_account(site: Site, account: str | None) -> None:
@@ -185,8 +185,8 @@ def _nodes(plan: Plan, site: Site, node: Node, requested: int | None, gpus: int)
     if units % nodes:
         rest = "" if requested else f" of {holds} {what}"
         better = next(count for count in range(nodes, units + 1) if units % count == 0)
-        whole = units // holds * holds
-        other = f", or degrees whose product is {whole * (plan.per_device if gpus else 1)}" if whole else ""
+        full = units // holds * holds
+        other = f", or degrees whose product is {full * (plan.per_device if gpus else 1)}" if full else ""
         raise PlanError(f"{units} {what} do not divide into {nodes} nodes{rest}: use --nodes {better}{other}")
     if units // nodes > holds:
         raise UsageError(
@@ -198,21 +198,21 @@ def _nodes(plan: Plan, site: Site, node: Node, requested: int | None, gpus: int)
 
 def _queue(site: Site, name: str | None, nodes: int, gpus: int, seconds: int) -> Queue | None:
     if name is not None:
-        for one in site.queue:
-            if one.name == name:
-                if why := _refusal(one, nodes, gpus, seconds):
+        for queue in site.queue:
+            if queue.name == name:
+                if why := _refusal(queue, nodes, gpus, seconds):
                     raise UsageError(f"--queue={name}: {why}")
-                return one
-        known = [one.name for one in site.queue]
-        raise UsageError(f"{site.name} has no queue '{name}': {nearest(name, known)}")
+                return queue
+        names = [queue.name for queue in site.queue]
+        raise UsageError(f"{site.name} has no queue '{name}': {nearest(name, names)}")
     reasons = []
-    for one in site.queue:
-        if one.only_when_named:
+    for queue in site.queue:
+        if queue.only_when_named:
             continue
-        why = _refusal(one, nodes, gpus, seconds)
+        why = _refusal(queue, nodes, gpus, seconds)
         if why is None:
-            return one
-        reasons.append(f"{one.name}: {why}")
+            return queue
+        reasons.append(f"{queue.name}: {why}")
     if reasons:
         raise UsageError(f"no queue of {site.name} admits it. {'; '.join(reasons)}")
     return None
@@ -241,8 +241,8 @@ def _check_time(site: Site, seconds: int, queue: Queue | None) -> None:
 
 
 def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: int) -> None:
-    whole = site.ask.whole_nodes if queue is None or queue.whole_nodes is None else queue.whole_nodes
-    if not whole or gpus in (0, node.gpus) or (nodes == 1 and gpus in site.ask.part_nodes):
+    whole_nodes = site.ask.whole_nodes if queue is None or queue.whole_nodes is None else queue.whole_nodes
+    if not whole_nodes or gpus in (0, node.gpus) or (nodes == 1 and gpus in site.ask.part_nodes):
         return
     where = f"{site.name}, {queue.name}" if queue else site.name
     parts = "".join(f"{part} or " for part in site.ask.part_nodes)
@@ -262,8 +262,8 @@ def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
                 f"{processes} processes on {total} cores: use fewer on a GPU (per_device={plan.per_device} now)"
             )
         return cores
-    wanted = (plan.threads or 1) + (plan.workers or 0)
-    return max(1, min(wanted, node.cores // processes))
+    busy = (plan.threads or 1) + (plan.workers or 0)
+    return max(1, min(busy, node.cores // processes))
 
 
 def _memory(node: Node, gpus: int, cores: int) -> int | None:

@@ -24,10 +24,10 @@ def expanded(word: str) -> str:
     All else that bash would take for code stays text: `$(…)`, quotes, semicolons.
     """
     pieces, at = [], 0
-    for found in VARIABLE.finditer(word):
-        pieces += [literal(word[at : found.start()])] if found.start() > at else []
-        pieces.append(f'"${{{found[1] or found[2]}:?{EMPTY}}}"')
-        at = found.end()
+    for match in VARIABLE.finditer(word):
+        pieces += [literal(word[at : match.start()])] if match.start() > at else []
+        pieces.append(f'"${{{match[1] or match[2]}:?{EMPTY}}}"')
+        at = match.end()
     if at < len(word) or not pieces:
         pieces.append(literal(word[at:]))
     return "".join(pieces)
@@ -42,7 +42,7 @@ def command_words(words: Sequence[str]) -> Iterator[str]:
     before = ""
     for word in words:
         is_plan = before == "--plan" or word.startswith("--plan=")
-        names = {found[1] or found[2] for found in VARIABLE.finditer(word)}
+        names = {match[1] or match[2] for match in VARIABLE.finditer(word)}
         if not is_plan and (wrong := sorted(names & {*OF_ONE_PROCESS})):
             raise UsageError(
                 f"{word}: ${wrong[0]} is another for each process: only a script's arguments take it"

@@ -78,7 +78,7 @@ OURS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class UserOptions:
     """Options of sbatch as the user gives them; None: not given."""
 
     mem: str | None = None
@@ -93,26 +93,26 @@ class Given:
     """All others, each as --name=value."""
 
 
-def options(given: Given) -> tuple[str, ...]:
+def options(user_options: UserOptions) -> tuple[str, ...]:
     """Checks the options and returns them in sbatch's form.
 
     Raises:
         UsageError: a value has not its form, or an option is one that grappe sets by itself.
     """
-    found = []
-    for field in dataclasses.fields(given):
-        name, value = field.name.replace("_", "-"), getattr(given, field.name)
+    checked = []
+    for field in dataclasses.fields(user_options):
+        name, value = field.name.replace("_", "-"), getattr(user_options, field.name)
         if name == "others" or value is None:
             continue
         if not VALUES[name].fullmatch(value):
             example = f", as {EXAMPLES[name]} is" if name in EXAMPLES else ""
             raise UsageError(f"--{name}={value!r}: that is no value of sbatch's --{name}{example}")
-        found.append(f"--{name}={value}")
-    if given.mem and given.mem_per_cpu:
+        checked.append(f"--{name}={value}")
+    if user_options.mem and user_options.mem_per_cpu:
         raise UsageError("--mem and --mem-per-cpu say the same in two ways: give one of them")
-    if given.mail_user:
-        found.append("--mail-type=END,FAIL,REQUEUE")
-    return (*found, *map(_other, given.others))
+    if user_options.mail_user:
+        checked.append("--mail-type=END,FAIL,REQUEUE")
+    return (*checked, *map(_other, user_options.others))
 
 
 def _other(text: str) -> str:
@@ -130,18 +130,18 @@ def _other(text: str) -> str:
     return text
 
 
-def merged(ours: Iterable[str], given: Sequence[str]) -> list[str]:
+def merged(ours: Iterable[str], user_options: Sequence[str]) -> list[str]:
     """Merges the options: the user's replace ours, and constraints are joined."""
-    names = {_name(one) for one in given}
+    names = {_name(option) for option in user_options}
     replaced = names | ({"--mem"} if "--mem-per-cpu" in names else set())
     kept = list(ours)
-    found = []
-    for one in given:
-        mine = next((two for two in kept if _name(two) == "--constraint"), None)
-        if _name(one) == "--constraint" and mine is not None:
-            one = f"--constraint={_grouped(mine)}&{_grouped(one)}"  # noqa: PLW2901
-        found.append(one)
-    return [one for one in kept if _name(one) not in replaced] + found
+    added = []
+    for option in user_options:
+        constraint = next((two for two in kept if _name(two) == "--constraint"), None)
+        if _name(option) == "--constraint" and constraint is not None:
+            option = f"--constraint={_grouped(constraint)}&{_grouped(option)}"  # noqa: PLW2901
+        added.append(option)
+    return [option for option in kept if _name(option) not in replaced] + added
 
 
 def _name(option: str) -> str:

@@ -94,7 +94,7 @@ class Queue:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class JobRules:
     """The environment of a job on a node, and the rules there."""
 
     environment: Literal["here", "virtualenv", "module"] = "here"
@@ -148,7 +148,7 @@ class Site:
     ask: Ask
     node: Node | None = None
     """The kind of node; None: read from the cluster (see `probe`)."""
-    job: Job = Job()
+    job: JobRules = JobRules()
     queue: tuple[Queue, ...] = ()
     storage: tuple[Storage, ...] = ()
     """The site's file systems."""
@@ -200,20 +200,22 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
     if isinstance(value, list | dict) and len(value) > MOST_ENTRIES:
         raise wrong(path, f" has {len(value)} entries, more than {MOST_ENTRIES}")
     if origin in (Union, types.UnionType):
-        kind = next(one for one in choices if one is not type(None))
+        kind = next(choice for choice in choices if choice is not type(None))
         return _value(kind, value, path, wrong)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _table(kind, value, f"{path}.", wrong)
     if origin is tuple and isinstance(value, list):
-        return tuple(_value(choices[0], one, f"{path}[{index}]", wrong) for index, one in enumerate(value))
+        return tuple(_value(choices[0], item, f"{path}[{index}]", wrong) for index, item in enumerate(value))
     if origin in (Mapping, dict) or kind is Mapping:
-        if isinstance(value, dict) and all(isinstance(one, str) for one in value.values()):
-            return {_line(key, path, wrong): _line(one, f"{path}.{key}", wrong) for key, one in value.items()}
+        if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
+            return {
+                _line(key, path, wrong): _line(item, f"{path}.{key}", wrong) for key, item in value.items()
+            }
         raise wrong(path, " is not a table of texts")
     if origin is Literal:
         if isinstance(value, str) and value in choices:
             return value
-        raise wrong(path, f"={_shown(value)} is not one of {', '.join(repr(one) for one in choices)}")
+        raise wrong(path, f"={_shown(value)} is not one of {', '.join(repr(choice) for choice in choices)}")
     if (
         type(value) in (int, float) and kind in (int, float) and not 0 < value <= LARGEST
     ):  # nan is not, either
@@ -251,15 +253,15 @@ def _check(made: Site, wrong: Wrong) -> None:
         "ask.options": made.ask.options,
         "job.mps": made.job.mps,
     }
-    options |= {f"queue {one.name}": one.options for one in made.queue}
-    folders: dict[str, tuple[str, ...]] = {"storage.place": tuple(one.place for one in made.storage)}
+    options |= {f"queue {queue.name}": queue.options for queue in made.queue}
+    folders: dict[str, tuple[str, ...]] = {"storage.place": tuple(storage.place for storage in made.storage)}
     folders |= {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
     forms = (
         (options, OPTION, "is no option of sbatch: write --name or --name=value"),
         ({"job.modules": made.job.modules}, MODULE, "is no name of a module"),
         (folders, PLACE, "is no folder: write /path/of/it, or $VARIABLE/path"),
         ({"job.variables": tuple(made.job.variables)}, VARIABLE, "is no name of a variable"),
-        ({"queue.name": tuple(one.name for one in made.queue)}, PARTITION, "is no name of a queue"),
+        ({"queue.name": tuple(queue.name for queue in made.queue)}, PARTITION, "is no name of a queue"),
     )
     for values, form, why in forms:
         for key, texts in values.items():
@@ -271,10 +273,10 @@ def _check(made: Site, wrong: Wrong) -> None:
         raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {GPUS}, for the number on each node")
     for key, texts in options.items():
         for text in texts:
-            found = OPTION.fullmatch(text)
-            if found is not None and found[1] not in RESOURCES:
+            match = OPTION.fullmatch(text)
+            if match is not None and match[1] not in RESOURCES:
                 raise wrong(
-                    key, f": --{found[1]} is no option that a site sets: {nearest(found[1], RESOURCES)}"
+                    key, f": --{match[1]} is no option that a site sets: {nearest(match[1], RESOURCES)}"
                 )
     for name in made.job.variables:
         if LOADERS.fullmatch(name):

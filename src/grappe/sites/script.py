@@ -207,7 +207,7 @@ def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list
     """Adds the options by which processes may share a GPU (MPS), where the plan has them share one."""
     for mps in site.job.mps if plan.per_device > 1 and layout.gpus else ():
         # a constraint of theirs takes the place of the site's
-        options = [one for one in options if one.partition("=")[0] != mps.partition("=")[0]] + [mps]
+        options = [option for option in options if option.partition("=")[0] != mps.partition("=")[0]] + [mps]
     return options
 
 

@@ -14,7 +14,7 @@ MODEL = re.compile(r"[\w.-]*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class PartitionRow:
     """Nodes of one kind in one partition."""
 
     partition: str
@@ -27,21 +27,21 @@ class Row:
     nodes: int
 
 
-def rows(text: str) -> list[Row]:
+def rows(text: str) -> list[PartitionRow]:
     """Parses the output of `sinfo -h -o FORMAT`, one row per line; skips lines of another form."""
-    found = []
+    partitions = []
     for line in text.splitlines():
         parts = line.strip().split("|")
         if len(parts) != len(FORMAT.split("|")):
             continue
         name, cores, megabytes, gres, limit, nodes = parts
-        numbers = [re.match(r"\d{1,9}", one, re.ASCII) for one in (cores, megabytes, nodes)]
+        numbers = [re.match(r"\d{1,9}", text, re.ASCII) for text in (cores, megabytes, nodes)]
         gpus, model = _gpus(gres)
         if not all(numbers) or not PARTITION.fullmatch(name.rstrip("*")) or not MODEL.fullmatch(model):
             continue
-        values = [int(one[0]) for one in numbers if one]
-        found.append(
-            Row(
+        values = [int(match[0]) for match in numbers if match]
+        partitions.append(
+            PartitionRow(
                 partition=name.rstrip("*"),
                 default=name.endswith("*"),
                 cores=values[0],
@@ -52,7 +52,7 @@ def rows(text: str) -> list[Row]:
                 nodes=values[2],
             )
         )
-    return found
+    return partitions
 
 
 def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) -> Site:
@@ -61,16 +61,16 @@ def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) ->
     Raises:
         UsageError: there is no such partition, or no partition with GPUs.
     """
-    known = rows(text)
-    if not known:
+    partition_rows = rows(text)
+    if not partition_rows:
         raise UsageError(
             "sinfo names no partition here: is Slurm running? Or give --site NAME (grappe sites)"
         )
-    names = {row.partition for row in known}
+    names = {row.partition for row in partition_rows}
     if partition is not None and partition not in names:
         raise UsageError(f"there is no partition '{partition}' here: {nearest(partition, names)}")
-    mine = [row for row in known if partition in (None, row.partition)]
-    able = [row for row in mine if row.gpus] if wants_gpus else mine
+    candidates = [row for row in partition_rows if partition in (None, row.partition)]
+    able = [row for row in candidates if row.gpus] if wants_gpus else candidates
     if not able:
         where = f"partition {partition}" if partition else "this cluster"
         raise UsageError(
@@ -102,8 +102,8 @@ def _gpus(gres: str) -> tuple[int, str]:
 
 def _hours(limit: str) -> float | None:
     """Parses `7-00:00:00` to 168 hours; None for no limit."""
-    found = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(\d{1,6}):(\d{1,6})", limit, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(\d{1,6}):(\d{1,6})", limit, re.ASCII)
+    if not match:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return (days * DAY_SECONDS + hours * 3600 + minutes * 60 + seconds) / 3600 or None

@@ -94,9 +94,9 @@ def submit(script: Path, *, test_only: bool = False) -> str:
 
 def remedy(refusal: str) -> str:
     """Returns the remedy for a rejection, on a new line; "" if it is unknown."""
-    said = refusal.lower()
-    known = [advice for words, advice in REMEDIES.items() if words in said]
-    return f"\n  {known[0]}" if known else ""
+    text = refusal.lower()
+    remedies = [advice for words, advice in REMEDIES.items() if words in text]
+    return f"\n  {remedies[0]}" if remedies else ""
 
 
 FORMAT = "%i|%j|%T|%r|%S|%L|%D"
@@ -116,10 +116,10 @@ def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
 
 def entries(text: str) -> list[Entry]:
     """Parses squeue's output in FORMAT; rejoins a name that contains `|`."""
-    found = []
+    jobs = []
     for line in text.splitlines():
         job, *name, state, reason, start, left, nodes = line.split("|")
-        found.append(
+        jobs.append(
             Entry(
                 job=job,
                 name="|".join(name),
@@ -130,18 +130,18 @@ def entries(text: str) -> list[Entry]:
                 nodes=nodes,
             )
         )
-    return found
+    return jobs
 
 
 def ended(job: str) -> End | None:
     """Returns a job's end, from Slurm's accounting or its controller; None if neither knows the job."""
     for ask in (_accounted, _remembered):
         try:
-            found = ask(job)
+            end = ask(job)
         except GrappeError:
             continue  # a site without accounting, or a job that is forgotten
-        if found is not None:
-            return found
+        if end is not None:
+            return end
     return None
 
 

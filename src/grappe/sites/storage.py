@@ -29,25 +29,25 @@ def misplaced(
         folder: an absolute path.
         environment: the variables by which the places of storage are found.
     """
-    found = storage_of(site, folder, environment)
-    if found is None or what in found.holds:
+    storage = storage_of(site, folder, environment)
+    if storage is None or what in storage.holds:
         return None
-    better = [one for one in site.storage if what in one.holds]
+    better = [other for other in site.storage if what in other.holds]
     if not better:
         return None
     return (
-        f"{NAMES[what]} in {found.place} ({described(found)}): on {site.name} it should lie in "
-        f"{' or '.join(one.place for one in better)} ({described(better[0])}): {CHANGE[what]}"
+        f"{NAMES[what]} in {storage.place} ({described(storage)}): on {site.name} it should lie in "
+        f"{' or '.join(other.place for other in better)} ({described(better[0])}): {CHANGE[what]}"
     )
 
 
 def storage_of(site: Site, folder: Path, environment: Mapping[str, str]) -> Storage | None:
     """Returns the storage that a folder is in: of several, the innermost."""
     inside = []
-    for one in site.storage:
-        place = _expanded(one.place, environment)
-        if place is not None and any(folder.is_relative_to(one) for one in (place, place.resolve())):
-            inside.append((len(place.parts), one))
+    for storage in site.storage:
+        place = _expanded(storage.place, environment)
+        if place is not None and any(folder.is_relative_to(base) for base in (place, place.resolve())):
+            inside.append((len(place.parts), storage))
     return max(inside, key=lambda pair: pair[0])[1] if inside else None
 
 

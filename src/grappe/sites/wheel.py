@@ -24,7 +24,7 @@ def own_wheel() -> tuple[str, bytes]:
         UsageError: the package was never installed, so that nobody knows what it needs.
     """
     try:
-        found = importlib.metadata.distribution(PACKAGE.name)
+        distribution = importlib.metadata.distribution(PACKAGE.name)
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(
             "this grappe was never installed, so nobody knows which packages it needs: pip install it, or use --env"
@@ -34,8 +34,10 @@ def own_wheel() -> tuple[str, bytes]:
         for file in sorted(PACKAGE.rglob("*"))
         if file.is_file() and "__pycache__" not in file.parts
     }
-    metadata = {name: found.read_text(name) for name in ("METADATA", "entry_points.txt")}
-    return packed(PACKAGE.name, found.version, {k: v for k, v in metadata.items() if v is not None}, files)
+    metadata = {name: distribution.read_text(name) for name in ("METADATA", "entry_points.txt")}
+    return packed(
+        PACKAGE.name, distribution.version, {k: v for k, v in metadata.items() if v is not None}, files
+    )
 
 
 def packed(

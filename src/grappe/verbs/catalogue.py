@@ -28,7 +28,7 @@ def plan_table() -> Table:
     names = engines.names()
     table = Table("key", "default", "what it is", *names, box=None, padding=(0, 2, 0, 0))
     for key, default, meaning, able in support():
-        table.add_row(key, default.lower(), meaning, *["yes" if one else "" for one in able])
+        table.add_row(key, default.lower(), meaning, *["yes" if supported else "" for supported in able])
     return table
 
 
@@ -37,7 +37,7 @@ def plan_markdown() -> str:
     names = engines.names()
     lines = ["| key | default | what it is | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
     for key, default, meaning, able in support():
-        cells = " | ".join("yes" if one else "" for one in able)
+        cells = " | ".join("yes" if supported else "" for supported in able)
         lines.append(f"| `{key}` | {default.lower()} | {meaning} | {cells} |")
     return "\n".join(lines)
 

@@ -51,10 +51,12 @@ def laid_out(submission: Submission, resources: ResourceRequest) -> tuple[Layout
         GrappeError: the plan does not fit the site, or the site forbids the job.
     """
     site, plan = placed(submission, resources)
-    found = layout(dataclasses.replace(plan, replicate=plan.replicate * submission.parallel), site, resources)
+    job_layout = layout(
+        dataclasses.replace(plan, replicate=plan.replicate * submission.parallel), site, resources
+    )
     if submission.command not in SPREAD:
-        found = _on_one_node(submission, site, found)
-    return found, site, plan
+        job_layout = _on_one_node(submission, site, job_layout)
+    return job_layout, site, plan
 
 
 def placed(submission: Submission, resources: ResourceRequest) -> tuple[Site, Plan]:
@@ -84,11 +86,11 @@ def allocation(submission: Submission) -> list[str]:
                 f"--{option} is for a job's script, and --interactive opens a shell: leave it out, and prepare "
                 "the environment in that shell"
             )
-    wanted = list(requests(submission))
-    if len(wanted) > 1:
+    job_requests = list(requests(submission))
+    if len(job_requests) > 1:
         raise UsageError("--interactive opens one shell: give one number of --gpus")
-    found, site, plan = laid_out(submission, wanted[0])
-    options = with_mps(resource_options(site, found, job.account), site, found, plan)
+    job_layout, site, plan = laid_out(submission, job_requests[0])
+    options = with_mps(resource_options(site, job_layout, job.account), site, job_layout, plan)
     return [
         "salloc",
         *sbatch.merged([f"--job-name={job.name or 'interactive'}", *options], sbatch_options(job)),
@@ -97,7 +99,7 @@ def allocation(submission: Submission) -> list[str]:
 
 def line_in_allocation(submission: Submission) -> list[str]:
     """Returns the line by which `submission`'s command is started in the shell that `allocation` opens."""
-    found, _, plan = laid_out(submission, next(requests(submission)))
+    job_layout, _, plan = laid_out(submission, next(requests(submission)))
     words = ["python" if submission.command == SCRIPT else "grappe"]
     words += [] if submission.command == SCRIPT else [submission.command]
     words += submission.arguments
@@ -105,8 +107,8 @@ def line_in_allocation(submission: Submission) -> list[str]:
         words += ["--plan", str(plan)]  # as --gpus has made it
     if submission.command not in SPREAD:
         return words  # it starts its processes by itself
-    bind = ["--gpu-bind=none"] if found.gpus else []
-    return ["srun", f"--cpus-per-task={found.cores}", *bind, *words]
+    bind = ["--gpu-bind=none"] if job_layout.gpus else []
+    return ["srun", f"--cpus-per-task={job_layout.cores}", *bind, *words]
 
 
 def sbatch_options(job: JobOptions) -> tuple[str, ...]:
@@ -116,7 +118,7 @@ def sbatch_options(job: JobOptions) -> tuple[str, ...]:
             "--queue is one of the site's queues, --partition and --qos are Slurm's own: give one of them"
         )
     return sbatch.options(
-        sbatch.Given(
+        sbatch.UserOptions(
             mem=job.mem,
             mem_per_cpu=job.mem_per_cpu,
             constraint=job.constraint,
@@ -147,10 +149,10 @@ def _plan(submission: Submission, resources: ResourceRequest) -> Plan:
         )
     if any(plan.device != largest.device for plan in plans):
         raise PlanError("some of these plans want GPUs and some do not: submit them as two jobs")
-    found = fit(largest, resources)
-    if len(plans) > 1 and found != largest:
+    fitted = fit(largest, resources)
+    if len(plans) > 1 and fitted != largest:
         raise PlanError(f"--gpus={resources.gpus}: say in each --plan how it is spread, and leave --gpus out")
-    return found
+    return fitted
 
 
 def _plan_of_script(submission: Submission, resources: ResourceRequest) -> Plan:
@@ -163,14 +165,14 @@ def _plan_of_script(submission: Submission, resources: ResourceRequest) -> Plan:
     return Plan(replicate=number, per_device=number // (gpus or number))
 
 
-def _on_one_node(submission: Submission, site: Site, found: Layout) -> Layout:
+def _on_one_node(submission: Submission, site: Site, job_layout: Layout) -> Layout:
     """Returns the layout of a command that starts its processes by itself: one task with all of the cores."""
-    if found.nodes > 1:
+    if job_layout.nodes > 1:
         raise UsageError(
-            f"grappe {submission.command} starts its processes on one node, and this plan takes {found.nodes} of "
+            f"grappe {submission.command} starts its processes on one node, and this plan takes {job_layout.nodes} of "
             f"{site.name}: use a smaller plan"
         )
-    return dataclasses.replace(found, processes=1, cores=found.processes * found.cores)
+    return dataclasses.replace(job_layout, processes=1, cores=job_layout.processes * job_layout.cores)
 
 
 def _site(submission: Submission, plan: Plan) -> Site:
@@ -179,6 +181,6 @@ def _site(submission: Submission, plan: Plan) -> Site:
         site = sites.find(site.cpu)
     if not site.probe:
         return site
-    known = slurm.sinfo(sinfo.FORMAT)
+    partitions = slurm.sinfo(sinfo.FORMAT)
     partition = submission.job.partition or submission.job.queue
-    return sinfo.probed(site, known, partition, wants_gpus=plan.device != "cpu")
+    return sinfo.probed(site, partitions, partition, wants_gpus=plan.device != "cpu")

@@ -50,7 +50,7 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
     """
     job = submission.job
     resources, automatic = with_time(submission, wish)
-    found, site, plan = laid_out(submission, resources)
+    job_layout, site, plan = laid_out(submission, resources)
     _check_task(submission, plan, existing=(job.env or site.job.environment) == "here")
     _check_folder(site, Path.cwd())
     run = _folder(submission)
@@ -60,7 +60,7 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
     is_script = submission.command == SCRIPT
     script = Script(
         site=site,
-        layout=found,
+        layout=job_layout,
         plan=plan,
         name=job.name or run.name[:64],
         arguments=_arguments(submission, plan, run),
@@ -96,8 +96,8 @@ def _warnings(script: Script) -> Iterator[str]:
     node = script.site.node
     if node is not None and script.layout.gpus and not script.own_script:
         generation = None if node.capability is None else divmod(round(node.capability * 10), 10)
-        if found := unfit_precision(script.plan.precision, node.gpu, generation):
-            yield f"{found.what}: {found.why}: {found.do}"
+        if unfit := unfit_precision(script.plan.precision, node.gpu, generation):
+            yield f"{unfit.what}: {unfit.why}: {unfit.do}"
     if why := misplaced(script.site, "runs", script.run):
         yield why
     if script.data and "$" not in script.data and script.stage is None:
@@ -115,10 +115,10 @@ def _folder(submission: Submission) -> Path:
     base, run = submission.job.base, submission.run
     if submission.command == TRAIN:
         assert submission.task is not None
-        found = (run or new_folder(base, submission.task)).absolute()
-        if (found / DONE).exists():
-            raise RunError(f"{found} is finished: nothing to submit. Give another folder with --run")
-        return found
+        folder = (run or new_folder(base, submission.task)).absolute()
+        if (folder / DONE).exists():
+            raise RunError(f"{folder} is finished: nothing to submit. Give another folder with --run")
+        return folder
     if run is not None:
         Run(run)
     name = submission.job.name or (submission.script.name if submission.script else submission.command)

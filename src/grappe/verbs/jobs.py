@@ -35,15 +35,15 @@ def submitted(run: Path) -> list[dict[str, Any]]:
         lines = files.read_text(run / "logs" / JOBS, IN_PART).splitlines()
     except (OSError, RunError):
         return []
-    found = []
+    records = []
     for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and str(record.get("job", "")).isdigit():
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def newest_job(run: Path) -> str:
@@ -70,20 +70,20 @@ def queue(base: Path) -> Table | str:
     entries = slurm.queue()
     if not entries:
         return "no job of yours is in the queue"
-    known = runs_of(base)
+    runs = runs_of(base)
     table = Table("job", "run", "state", "reason", "starts", "left", "nodes", box=None, padding=(0, 2, 0, 0))
-    for one in entries:
-        run = known.get(one.job.partition("_")[0])
-        reason = one.reason if one.reason != "None" else ""
-        start = one.start if one.state == "PENDING" else ""
+    for entry in entries:
+        run = runs.get(entry.job.partition("_")[0])
+        reason = entry.reason if entry.reason != "None" else ""
+        start = entry.start if entry.state == "PENDING" else ""
         table.add_row(
-            one.job,
-            str(run) if run else one.name,
-            one.state,
+            entry.job,
+            str(run) if run else entry.name,
+            entry.state,
             reason,
             start.replace("T", " "),
-            one.left,
-            one.nodes,
+            entry.left,
+            entry.nodes,
         )
     return table
 

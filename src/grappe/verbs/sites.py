@@ -23,7 +23,7 @@ def listing() -> Table:
         except UsageError as error:  # one wrong file hides no other
             table.add_row(name, f"cannot be used: {error}", "", "")
             continue
-        hours = site.ask.max_hours or max((one.max_hours or 0 for one in site.queue), default=0)
+        hours = site.ask.max_hours or max((queue.max_hours or 0 for queue in site.queue), default=0)
         longest = f"{hours:g} h" if hours else ""
         table.add_row(
             name, site.title, _node(site.node), f"retired: {site.retired}" if site.retired else longest
@@ -60,15 +60,15 @@ def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[s
         if isinstance(value, dict):
             yield from _flat(f"{path}{key}.", value, site)
         elif path == "" and key == "queue":
-            for one in value:
-                said = [
-                    f"{part} {it}" for part, it in one.items() if part != "name" and it not in (None, False)
+            for queue in value:
+                limits = [
+                    f"{part} {it}" for part, it in queue.items() if part != "name" and it not in (None, False)
                 ]
-                yield f"queue.{one['name']}", ", ".join(said)
+                yield f"queue.{queue['name']}", ", ".join(limits)
         elif path == "" and key == "storage":
-            for one in site.storage:
-                holds = f"for {', '.join(one.holds)}; " if one.holds else ""
-                yield f"storage.{one.place}", f"{holds}{described(one)}"
+            for storage in site.storage:
+                holds = f"for {', '.join(storage.holds)}; " if storage.holds else ""
+                yield f"storage.{storage.place}", f"{holds}{described(storage)}"
         elif value not in (None, "", (), []):
             yield f"{path}{key}", ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
 

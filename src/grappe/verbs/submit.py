@@ -63,14 +63,14 @@ def submit_all(
     submissions: Iterable[Submission], *, show: bool = False, examine: Examine | None = None
 ) -> Iterator[Submitted]:
     """Submits several jobs; all are checked before the first is submitted."""
-    wanted = [(one, request) for one in submissions for request in requests(one)]
-    made = [job_script(one, request, show=show) for one, request in wanted]
-    texts = [render(one.script) for one in made]
-    for (submission, _), one in zip(wanted, made, strict=True):
+    jobs = [(submission, request) for submission in submissions for request in requests(submission)]
+    made = [job_script(submission, request, show=show) for submission, request in jobs]
+    texts = [render(job.script) for job in made]
+    for (submission, _), made_job in zip(jobs, made, strict=True):
         if examine is not None:
-            examine(submission, one)
-    for number, (one, text) in enumerate(zip(made, texts, strict=True)):
-        script = one.script
+            examine(submission, made_job)
+    for number, (made_job, text) in enumerate(zip(made, texts, strict=True)):
+        script = made_job.script
         if number and not show:
             time.sleep(BETWEEN_SECONDS)
         job = "" if show else _send(script, text)
@@ -79,8 +79,8 @@ def submit_all(
             job=job,
             text=text,
             cost=cost(script.layout),
-            note=one.unchecked,
-            warnings=one.warnings,
+            note=made_job.unchecked,
+            warnings=made_job.warnings,
             time_note=script.time_note,
         )
 
@@ -91,17 +91,17 @@ def judged(submission: Submission) -> Iterator[str]:
     Raises:
         GrappeError: the submission is wrong, or sbatch would reject a job.
     """
-    for one in [job_script(submission, request).script for request in requests(submission)]:
+    for script in [job_script(submission, request).script for request in requests(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
-            file.write_text(render(one))
-            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(one.layout)}"
-            if one.time_note:
-                yield one.time_note
+            file.write_text(render(script))
+            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.layout)}"
+            if script.time_note:
+                yield script.time_note
 
 
 def _next(logs: Path) -> Path:
-    numbers = [int(found[1]) for name in files.names(logs) if (found := SCRIPT.fullmatch(name))]
+    numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT.fullmatch(name))]
     return logs / f"submit-{max(numbers, default=0) + 1}.sh"
 
 
@@ -110,7 +110,7 @@ def _send(script: Script, text: str) -> str:
     logs = script.run / "logs"
     new = not (script.run / DESCRIPTION).exists()
     strangers = (
-        [one.name for one in script.run.iterdir() if one.name != "logs"] if script.run.is_dir() else []
+        [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
     )
     if new and strangers:
         raise RunError(f"{script.run} holds {strangers[0]} and is no run: give an empty folder, or a new one")

@@ -9,7 +9,7 @@ import pytest
 
 from grappe import engines
 from grappe.errors import UsageError
-from grappe.verbs.packages.needed import Needs, prepare, requirements
+from grappe.verbs.packages.needed import PackageRequests, prepare, requirements
 from grappe.verbs.packages.resolve import Wheelhouse
 
 HOUSE = Wheelhouse(modules=(), wheels=None, on_modules=False, site="here")
@@ -24,8 +24,8 @@ def test_every_engine_with_a_library_of_its_own_has_an_extra() -> None:
 def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import sklearn, numpy, torch, pandas")
     task = str(tmp_path / "mine.py")
-    assert requirements(Needs(task=task)) == ["pandas", "scikit-learn"]
-    found = requirements(Needs(task=task, requested=("Scikit_Learn==1.5", "torch==2.11.0")))
+    assert requirements(PackageRequests(task=task)) == ["pandas", "scikit-learn"]
+    found = requirements(PackageRequests(task=task, requested=("Scikit_Learn==1.5", "torch==2.11.0")))
     assert found == ["pandas", "Scikit_Learn==1.5", "torch==2.11.0"]
 
 
@@ -34,20 +34,20 @@ def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
 )
 def test_what_is_no_package_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--with"):
-        requirements(Needs(requested=(text,)))
+        requirements(PackageRequests(requested=(text,)))
 
 
 def test_a_file_of_requirements(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
-        requirements(Needs(file=tmp_path / "none.txt"))
+        requirements(PackageRequests(file=tmp_path / "none.txt"))
     (tmp_path / "some.txt").write_text("x\n")
-    assert requirements(Needs(file=tmp_path / "some.txt")) == [f"-r {tmp_path}/some.txt"]
+    assert requirements(PackageRequests(file=tmp_path / "some.txt")) == [f"-r {tmp_path}/some.txt"]
 
 
 def test_equal_packages_are_one_environment() -> None:
-    one, why = prepare(Needs(task="digits", features=("lightning",)), HOUSE, ask_pip=False)
-    same, _ = prepare(Needs(task="digits", features=("lightning",)), HOUSE, ask_pip=False)
-    other, _ = prepare(Needs(task="digits", features=("native", "wandb")), HOUSE, ask_pip=False)
+    one, why = prepare(PackageRequests(task="digits", features=("lightning",)), HOUSE, ask_pip=False)
+    same, _ = prepare(PackageRequests(task="digits", features=("lightning",)), HOUSE, ask_pip=False)
+    other, _ = prepare(PackageRequests(task="digits", features=("native", "wandb")), HOUSE, ask_pip=False)
     assert why
     assert not one.locked
     assert one.key == same.key != other.key

@@ -37,26 +37,26 @@ def packages_of_file(file: Path) -> list[str]:
     """Returns the packages that a file imports, and those of imported neighbours; sorted."""
     places = [file.resolve().parent, Path.cwd()]
     seen: set[Path] = set()
-    found: set[str] = set()
+    packages: set[str] = set()
     waiting = [file.resolve()]
     while waiting:
-        one = waiting.pop()
-        if one in seen:
+        current = waiting.pop()
+        if current in seen:
             continue
-        seen.add(one)
-        for name in imported(one):
+        seen.add(current)
+        for name in imported(current):
             near = _beside(name, places)
             waiting += near
             top = name.partition(".")[0]
             if not near and top not in sys.stdlib_module_names and top != "grappe":
-                found.add(package_of(top))
-    return sorted(found)
+                packages.add(package_of(top))
+    return sorted(packages)
 
 
 def package_of(module: str) -> str:
     """Returns the package of a top-level module: as installed here, or by its usual name."""
-    known = importlib.metadata.packages_distributions().get(module)
-    return known[0] if known else RENAMED.get(module, module)
+    distributions = importlib.metadata.packages_distributions().get(module)
+    return distributions[0] if distributions else RENAMED.get(module, module)
 
 
 def imported(file: Path) -> list[str]:
@@ -82,7 +82,7 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
         elif not (isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)):
             inner = (part for _, part in ast.iter_fields(statement) if isinstance(part, list))
             for part in inner:
-                yield from _names([one for one in part if isinstance(one, ast.stmt)])
+                yield from _names([statement for statement in part if isinstance(statement, ast.stmt)])
                 for case in part:
                     if isinstance(case, ast.ExceptHandler | ast.match_case):
                         yield from _names(case.body)
@@ -90,7 +90,7 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
 
 def _forgives(handler: ast.ExceptHandler) -> bool:
     """Returns whether the file goes on without the module."""
-    if any(isinstance(one, ast.Raise) for one in handler.body):
+    if any(isinstance(statement, ast.Raise) for statement in handler.body):
         return False
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(kind is None or (isinstance(kind, ast.Name) and kind.id in OPTIONAL) for kind in kinds)
@@ -102,7 +102,7 @@ def _beside(name: str, places: list[Path]) -> list[Path]:
     for place in places:
         for depth in range(len(parts), 0, -1):
             path = place.joinpath(*parts[:depth])
-            files = [one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()]
+            files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
             if files:
                 return files
             if path.is_dir() and depth == 1:
@@ -113,5 +113,5 @@ def _beside(name: str, places: list[Path]) -> list[Path]:
 def _of_module(name: str) -> list[str]:
     near = _beside(name, [Path.cwd()])
     if near:
-        return sorted({one for file in near for one in packages_of_file(file)})
+        return sorted({package for file in near for package in packages_of_file(file)})
     return [package_of(name.partition(".")[0])]

@@ -22,7 +22,7 @@ SEPARATORS = re.compile(r"[-_.]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
+class PackageRequests:
     """The parts of a job that need packages."""
 
     task: str | None = None
@@ -35,7 +35,7 @@ class Needs:
     file: Path | None = None
 
 
-def prepare(needs: Needs, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages, str]:
+def prepare(needs: PackageRequests, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages, str]:
     """Returns the packages of a job's environment, and the reason why they are not resolved; "" if they are.
 
     Args:
@@ -45,36 +45,38 @@ def prepare(needs: Needs, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages
         UsageError: a request is malformed, or the wheelhouse lacks packages.
     """
     wheel = own_wheel()
-    extras = sorted({one for one in needs.features if one in _extras()})
-    wanted = requirements(needs)
+    extras = sorted({feature for feature in needs.features if feature in _extras()})
+    lines = requirements(needs)
     why = "the script is only shown"
     if ask_pip:
         try:
-            found = resolve(wheel, extras, wanted, house)
+            resolved = resolve(wheel, extras, lines, house)
         except Unresolvable as error:
             why = str(error)
         else:
-            depends = [found.python, *house.modules, str(house.on_modules)]
-            return packages(wheel, found.requirements, depends, locked=True), ""
-    loose = [*_own(extras), *wanted]
+            depends = [resolved.python, *house.modules, str(house.on_modules)]
+            return packages(wheel, resolved.requirements, depends, locked=True), ""
+    loose = [*_own(extras), *lines]
     depends = [*house.modules, str(house.on_modules)]
     return packages(wheel, loose, depends, locked=False), why
 
 
-def requirements(needs: Needs) -> list[str]:
+def requirements(needs: PackageRequests) -> list[str]:
     """Lists the requirements besides grappe and its extras; a request of the user replaces an import's package.
 
     Raises:
         UsageError: a request is malformed, or its file is missing.
     """
-    for one in needs.requested:
-        if not REQUIREMENT.fullmatch(one):
-            raise UsageError(f"--with {one}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'")
+    for requirement in needs.requested:
+        if not REQUIREMENT.fullmatch(requirement):
+            raise UsageError(
+                f"--with {requirement}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'"
+            )
     read = packages_of_task(needs.task) if needs.task else []
     read += packages_of_file(needs.script) if needs.script else []
-    asked = {_plain(one) for one in needs.requested}
-    own = {_plain(one) for one in _own(())} | {"grappe"}
-    lines = [one for one in dict.fromkeys(read) if _plain(one) not in asked | own]
+    asked = {_plain(requirement) for requirement in needs.requested}
+    own = {_plain(requirement) for requirement in _own(())} | {"grappe"}
+    lines = [requirement for requirement in dict.fromkeys(read) if _plain(requirement) not in asked | own]
     lines += needs.requested
     if needs.file is not None:
         if not needs.file.is_file():
@@ -90,15 +92,15 @@ def _extras() -> Sequence[str]:
 def _own(extras: Iterable[str]) -> list[str]:
     """Returns the requirements in grappe's metadata, with those of these extras."""
     lines = importlib.metadata.requires("grappe") or []
-    wanted = [f"extra == {quote}{one}{quote}" for one in extras for quote in "'\""]
+    conditions = [f"extra == {quote}{extra}{quote}" for extra in extras for quote in "'\""]
     return [
         text.strip()
         for text, _, marker in (line.partition(";") for line in lines)
-        if not marker or any(one in marker for one in wanted)
+        if not marker or any(condition in marker for condition in conditions)
     ]
 
 
 def _plain(requirement: str) -> str:
     """Returns a package's name in the form that pip compares."""
-    found = REQUIREMENT.match(requirement.replace(" ", ""))
-    return SEPARATORS.sub("-", found["name"]).lower() if found else requirement
+    match = REQUIREMENT.match(requirement.replace(" ", ""))
+    return SEPARATORS.sub("-", match["name"]).lower() if match else requirement

@@ -9,7 +9,7 @@ from grappe.plan import Plan
 from grappe.sites.environment import MADE_ON_NODES, Packages
 from grappe.sites.schema import Site
 from grappe.training.run import Run
-from grappe.verbs.packages.needed import Needs, prepare
+from grappe.verbs.packages.needed import PackageRequests, prepare
 from grappe.verbs.packages.resolve import Wheelhouse
 from grappe.verbs.submission import TPE, Submission
 
@@ -35,7 +35,7 @@ def job_packages(
         on_modules=kind == "module",
         site=site.name,
     )
-    needs = Needs(
+    needs = PackageRequests(
         task=submission.task or _task_of_run(submission.run),
         script=submission.script,
         features=(plan.engine, *submission.loggers, *(["tune"] if submission.sampler == TPE else [])),

@@ -48,7 +48,7 @@ class Wheelhouse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Missing:
+class MissingPackage:
     """A package that the wheelhouse lacks."""
 
     what: str
@@ -88,21 +88,25 @@ def resolve(
         folder = Path(name)
         (folder / wheel[0]).write_bytes(wheel[1])
         own = f"{folder / wheel[0]}[{','.join(extras)}]" if extras else str(folder / wheel[0])
-        missing: list[Missing] = []
+        missing: list[MissingPackage] = []
         while True:
-            said = _pip(folder, [own, *requirements], house)
-            if said is None:
+            output = _pip(folder, [own, *requirements], house)
+            if output is None:
                 break
-            found = MISSING.search(said)
-            one = found and Missing(
-                what=found["what"], by=found["by"] or "", versions=_versions(found["versions"])
+            match = MISSING.search(output)
+            package = match and MissingPackage(
+                what=match["what"], by=match["by"] or "", versions=_versions(match["versions"])
             )
-            if one is None or len(missing) == MOST_MISSING or one.what in {other.what for other in missing}:
+            if (
+                package is None
+                or len(missing) == MOST_MISSING
+                or package.what in {other.what for other in missing}
+            ):
                 if not missing:
-                    raise UsageError(f"these packages do not fit each other (pip):\n{_words(said, folder)}")
+                    raise UsageError(f"these packages do not fit each other (pip):\n{_words(output, folder)}")
                 break
-            missing.append(one)
-            if not _stand_in(folder, one.what):
+            missing.append(package)
+            if not _stand_in(folder, package.what):
                 break
         if missing:
             raise UsageError(_message(missing, house))
@@ -119,8 +123,8 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None
         words += ["--find-links", str(house.wheels)]
     if not house.on_modules:
         words.append("--ignore-installed")
-    for one in requirements:
-        words += one.split(" ", 1) if one.startswith("-r ") else [one]
+    for requirement in requirements:
+        words += requirement.split(" ", 1) if requirement.startswith("-r ") else [requirement]
     if house.modules:
         words = ["bash", "-c", WITH_MODULES, "bash", str(len(house.modules)), *house.modules, *words]
     # As in the job: neither the user's own packages nor those of another Python.
@@ -128,19 +132,19 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None
     try:
         command.run(*words, seconds=PIP_SECONDS, environment={**clean, "PYTHONNOUSERSITE": "1"})
     except command.Failed as error:
-        said = str(error)
+        output = str(error)
         if error.code == NO_MODULES:
             raise Unresolvable(
                 f"there are no modules on this machine ({house.site}'s login node has)"
             ) from None
         if error.code == NO_SUCH_MODULE:
             raise UsageError(
-                f"--modules {','.join(house.modules)}: {said.removeprefix('bash: ')}\n  module avail lists them"
+                f"--modules {','.join(house.modules)}: {output.removeprefix('bash: ')}\n  module avail lists them"
             ) from None
         for why in TOO_OLD:
-            if why in said:
+            if why in output:
                 raise Unresolvable(f"pip of {python} is too old ({why})") from None
-        return said
+        return output
     return None
 
 
@@ -148,16 +152,16 @@ def _stand_in(folder: Path, what: str) -> bool:
     """Replaces a missing package by an empty one, so that pip names the next one; returns whether it could."""
     name, *_ = NAME.findall(what)
     needs: list[str] = []
-    version = found[1] if (found := VERSION.search(what)) else "0"
+    version = match[1] if (match := VERSION.search(what)) else "0"
     try:
         here = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         pass
     else:
-        needs = [one for one in here.requires or () if "extra ==" not in one]
+        needs = [requirement for requirement in here.requires or () if "extra ==" not in requirement]
         version = here.version.partition("+")[0] if "==" not in what else version
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    metadata += "".join(f"Requires-Dist: {one}\n" for one in needs)
+    metadata += "".join(f"Requires-Dist: {requirement}\n" for requirement in needs)
     file, content = packed(re.sub(r"[-_.]+", "_", name), version, {"METADATA": metadata}, {})
     if (folder / file).exists():
         return False
@@ -169,34 +173,34 @@ def _versions(text: str) -> str:
     return "" if text == "none" else text
 
 
-def _words(said: str, folder: Path) -> str:
-    lines = [line.partition("ERROR: ")[2] or line for line in said.replace(f"{folder}/", "").splitlines()]
+def _words(output: str, folder: Path) -> str:
+    lines = [line.partition("ERROR: ")[2] or line for line in output.replace(f"{folder}/", "").splitlines()]
     return "\n".join(f"  {line}" for line in lines if line.strip() and "[notice]" not in line)
 
 
-def _message(missing: Sequence[Missing], house: Wheelhouse) -> str:
+def _message(missing: Sequence[MissingPackage], house: Wheelhouse) -> str:
     count = f"{len(missing)} packages" if len(missing) > 1 else "a package"
     where = f"{house.site} ({', '.join(house.modules)})" if house.modules else house.site
     lines = [f"the wheels of {where} lack {count}, and nothing was submitted:"]
-    for one in missing:
-        needed = f", which {one.by} needs" if one.by else ""
-        lines.append(f"  {one.what}{needed}: there is {one.versions or 'none'}")
-    names = " ".join(shlex.quote(one.what.replace(" ", "")) for one in missing)
+    for package in missing:
+        needed = f", which {package.by} needs" if package.by else ""
+        lines.append(f"  {package.what}{needed}: there is {package.versions or 'none'}")
+    names = " ".join(shlex.quote(package.what.replace(" ", "")) for package in missing)
     folder = shlex.quote(str(house.wheels or "wheels"))
     lines += [
         f"Fetch them once, where there is internet (the login node, often), and submit again with --wheels {folder}:",
         f"  python -m pip download --no-deps --dest {folder} {names}",
     ]
-    if any(one.versions for one in missing):
+    if any(package.versions for package in missing):
         lines.append("Or take a version that is there (--with NAME==VERSION), or other --modules.")
     return "\n".join(lines)
 
 
 def _report(folder: Path) -> Resolved:
     report = json.loads((folder / "report.json").read_text())
-    found = [(one["metadata"]["name"], one["metadata"]["version"]) for one in report["install"]]
+    packages = [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in report["install"]]
     machine = report["environment"]
     return Resolved(
-        requirements=sorted(f"{name}=={version}" for name, version in found if name != "grappe"),
+        requirements=sorted(f"{name}=={version}" for name, version in packages if name != "grappe"),
         python=f"{machine['python_full_version']} {machine['platform_machine']}",
     )

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from grappe.errors import ProcessDied
-from grappe.launch import proof
+from grappe.launch import authentication
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
@@ -36,12 +36,13 @@ def join_as(process: ProcessRank, rendezvous_folder: Path, secrets: list[str], f
 @pytest.mark.parametrize("size", [2, 3])
 def test_those_who_share_a_secret_join(pool, size: int) -> None:
     assert (
-        pool.run("tests.launch.test_proof:join_as", size, ["ours"] * size, f"a{size}") == ["joined []"] * size
+        pool.run("tests.launch.test_authentication:join_as", size, ["ours"] * size, f"a{size}")
+        == ["joined []"] * size
     )
 
 
 def test_one_who_does_not_know_it_is_found_out_by_all(pool) -> None:
-    told = pool.run("tests.launch.test_proof:join_as", 3, ["ours", "ours", "theirs"], "b")
+    told = pool.run("tests.launch.test_authentication:join_as", 3, ["ours", "ours", "theirs"], "b")
     for rank in (0, 1):
         assert (
             f"process {rank} of 3 is connected to a program that is not process 2 of this start" in told[rank]
@@ -53,14 +54,14 @@ def join_beside_a_stranger(process: ProcessRank, rendezvous_folder: Path, folder
     """Joins a mesh; another program stands in the place of process `stranger` in the smaller groups alone."""
     place = rendezvous_folder / folder
     place.mkdir(exist_ok=True)
-    groups, prove = [], proof.prove
+    groups, authenticate = [], authentication.authenticate
 
     def planted(process: ProcessRank, secret: str, group: dist.ProcessGroup | None = None) -> None:
         groups.append(dist.get_process_group_ranks(group) if group is not None else [])
-        prove(process, "theirs" if group is not None and process.rank == stranger else secret, group)
+        authenticate(process, "theirs" if group is not None and process.rank == stranger else secret, group)
 
     known = dataclasses.replace(process, secret="ours")
-    with mock.patch.object(proof, "prove", planted):
+    with mock.patch.object(authentication, "authenticate", planted):
         try:
             world = join(Plan.parse("replicate=2,shard=2,threads=1,device=cpu"), known, place)
         except ProcessDied as error:
@@ -71,16 +72,16 @@ def join_beside_a_stranger(process: ProcessRank, rendezvous_folder: Path, folder
 
 
 def test_smaller_groups_are_proven_too(pool) -> None:
-    found = pool.run("tests.launch.test_proof:join_beside_a_stranger", 4, "d", -1)
+    found = pool.run("tests.launch.test_authentication:join_beside_a_stranger", 4, "d", -1)
     assert found[1] == "joined, and proven in [[], [1, 3], [0, 1]]"
-    found = pool.run("tests.launch.test_proof:join_beside_a_stranger", 4, "e", 3)
+    found = pool.run("tests.launch.test_authentication:join_beside_a_stranger", 4, "e", 3)
     assert "process 1 of 4 is connected to a program that is not process 3 of this start" in found[1]
     assert not any("joined" in one for one in found[1:])
 
 
 def test_without_a_commands_secret_a_file_has_it(pool) -> None:
     """As under srun and torchrun."""
-    assert pool.run("tests.launch.test_proof:join_as", 2, ["", ""], "c") == ["joined []"] * 2
+    assert pool.run("tests.launch.test_authentication:join_as", 2, ["", ""], "c") == ["joined []"] * 2
 
 
 class Store(dict):
@@ -94,7 +95,7 @@ class Store(dict):
 def test_a_stranger_cannot_say_where_the_secret_is(tmp_path: Path, name: str) -> None:
     process = ProcessRank(rank=1, size=2, local_rank=1, local_size=2, launcher="srun")
     with pytest.raises(ProcessDied, match="share no secret"):
-        proof.shared_secret(process, Store({proof.KEY: name.encode()}), tmp_path)  # type: ignore[arg-type]
+        authentication.shared_secret(process, Store({authentication.KEY: name.encode()}), tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_secret_is_not_shown() -> None:

@@ -74,7 +74,7 @@ def _awaited(file: Path) -> str:
     return ""
 
 
-def prove(process: ProcessRank, secret: str, group: ProcessGroup | None = None) -> None:
+def authenticate(process: ProcessRank, secret: str, group: ProcessGroup | None = None) -> None:
     """Exchanges proofs with every other process of a group, by default of all, and checks theirs. Collective over it.
 
     Raises:
@@ -86,20 +86,20 @@ def prove(process: ProcessRank, secret: str, group: ProcessGroup | None = None) 
     members = list(range(process.size)) if group is None else dist.get_process_group_ranks(group)
     size, rank = len(members), members.index(process.rank)
     nonces = [torch.empty(BYTES, dtype=torch.uint8) for _ in range(size)]
-    mine = torch.frombuffer(bytearray(secrets.token_bytes(BYTES)), dtype=torch.uint8)
-    _finished(process, dist.all_gather(nonces, mine, group=group, async_op=True))
+    challenge = torch.frombuffer(bytearray(secrets.token_bytes(BYTES)), dtype=torch.uint8)
+    _finished(process, dist.all_gather(nonces, challenge, group=group, async_op=True))
     words = [bytes(row.tolist()) for row in nonces]
 
-    def shown(one: int, other: int) -> bytes:
+    def shown(prover: int, other: int) -> bytes:
         """Returns the digest that process `one` shows to process `other`."""
-        text = f"{one} to {other} of {members} ".encode() + words[one] + words[other]
+        text = f"{prover} to {other} of {members} ".encode() + words[prover] + words[other]
         return hmac.digest(secret.encode(), text, "sha256")
 
-    given = torch.frombuffer(
+    answer = torch.frombuffer(
         bytearray(b"".join(shown(rank, other) for other in range(size))), dtype=torch.uint8
     )
-    taken = torch.empty_like(given)
-    _finished(process, dist.all_to_all_single(taken, given, group=group, async_op=True))
+    taken = torch.empty_like(answer)
+    _finished(process, dist.all_to_all_single(taken, answer, group=group, async_op=True))
     for other, row in enumerate(taken.view(size, BYTES)):
         if not hmac.compare_digest(bytes(row.tolist()), shown(other, rank)):
             raise ProcessDied(
