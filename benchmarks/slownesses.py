@@ -92,8 +92,8 @@ class Sleeps(nn.Module):
 
     def __init__(self, nap: float, late: float = 0.0) -> None:
         super().__init__()
-        mine = multiprocessing.current_process().name == "grappe-rank-1"
-        self.nap = nap + (late if mine else 0.0)
+        is_slow = multiprocessing.current_process().name == "grappe-rank-1"
+        self.nap = nap + (late if is_slow else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.is_meta else _Nap.apply(x, self.nap)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from benchmarks.figures import machine, table
 from benchmarks.slownesses import Case, cases
 from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
+from grappe.verbs.measure.breakdown import PARTS
+from grappe.verbs.measure.explain import Explanation, explain
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Point
+from grappe.verbs.measure.points import Measurement
 from grappe.verbs.measure.remedies import SMALL_BATCH
-from grappe.verbs.measure.waterfall import PARTS
-from grappe.verbs.measure.why import Why, why
 
 WORDS = "device=cpu,threads=1"
 EPOCHS = 8  # of a training with evaluations: 512 steps
@@ -31,38 +30,32 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def measured(case: Case, options: MeasureOptions) -> tuple[Why, float]:
+def measured(case: Case, options: MeasureOptions) -> tuple[Explanation, float]:
     """Returns what is said of the slow training, and the share of its time that removing the slowness brings."""
     first, second = _plan(case.plan), _plan(case.plan_without)
     second = first if case.plan_without is None else second
     bare = dataclasses.replace(options, repeats=1)
-    slow: list[Point] = []
-    quick: list[Point] = []
+    slow: list[Measurement] = []
+    quick: list[Measurement] = []
     for _ in range(options.repeats):  # by turns
         slow += verb.measure(case.task, (first,), options=bare, advise=False)
         quick += verb.measure(case.without, (second,), options=bare, advise=False)
     points = [_joined(slow)]
     if case.part == SMALL_BATCH:
         points += verb.measure(case.task, (first,), options=_larger(options, points[0]), advise=False)
-    (found,) = (
-        why(case.task, points[:1], options=options) if len(points) == 1 else _with(case, points, options)
-    )
+    points[1:] = [dataclasses.replace(point, origin="advice") for point in points[1:]]
+    (explanation,) = explain(case.task, points, options=options)
     if case.evaluate_every is not None:
-        assert found.waterfall is not None
-        return found, _evaluating(case, first)
-    return found, 1 - _joined(slow).rate / _joined(quick).rate
+        assert explanation.breakdown is not None
+        return explanation, _evaluating(case, first)
+    return explanation, 1 - _joined(slow).rate / _joined(quick).rate
 
 
-def _with(case: Case, points: list[Point], options: MeasureOptions) -> list[Why]:
-    advised = [points[0], *(dataclasses.replace(one, origin="advice") for one in points[1:])]
-    return why(case.task, advised, options=options)
-
-
-def _larger(options: MeasureOptions, point: Point) -> MeasureOptions:
+def _larger(options: MeasureOptions, point: Measurement) -> MeasureOptions:
     return dataclasses.replace(options, batch_size=(4 * point.batch,))
 
 
-def _joined(points: list[Point]) -> Point:
+def _joined(points: list[Measurement]) -> Measurement:
     return dataclasses.replace(points[0], trials=[trial for point in points for trial in point.trials])
 
 
@@ -92,27 +85,24 @@ def _evaluating(case: Case, plan: Plan) -> float:
     return 1 - seconds[1] / seconds[0]
 
 
-def row(case: Case, found: Why, brought: float) -> dict[str, object]:
+def row(case: Case, explanation: Explanation, brought: float) -> dict[str, object]:
     """Makes the row of a case."""
-    fall = found.waterfall
-    if fall is None:
-        return {"name": case.name, "failure": found.failure}
-    named = next((one for one in found.remedies if one.saves), None)
-    mine = [one for one in found.remedies if one.part == case.part]
-    share = (mine[0].saves if mine else 0.0) if case.part == SMALL_BATCH else fall.share(case.part)
+    breakdown = explanation.breakdown
+    if breakdown is None:
+        return {"name": case.name, "failure": explanation.failure}
+    named = next((remedy for remedy in explanation.remedies if remedy.saves), None)
+    remedies = [remedy for remedy in explanation.remedies if remedy.part == case.part]
+    share = breakdown.share(case.part) if case.part != SMALL_BATCH else remedies[0].saves if remedies else 0.0
     return {
         "name": case.name,
         "part": case.part,
         "first": named.part if named else "",
-        "word": mine[0].word if mine else "",
+        "word": remedies[0].word if remedies else "",
         "share": share,
         "brought": brought,
-        "sum": sum(fall.share(part) for part in PARTS),
-        "parts": {part: fall.share(part) for part in PARTS},
-        "milliseconds": fall.seconds * 1e3,
-        "other_part": statistics.fmean(
-            [one.traced.other_part or 0 for one in fall.traces.processes if one.traced] or [0]
-        ),
+        "sum": sum(breakdown.share(part) for part in PARTS),
+        "parts": {part: breakdown.share(part) for part in PARTS},
+        "milliseconds": breakdown.seconds * 1e3,
     }
 
 
@@ -123,41 +113,39 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here; those of other cases stay")
-    given = parser.parse_args()
-    before, found = machine(), []
-    if given.json and given.json.exists():
-        found = json.loads(given.json.read_text())
+    arguments = parser.parse_args()
+    before, rows = machine(), []
+    if arguments.json and arguments.json.exists():
+        rows = json.loads(arguments.json.read_text())
     for number, case in enumerate(cases(), 1):
-        if given.only and number not in given.only:
+        if arguments.only and number not in arguments.only:
             continue
         options = MeasureOptions(
-            steps=given.steps,
-            repeats=given.repeats,
+            steps=arguments.steps,
+            repeats=arguments.repeats,
             evaluate_every=case.evaluate_every or 1000,
             save_every=1000,
         )
-        one = {"number": number, **row(case, *measured(case, options))}
-        found = sorted(
-            [*(old for old in found if old["number"] != number), one], key=lambda each: each["number"]
-        )
-        _note(json.dumps(one))
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1))
+        new = {"number": number, **row(case, *measured(case, options))}
+        rows = sorted([*(old for old in rows if old["number"] != number), new], key=lambda row: row["number"])
+        _note(json.dumps(new))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1))
     print(f"\n## Why\n\nFrom {before}\nto {machine()}.\n")
     print(
         table(
             ("planted", "named first", "what moves it", "named", "brings", "points", "sum"),
-            [_cells(one) for one in found],
+            [_cells(row) for row in rows],
         )
     )
 
 
-def _cells(one: dict) -> list[str]:
-    if "failure" in one:
-        return [one["name"], one["failure"], "", "", "", "", ""]
+def _cells(row: dict) -> list[str]:
+    if "failure" in row:
+        return [row["name"], row["failure"], "", "", "", "", ""]
     return [
-        one["name"], one["first"], one["word"], f"{one['share']:.1%}", f"{one['brought']:.1%}",
-        f"{100 * (one['share'] - one['brought']):+.1f}", f"{one['sum']:.1%}",
+        row["name"], row["first"], row["word"], f"{row['share']:.1%}", f"{row['brought']:.1%}",
+        f"{100 * (row['share'] - row['brought']):+.1f}", f"{row['sum']:.1%}",
     ]  # fmt: skip
 
 

@@ -100,10 +100,10 @@ def measure(
     if not gather:
         preflight(plans, task)
     from grappe.verbs.measure import measure as verb
-    from grappe.verbs.measure import table, verdict, why_table
+    from grappe.verbs.measure import table, verdict
+    from grappe.verbs.measure.explain import explain
     from grappe.verbs.measure.jobs import gather as gathered
     from grappe.verbs.measure.largest import largest_batches as verb_largest
-    from grappe.verbs.measure.why import why
 
     points = (
         gathered(gather)
@@ -127,14 +127,16 @@ def measure(
     ):
         if part is not None:
             show(part)
-    whys = why(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
-    for shown in why_table.tables(whys):
+    explanations = (
+        explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
+    )
+    for shown in table.explained(explanations):
         show(shown)
     if largest_batch:
         for largest in verb_largest(task, plans, data, texts):
             show(str(largest))
     if out is not None:
-        table.write(points, task, out, weak=options.weak, whys=whys)
+        table.write(points, task, out, weak=options.weak, explanations=explanations)
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
 
 

@@ -137,11 +137,6 @@ class Chronometer:
         """Returns when the phase began, by time.perf_counter."""
         return self._at
 
-    def so_far(self, phase: int) -> float:
-        """Returns the seconds of `phase` in this step so far."""
-        running = time.perf_counter() - self._at if self._phase == phase else 0.0
-        return self._row[phase] + running
-
     def switch(self, phase: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """Ends the current phase and begins `phase`."""
         now = clock()

@@ -10,7 +10,7 @@ import pytest
 from grappe.plan import Plan
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.points import Point, Process, Trial, efficiency, lost
+from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun, efficiency, efficiency_loss
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
 COMPUTE = {"forward": 0.004, "backward": 0.006}
@@ -18,26 +18,26 @@ COMPUTE = {"forward": 0.004, "backward": 0.006}
 
 def point(
     *each: Mapping[str, float], plan: str = "", batch: int = 64, joules: float | None = None, **fields
-) -> Point:
+) -> Measurement:
     """A point whose processes spend `each` seconds on the phases of a step."""
     step = max(sum(phases.values()) for phases in each)
     processes = [
-        Process(rank=rank, host="a", step=step, phases={**NONE, **phases}, memory=1, held={})
+        ProcessTimes(rank=rank, host="a", step=step, phases={**NONE, **phases}, memory=1, held={})
         for rank, phases in enumerate(each)
     ]
-    trial = Trial(processes=processes, steps=5, joules=joules, cores_used=1.0)
+    trial = TimedRun(processes=processes, steps=5, joules=joules, cores_used=1.0)
     known = {"cores": 8, "workers": 0, **fields}
-    return Point(plan=plan, batch=batch, processes=len(each), slices=len(each), trials=[trial], **known)
+    return Measurement(plan=plan, batch=batch, processes=len(each), slices=len(each), trials=[trial], **known)
 
 
-def said(*points: Point) -> str:
+def said(*points: Measurement) -> str:
     return "\n".join(verdict.sentences(points))
 
 
 def test_lost_adds_up_to_what_is_missing() -> None:
     alone = point({**COMPUTE, "data": 0.001})
     pair = point({**COMPUTE, "communication": 0.002}, {**COMPUTE, "forward": 0.006}, plan="replicate=2")
-    gone = lost(pair, alone)
+    gone = efficiency_loss(pair, alone)
     assert sum(dataclasses.astuple(gone)) == pytest.approx(1 - efficiency(pair, alone))
     assert gone.imbalance == pytest.approx(0.002 / 0.024)
     assert gone.communication == pytest.approx(0, abs=1e-9)
@@ -127,4 +127,7 @@ def test_energy_and_speed_may_disagree() -> None:
 
 
 def test_nothing_measured() -> None:
-    assert said(Point(plan="", batch=1, processes=1, slices=1, failure="no")) == "nothing could be measured"
+    assert (
+        said(Measurement(plan="", batch=1, processes=1, slices=1, failure="no"))
+        == "nothing could be measured"
+    )

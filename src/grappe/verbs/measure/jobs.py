@@ -16,9 +16,9 @@ from grappe.profiling.phases import WARMUP
 from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.verbs.jobs import newest_job, submitted
-from grappe.verbs.measure.measure import Answer, point
+from grappe.verbs.measure.measure import RunFigures, point
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Point
+from grappe.verbs.measure.points import Measurement
 from grappe.verbs.submission import JobOptions, Submission
 from grappe.verbs.submit import Submitted, submit_all
 
@@ -59,8 +59,8 @@ def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submis
     fields = request.fields
     if batch or request.options.weak:
         own = batch or _batch_of(request)
-        whole = own * (Plan.parse(plan).data_parallel if request.options.weak else 1)
-        fields = (*(one for one in fields if not one.startswith("batch_size=")), f"batch_size={whole}")
+        total = own * (Plan.parse(plan).data_parallel if request.options.weak else 1)
+        fields = (*(text for text in fields if not text.startswith("batch_size=")), f"batch_size={total}")
     options = Options(steps_only=True, steps=request.options.steps + WARMUP)
     return Submission(
         task=request.task,
@@ -78,7 +78,7 @@ def _batch_of(request: JobRequest) -> int:
     return tasks.make(tasks.find(request.task), split(request.fields)).batch_size
 
 
-def gather(places: Sequence[Path]) -> list[Point]:
+def gather(places: Sequence[Path]) -> list[Measurement]:
     """Gathers points from ended runs: runs of one plan and batch size are trials of one point.
 
     The first point, with which the others are compared, is one with the fewest processes.
@@ -87,54 +87,54 @@ def gather(places: Sequence[Path]) -> list[Point]:
         RunError: one of the folders is no run.
         UsageError: no run has ended.
     """
-    answers: dict[tuple[str, int], list[Answer]] = {}
+    figures: dict[tuple[str, int], list[RunFigures]] = {}
     failures: dict[tuple[str, int], str] = {}
-    not_started: list[Point] = []
+    not_started: list[Measurement] = []
     for place in places:
         if not Run.is_run(place) and submitted(place):
             not_started.append(_not_started(place))
             continue
         run = Run(place)
-        known = run.read_description()
-        fields = known.get("fields")
+        description = run.read_description()
+        fields = description.get("fields")
         batch = fields.get("batch_size") if isinstance(fields, dict) else None
         if not isinstance(batch, int):
             raise RunError(f"{run.folder}: its run.json says no batch_size")
-        key = (str(known.get("plan") or ""), batch)
-        found = answers.setdefault(key, [])
+        key = (str(description.get("plan") or ""), batch)
+        trials = figures.setdefault(key, [])
         try:
-            usages = _usages(run, known)
-        except UsageError as why:
-            failures[key] = str(why)
+            usages = _usages(run, description)
+        except UsageError as error:
+            failures[key] = str(error)
         else:
-            found.append(Answer(usages=usages, batch=batch, why="jobs do not count them"))
+            trials.append(RunFigures(usages=usages, batch=batch, uncounted="jobs do not count them"))
     points = [
-        point(Plan.parse(text), batch, found, "" if found else failures[text, batch], "asked")
-        for (text, batch), found in answers.items()
+        point(Plan.parse(text), batch, trials, "" if trials else failures[text, batch], "asked")
+        for (text, batch), trials in figures.items()
     ]
-    points = [*sorted(points, key=lambda one: one.processes), *not_started]
-    if all(one.failure for one in points):
+    points = [*sorted(points, key=lambda point: point.processes), *not_started]
+    if all(point.failure for point in points):
         raise UsageError(f"nothing to gather yet: {points[0].failure if points else 'no run was given'}")
     return points
 
 
-def _usages(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _usages(run: Run, description: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Reads the use of resources by a run's processes.
 
     Raises:
         UsageError: the run is no trial of a point; the message gives the reason.
     """
-    usages = known.get("costs")
+    usages = description.get("costs")
     if not isinstance(usages, list) or not usages:
-        raise UsageError(f"{run.folder} has not ended ({known.get('status')})")
-    if not all(one.get("timing") for one in usages):
+        raise UsageError(f"{run.folder} has not ended ({description.get('status')})")
+    if not all(usage.get("timing") for usage in usages):
         raise UsageError(f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted")
     return usages
 
 
-def _not_started(place: Path) -> Point:
+def _not_started(place: Path) -> Measurement:
     """Makes a row for a job without results, of which only the run's name is known."""
     failure = (
         f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
     )
-    return Point(plan=place.name, batch=0, processes=0, slices=0, failure=failure)
+    return Measurement(plan=place.name, batch=0, processes=0, slices=0, failure=failure)

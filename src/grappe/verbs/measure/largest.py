@@ -20,6 +20,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure.measure import with_batch
+from grappe.words import plan_name
 
 STEPS = 3  # the optimizer's state comes with the first, the second has it and the gradients
 EIGHTHS = 8  # how close the answer is: no more than an eighth below what just fits
@@ -49,7 +50,7 @@ class Largest:
     """The smallest batch size that did not fit; None: the whole dataset fits."""
 
     def __str__(self) -> str:
-        name = self.plan or "one process"
+        name = plan_name(self.plan)
         if not self.batch:
             return f"largest batch of {name}: not even {self.too_large} fits"
         end = "all of the dataset" if self.too_large is None else f"{self.too_large} does not fit"

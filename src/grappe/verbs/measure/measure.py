@@ -21,7 +21,8 @@ from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Point, Process, Trial
+from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun
+from grappe.words import first_line, plan_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,14 +35,15 @@ class MeasureRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class RunFigures:
     """The measurements of a training's processes."""
 
     usages: Sequence[Mapping[str, Any]]
     batch: int
     flops: float | None = None
     reachable: float | None = None
-    why: str = ""
+    uncounted: str = ""
+    """The reason why the operations could not be counted."""
 
 
 def measure(
@@ -53,7 +55,7 @@ def measure(
     data: Path | str | None = None,
     fields: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda line: None,
-) -> list[Point]:
+) -> list[Measurement]:
     """Measures each plan at each batch size; the first point is the baseline of the comparison.
 
     Args:
@@ -94,10 +96,10 @@ class _Runner:
 
     def measured(
         self, grid: Sequence[tuple[Plan, int]], repeats: int, origin: str = "asked", weak: bool | None = None
-    ) -> list[Point]:
+    ) -> list[Measurement]:
         """Measures a point for each entry of `grid`; batch 0 is the task's own batch size."""
         weak = self._weak if weak is None else weak
-        answers: list[list[Answer]] = [[] for _ in grid]
+        figures: list[list[RunFigures]] = [[] for _ in grid]
         failures = [""] * len(grid)
         for turn in range(repeats):
             for step in range(len(grid)):
@@ -106,16 +108,16 @@ class _Runner:
                 if failures[index]:
                     continue
                 try:
-                    answers[index].append(self._train(plan, batch, weak, count=turn == 0))
+                    figures[index].append(self._train(plan, batch, weak, count=turn == 0))
                 except GrappeError as error:
                     failures[index] = str(error)
-                self._report(grid[index], turn, repeats, answers[index], failures[index])
+                self._report(grid[index], turn, repeats, figures[index], failures[index])
         return [
-            point(plan, batch, answers[index], failures[index], origin)
+            point(plan, batch, figures[index], failures[index], origin)
             for index, (plan, batch) in enumerate(grid)
         ]
 
-    def _train(self, plan: Plan, batch: int, weak: bool, count: bool) -> Answer:
+    def _train(self, plan: Plan, batch: int, weak: bool, count: bool) -> RunFigures:
         self._number += 1
         training = dataclasses.replace(
             self._request,
@@ -133,17 +135,15 @@ class _Runner:
         )
 
     def _report(
-        self, what: tuple[Plan, int], turn: int, repeats: int, answers: Sequence[Answer], failure: str
+        self, what: tuple[Plan, int], turn: int, repeats: int, figures: Sequence[RunFigures], failure: str
     ) -> None:
         plan, batch = what
-        title = f"{turn + 1} of {repeats}: {str(plan) or 'one process'}" + (
-            f", batch {batch}" if batch else ""
-        )
+        title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
         if failure:
-            self._note(f"{title}: {failure.splitlines()[0]}")
+            self._note(f"{title}: {first_line(failure)}")
         else:
-            step = max(one["timing"]["step"]["median"] for one in answers[-1].usages)
-            self._note(f"{title}: {answers[-1].batch / step:,.0f} samples/s")
+            step = max(usage["timing"]["step"]["median"] for usage in figures[-1].usages)
+            self._note(f"{title}: {figures[-1].batch / step:,.0f} samples/s")
 
 
 def with_batch(task: TaskReference, batch: int, times: int) -> TaskReference:
@@ -166,17 +166,17 @@ def _options(steps: int) -> Options:
     return Options(steps=steps + WARMUP, steps_only=True)
 
 
-def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Answer:
+def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> RunFigures:
     """Runs one process of a measured training. Collective."""
     result = train_worker(request.training, process, rendezvous_folder)
     task = request.training.task.resolve()
     if process.rank:
-        return Answer(usages=(), batch=task.batch_size)
-    answer = Answer(usages=Run(result.run).read_description()["costs"], batch=task.batch_size)
-    return _counted(answer, request, task, process) if request.count else answer
+        return RunFigures(usages=(), batch=task.batch_size)
+    figure = RunFigures(usages=Run(result.run).read_description()["costs"], batch=task.batch_size)
+    return _counted(figure, request, task, process) if request.count else figure
 
 
-def _counted(answer: Answer, request: MeasureRequest, task: Task, process: ProcessRank) -> Answer:
+def _counted(figure: RunFigures, request: MeasureRequest, task: Task, process: ProcessRank) -> RunFigures:
     from grappe.data.prepare import dataset_of
     from grappe.launch.world import choose_device
     from grappe.verbs.measure import flops
@@ -184,46 +184,45 @@ def _counted(answer: Answer, request: MeasureRequest, task: Task, process: Proce
     try:
         plan = request.training.plan
         return dataclasses.replace(
-            answer,
+            figure,
             flops=flops.per_sample(task, dataset_of(task, "train", request.training.data)),
             reachable=flops.reachable(choose_device(plan, process), plan),
         )
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same
-        return dataclasses.replace(answer, why=f"{type(error).__name__}: {error}".splitlines()[0])
+        return dataclasses.replace(figure, uncounted=first_line(f"{type(error).__name__}: {error}"))
 
 
-def point(plan: Plan, batch: int, answers: Sequence[Answer], failure: str, origin: str) -> Point:
-    """Makes the point with `answers` as trials, or with the reason why there are none."""
-    empty = Point(
+def point(plan: Plan, batch: int, figures: Sequence[RunFigures], failure: str, origin: str) -> Measurement:
+    """Makes the point with `figures` as trials, or with the reason why there are none."""
+    empty = Measurement(
         plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, origin=origin
     )
-    if failure or not answers:
+    if failure or not figures:
         return dataclasses.replace(empty, failure=failure or "it was not measured")
-    one = answers[0]
-    head = one.usages[0]
-    why = {name: reason for usage in one.usages for name, reason in usage["why"].items()}
+    first = figures[0]
+    head = first.usages[0]
+    unmeasured = {name: reason for usage in first.usages for name, reason in usage["why"].items()}
     return dataclasses.replace(
         empty,
-        batch=one.batch,
+        batch=first.batch,
         device=head["device"],
-        cores=sum(usage["cores"] for usage in one.usages),
+        cores=sum(usage["cores"] for usage in first.usages),
         threads=head["threads"],
         workers=head["workers"],
-        flops=one.flops,
-        reachable=one.reachable,
-        trials=[_trial(answer) for answer in answers],
-        why={**why, **({"flops": one.why} if one.why else {})},
+        flops=first.flops,
+        reachable=first.reachable,
+        trials=[_trial(figure) for figure in figures],
+        unmeasured={**unmeasured, **({"flops": first.uncounted} if first.uncounted else {})},
     )
 
 
-def _trial(answer: Answer) -> Trial:
-    usages = answer.usages
+def _trial(figure: RunFigures) -> TimedRun:
+    usages = figure.usages
     joules = [value for usage in usages for value in usage["joules"].values()]
     samples = usages[0]["samples"]
-    known = None if not joules or None in joules else sum(joules) / max(1, samples)
-    return Trial(
+    return TimedRun(
         processes=[
-            Process(
+            ProcessTimes(
                 rank=usage["rank"],
                 host=usage["host"],
                 step=usage["timing"]["step"]["median"],
@@ -234,6 +233,6 @@ def _trial(answer: Answer) -> Trial:
             for usage in usages
         ],
         steps=usages[0]["timing"]["steps"],
-        joules=known,
+        joules=None if not joules or None in joules else sum(joules) / max(1, samples),
         cores_used=sum(usage["cpu_seconds"] for usage in usages) / max(usage["seconds"] for usage in usages),
     )

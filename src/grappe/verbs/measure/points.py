@@ -11,7 +11,7 @@ COMPUTING = ("forward", "backward", "update")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Process:
+class ProcessTimes:
     """The measurements of one process in a trial."""
 
     rank: int
@@ -32,10 +32,10 @@ class Process:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class TimedRun:
     """One training of a point, in new processes."""
 
-    processes: Sequence[Process]
+    processes: Sequence[ProcessTimes]
     steps: int
     joules: float | None
     """Joules per sample."""
@@ -45,11 +45,11 @@ class Trial:
     @property
     def step(self) -> float:
         """Returns the seconds per step of the slowest process."""
-        return max(one.step for one in self.processes)
+        return max(process.step for process in self.processes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Point:
+class Measurement:
     """A plan at a batch size."""
 
     plan: str
@@ -70,10 +70,10 @@ class Point:
     """FLOPs of a sample's forward and backward."""
     reachable: float | None = None
     """Measured FLOP/s of a large matrix product on one process's device."""
-    trials: Sequence[Trial] = ()
+    trials: Sequence[TimedRun] = ()
     failure: str = ""
     """The reason why the point could not be measured."""
-    why: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unmeasured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The reasons why some of the point's values could not be measured."""
 
     @property
@@ -89,13 +89,13 @@ class Point:
     @property
     def joules(self) -> float | None:
         """Computes the joules per sample; None: not measurable here."""
-        known = [trial.joules for trial in self.trials if trial.joules is not None]
-        return statistics.median(known) if known else None
+        joules = [trial.joules for trial in self.trials if trial.joules is not None]
+        return statistics.median(joules) if joules else None
 
     @property
     def memory(self) -> int:
         """Returns the highest process's peak bytes."""
-        return max(one.memory for trial in self.trials for one in trial.processes)
+        return max(process.memory for trial in self.trials for process in trial.processes)
 
     @property
     def computed(self) -> float | None:
@@ -108,13 +108,13 @@ class Point:
         """Computes the share of a step that `phases` take, over all processes."""
         return self._median(
             lambda trial: (
-                sum(one.phases[name] for one in trial.processes for name in phases)
-                / sum(sum(one.phases.values()) for one in trial.processes)
+                sum(process.phases[name] for process in trial.processes for name in phases)
+                / sum(sum(process.phases.values()) for process in trial.processes)
             )
         )
 
     def cost(self, *phases: str) -> float:
-        """Computes the process-seconds per sample that `phases` take."""
+        """Computes the process-seconds per sample that `phases` take; without any, a step."""
         return statistics.median(self._costs(phases))
 
     def least(self, *phases: str) -> float:
@@ -123,7 +123,8 @@ class Point:
 
     def _costs(self, phases: Sequence[str]) -> list[float]:
         return [
-            sum(one.phases[name] for one in trial.processes for name in phases) / self.batch
+            sum(process.phases[name] for process in trial.processes for name in phases or process.phases)
+            / self.batch
             for trial in self.trials
         ]
 
@@ -132,28 +133,28 @@ class Point:
         """Computes the process-seconds per sample in which processes wait because another has more work."""
         return self._median(lambda trial: _waited(trial) / self.batch)
 
-    def slowest(self) -> tuple[Process, float]:
+    def slowest(self) -> tuple[ProcessTimes, float]:
         """Finds the process with the most work in the median trial, and its extra seconds per step over the median."""
         trial = sorted(self.trials, key=_waited)[len(self.trials) // 2]
-        slow = max(trial.processes, key=lambda one: one.busy)
-        others = [one.busy for one in trial.processes if one is not slow]
+        slow = max(trial.processes, key=lambda process: process.busy)
+        others = [process.busy for process in trial.processes if process is not slow]
         return slow, slow.busy - statistics.median(others) if others else 0.0
 
-    def middle(self) -> Trial:
+    def middle(self) -> TimedRun:
         """Returns the trial with the median step."""
         return sorted(self.trials, key=lambda trial: trial.step)[len(self.trials) // 2]
 
-    def _median(self, value: Callable[[Trial], float]) -> float:
+    def _median(self, value: Callable[[TimedRun], float]) -> float:
         return statistics.median(value(trial) for trial in self.trials)
 
 
-def _waited(trial: Trial) -> float:
-    longest = max(one.busy for one in trial.processes)
-    return sum(min(longest - one.busy, one.phases["communication"]) for one in trial.processes)
+def _waited(trial: TimedRun) -> float:
+    longest = max(process.busy for process in trial.processes)
+    return sum(min(longest - process.busy, process.phases["communication"]) for process in trial.processes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lost:
+class EfficiencyLoss:
     """The losses of a point's efficiency compared with another's, as shares of its own process-seconds."""
 
     data: float
@@ -164,15 +165,15 @@ class Lost:
     rest: float
 
 
-def lost(point: Point, first: Point) -> Lost:
+def efficiency_loss(point: Measurement, first: Measurement) -> EfficiencyLoss:
     """Computes the extra cost per sample of `point` over `first`; below 0: `point` costs less."""
-    whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
+    total = point.cost()
 
     def more(*phases: str) -> float:
-        return (point.cost(*phases) - first.cost(*phases)) / whole
+        return (point.cost(*phases) - first.cost(*phases)) / total
 
-    imbalance = (point.imbalance - first.imbalance) / whole
-    return Lost(
+    imbalance = (point.imbalance - first.imbalance) / total
+    return EfficiencyLoss(
         data=more("data", "transfer"),
         communication=more("communication") - imbalance,
         imbalance=imbalance,
@@ -181,14 +182,14 @@ def lost(point: Point, first: Point) -> Lost:
     )
 
 
-def efficiency(point: Point, first: Point) -> float:
+def efficiency(point: Measurement, first: Measurement) -> float:
     """Computes the samples per second and process, relative to those of `first`."""
     return (point.rate / point.processes) / (first.rate / first.processes)
 
 
-def as_json(point: Point, first: Point) -> dict[str, Any]:
+def as_json(point: Measurement, first: Measurement) -> dict[str, Any]:
     """Converts a point to JSON, for files and for the report."""
-    known: dict[str, Any] = {
+    content: dict[str, Any] = {
         name: getattr(point, name)
         for name in (
             "plan",
@@ -203,20 +204,20 @@ def as_json(point: Point, first: Point) -> dict[str, Any]:
         )
     }
     if point.failure:
-        return {**known, "failure": point.failure}
+        return {**content, "failure": point.failure}
     phases = list(point.trials[0].processes[0].phases)
     return {
-        **known,
+        **content,
         "samples_per_second": point.rate,
         "trials": point.rates,
         "speed_up": point.rate / first.rate,
         "efficiency": efficiency(point, first),
-        "lost": dataclasses.asdict(lost(point, first)),
+        "lost": dataclasses.asdict(efficiency_loss(point, first)),
         "shares": {name: point.share(name) for name in phases},
         "memory": point.memory,
         "held": dict(point.trials[0].processes[0].held),
         "joules_per_sample": point.joules,
         "flops_per_sample": point.flops,
         "share_of_reachable": point.computed,
-        "why": dict(point.why),
+        "why": dict(point.unmeasured),
     }

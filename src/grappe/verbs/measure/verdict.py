@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from grappe.data.loading import workers_needed
 from grappe.plan import Plan
-from grappe.verbs.measure.points import COMPUTING, Point, Process, efficiency, lost
+from grappe.verbs.measure.points import COMPUTING, Measurement, ProcessTimes, efficiency, efficiency_loss
+from grappe.words import plan_name
 
 # Shares of a step, from which on something is worth saying.
 WAITING = 0.15
@@ -18,37 +19,37 @@ FASTER = 1.05  # less than 5 % may be noise
 MOST_WORKERS = 16
 
 
-def sentences(points: Sequence[Point]) -> list[str]:
+def sentences(points: Sequence[Measurement]) -> list[str]:
     """Writes the advice as sentences, the most important first."""
     good = [point for point in points if not point.failure]
     if not good:
         return ["nothing could be measured"]
-    said = [*_best(good), *_gpu_or_cpu(good)]
+    advice = [*_best(good), *_gpu_or_cpu(good)]
     for point in good:
         if point.origin == "asked":
-            said += [*_data(point), *_imbalance(point), *_crowded(point)]
-    said += [*_slices(good), *_communication(good), *_advised(good), *_more(good)]
-    return said
+            advice += [*_data(point), *_imbalance(point), *_crowded(point)]
+    advice += [*_slices(good), *_communication(good), *_advised(good), *_more(good)]
+    return advice
 
 
-def name(point: Point) -> str:
+def name(point: Measurement) -> str:
     """Names a point for messages."""
-    return f"{point.plan or 'one process'} (batch {point.batch})"
+    return f"{plan_name(point.plan)} (batch {point.batch})"
 
 
-def _best(good: Sequence[Point]) -> Iterator[str]:
+def _best(good: Sequence[Measurement]) -> Iterator[str]:
     best = max(good, key=lambda point: point.rate)
     if len(good) > 1:
         gain = best.rate / good[0].rate
         beside = f", {gain:.1f} times {name(good[0])}" if gain > FASTER else ""
         yield f"fastest: {name(best)}, {best.rate:,.0f} samples/s{beside}"
-        known = [point for point in good if point.joules is not None]
-        if len(known) > 1:
-            frugal = min(known, key=lambda point: point.joules or 0.0)
+        counted = [point for point in good if point.joules is not None]
+        if len(counted) > 1:
+            frugal = min(counted, key=lambda point: point.joules or 0.0)
             yield f"least energy: {name(frugal)}, {frugal.joules:.3g} J a sample"
 
 
-def _gpu_or_cpu(good: Sequence[Point]) -> Iterator[str]:
+def _gpu_or_cpu(good: Sequence[Measurement]) -> Iterator[str]:
     on_cpu = [point for point in good if point.device == "cpu"]
     on_gpu = [point for point in good if point.device != "cpu"]
     if not on_cpu or not on_gpu:
@@ -63,7 +64,7 @@ def _gpu_or_cpu(good: Sequence[Point]) -> Iterator[str]:
         yield f"the GPU is {gpu.rate / cpu.rate:.1f} times as fast as {name(cpu)}"
 
 
-def advised_workers(point: Point) -> int | None:
+def advised_workers(point: Measurement) -> int | None:
     """Estimates the data workers that a process needs, from batches' loading time; None: workers would not help."""
     waits = point.share("data", "transfer")
     if waits < WAITING or point.workers is None:
@@ -72,7 +73,7 @@ def advised_workers(point: Point) -> int | None:
     return needed if needed > point.workers else None
 
 
-def _data(point: Point) -> Iterator[str]:
+def _data(point: Measurement) -> Iterator[str]:
     waits = point.share("data", "transfer")
     if waits < WAITING:
         return
@@ -91,9 +92,8 @@ def _data(point: Point) -> Iterator[str]:
         yield f"{wait}: use workers={needed}{short}"
 
 
-def _imbalance(point: Point) -> Iterator[str]:
-    whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
-    if point.processes < 2 or point.imbalance / whole < IMBALANCE / point.processes:
+def _imbalance(point: Measurement) -> Iterator[str]:
+    if point.processes < 2 or point.imbalance / point.cost() < IMBALANCE / point.processes:
         return
     slow, more, where = slow_process(point)
     if more < IMBALANCE * slow.step:
@@ -104,53 +104,51 @@ def _imbalance(point: Point) -> Iterator[str]:
     )
 
 
-def slow_process(point: Point) -> tuple[Process, float, str]:
+def slow_process(point: Measurement) -> tuple[ProcessTimes, float, str]:
     """Finds the process with the most work, its extra seconds per step, and the phase that has most of them."""
     slow, more = point.slowest()
-    others = [one for one in point.middle().processes if one.rank != slow.rank]
+    others = [process for process in point.middle().processes if process.rank != slow.rank]
     excess = {
-        phase: seconds - sum(one.phases[phase] for one in others) / len(others)
+        phase: seconds - sum(process.phases[phase] for process in others) / len(others)
         for phase, seconds in slow.phases.items()
         if phase != "communication"
     }
     return slow, more, max(excess, key=lambda phase: excess[phase])
 
 
-def _crowded(point: Point) -> Iterator[str]:
-    wanted = point.processes * point.threads
-    if point.device == "cpu" and wanted > point.cores:
+def _crowded(point: Measurement) -> Iterator[str]:
+    if point.device == "cpu" and point.processes * point.threads > point.cores:
         yield (
             f"{name(point)}: {point.processes} processes with {point.threads} thread"
             f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
         )
 
 
-def _slices(good: Sequence[Point]) -> Iterator[str]:
+def _slices(good: Sequence[Measurement]) -> Iterator[str]:
     """Names the points with slices so small that a sample costs more than in larger slices."""
     for point in good:
-        mine = point.batch / point.slices
+        size = point.batch / point.slices
         larger = [
             other
             for other in good
-            if other.batch / other.slices > mine
+            if other.batch / other.slices > size
             and (other.device, other.threads) == (point.device, point.threads)
         ]
         if not larger or point.origin != "asked":
             continue
         # The least of all trials: what else runs on a machine makes some of them longer, none shorter.
-        other = min(larger, key=lambda one: one.least(*COMPUTING))
+        other = min(larger, key=lambda point: point.least(*COMPUTING))
         factor = point.least(*COMPUTING) / other.least(*COMPUTING)
         if factor > DEARER:
             yield (
-                f"{name(point)}: slices of {mine:.0f} samples are small: a sample takes {factor:.1f} times the "
+                f"{name(point)}: slices of {size:.0f} samples are small: a sample takes {factor:.1f} times the "
                 f"computing that it takes in slices of {other.batch / other.slices:.0f}: use a larger batch_size"
             )
 
 
-def _communication(good: Sequence[Point]) -> Iterator[str]:
+def _communication(good: Sequence[Measurement]) -> Iterator[str]:
     for point in good:
-        whole = point.cost("data", "transfer", "communication", "watching", *COMPUTING)
-        share = point.share("communication") - point.imbalance / whole
+        share = point.share("communication") - point.imbalance / point.cost()
         if point.processes > 1 and share > COMMUNICATING:
             yield (
                 f"{name(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
@@ -158,7 +156,7 @@ def _communication(good: Sequence[Point]) -> Iterator[str]:
             )
 
 
-def _advised(good: Sequence[Point]) -> Iterator[str]:
+def _advised(good: Sequence[Measurement]) -> Iterator[str]:
     for point in good:
         if point.origin == "advice":
             before = good[0]
@@ -166,7 +164,7 @@ def _advised(good: Sequence[Point]) -> Iterator[str]:
                 yield f"tried: {name(point)} gives {point.rate / before.rate:.2f} times {name(before)}"
 
 
-def _more(good: Sequence[Point]) -> Iterator[str]:
+def _more(good: Sequence[Measurement]) -> Iterator[str]:
     """Predicts the gain of one more process, by Amdahl's law over the points of the first point's kind."""
     first = good[0]
     family = {
@@ -193,7 +191,7 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
     speed = last.rate / family[alone].rate
     share = efficiency(last, family[alone])
     scaling = f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}"
-    gone = lost(last, family[alone])
+    gone = efficiency_loss(last, family[alone])
     parts = {
         "waiting for data": gone.data,
         "communication": gone.communication,
@@ -205,7 +203,7 @@ def _more(good: Sequence[Point]) -> Iterator[str]:
     yield f"{scaling}{where}); one more would bring about {bring - 1:+.0%}"
 
 
-def _alike(point: Point) -> Plan:
+def _alike(point: Measurement) -> Plan:
     """Returns the plan without its degrees: only points that agree in the rest show the effect of more processes."""
     return dataclasses.replace(
         Plan.parse(point.plan),
@@ -219,15 +217,15 @@ def _alike(point: Point) -> Plan:
     )
 
 
-def next_points(points: Sequence[Point]) -> list[tuple[Plan, int]]:
+def next_points(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
     """Returns the plans and batch sizes that the advice suggests and that were not measured yet."""
     good = [point for point in points if not point.failure]
     tried = {(point.plan, point.batch) for point in points}
-    found: list[tuple[Plan, int]] = []
+    plans: list[tuple[Plan, int]] = []
     for point in good[:1]:
         workers = advised_workers(point)
         if workers is not None and workers <= MOST_WORKERS:
-            found.append((dataclasses.replace(Plan.parse(point.plan), workers=workers), point.batch))
-        if len({one.batch for one in good}) == 1:
-            found.append((Plan.parse(point.plan), 4 * point.batch))
-    return [(plan, batch) for plan, batch in found if (str(plan), batch) not in tried]
+            plans.append((dataclasses.replace(Plan.parse(point.plan), workers=workers), point.batch))
+        if len({other.batch for other in good}) == 1:
+            plans.append((Plan.parse(point.plan), 4 * point.batch))
+    return [(plan, batch) for plan, batch in plans if (str(plan), batch) not in tried]

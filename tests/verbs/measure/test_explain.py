@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from benchmarks.slownesses import Planted
 
-from grappe.errors import UsageError
-from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
-from grappe.verbs.measure import remedies, verdict
-from grappe.verbs.measure import why as module
+from grappe.verbs.measure import verdict
+from grappe.verbs.measure.explain import Explanation, explain
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Point
 from grappe.verbs.measure.table import write
-from grappe.verbs.measure.waterfall import UNUSED
-from grappe.verbs.measure.why import Why, why
 from tests.sleeping import Sleeping
 
 PLAN = "device=cpu,threads=1,workers=0"
 
 
-def explained(task, plan: str = PLAN, **options) -> tuple[Why, list]:
+def explained(task, plan: str = PLAN, **options) -> tuple[Explanation, list]:
     """Explains a few steps of `task`; the sum of its parts is checked."""
     options = MeasureOptions(steps=3, repeats=1, **{"evaluate_every": 10**6, "save_every": 10**6, **options})
     points = verb.measure(task, (plan,), options=options, advise=False)
-    (found,) = why(task, points, options=options)
-    assert found.waterfall is not None, found.failure
-    assert sum(found.waterfall.parts.values()) == pytest.approx(found.waterfall.seconds)
+    (found,) = explain(task, points, options=options)
+    assert found.breakdown is not None, found.failure
+    assert sum(found.breakdown.parts.values()) == pytest.approx(found.breakdown.seconds)
     return found, points
 
 
@@ -52,14 +46,14 @@ def test_every_kind_of_plan_is_divided_and_has_a_verdict() -> None:
     )
     assert [one.failure for one in points] == [""] * len(PLANS)
     assert verdict.sentences(points)
-    for one in why(task, points, options=options):
-        assert one.waterfall is not None, one.failure
-        assert sum(one.waterfall.parts.values()) == pytest.approx(one.waterfall.seconds)
-        assert min(one.waterfall.parts.values()) >= -1e-12
+    for one in explain(task, points, options=options):
+        assert one.breakdown is not None, one.failure
+        assert sum(one.breakdown.parts.values()) == pytest.approx(one.breakdown.seconds)
+        assert min(one.breakdown.parts.values()) >= -1e-12
         pipeline = "pipeline" in one.plan
-        assert pipeline or not one.waterfall.parts["pipeline bubble"]
+        assert pipeline or not one.breakdown.parts["pipeline bubble"]
         assert not (pipeline and any("gradient" in remedy.word for remedy in one.remedies))
-        seen = one.waterfall.traces.processes[0].traced
+        seen = one.breakdown.trace.processes[0].operators
         assert seen is not None and seen.flops > 0
         assert seen.launches > 0 or "shard" not in one.plan  # FSDP calls collectives while it computes
 
@@ -68,37 +62,9 @@ def test_tiny_operators_and_the_file_for_a_report(tmp_path: Path) -> None:
     found, points = explained(Planted(operators=1500, width=32))
     assert found.remedies[0].part == "host between kernels"
     assert "1,500 of them at slownesses.py" in found.remedies[0].word
-    write(points, "planted", tmp_path / "m.json", whys=[found])
+    write(points, "planted", tmp_path / "m.json", explanations=[found])
     known = json.loads((tmp_path / "m.json").read_text())["why"][0]
     assert sum(known["parts"].values()) == pytest.approx(1)
-
-
-def test_a_precision_that_promises_a_gain_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, options = Planted(width=32), MeasureOptions(steps=3, repeats=2, save_every=10**6)
-    points = verb.measure(task, (PLAN,), options=options, advise=False)
-    tried: list[tuple[str, int, int]] = []
-
-    def measured(task, plans, *, options: MeasureOptions, **_) -> list[Point]:
-        tried.append((str(plans[0]), *options.batch_size, options.repeats))
-        return [dataclasses.replace(points[0], plan=str(plans[0]))]
-
-    promise = Plan.parse(f"{PLAN},precision=bf16")
-    monkeypatch.setattr(module, "to_try", lambda fall: promise)
-    monkeypatch.setattr(module, "measure", measured)
-    known = [*points, dataclasses.replace(points[0], plan=str(promise), origin="advice")]
-    why(task, known, options=options)
-    assert not tried
-    why(task, points, options=options)
-    assert tried == [(str(promise), points[0].batch, 1)]
-
-    def fails(*_, **__) -> list[Point]:
-        raise UsageError("nothing could be measured: no such units")
-
-    monkeypatch.setattr(module, "measure", fails)
-    monkeypatch.setattr(remedies, "to_try", lambda fall: promise)
-    (found,) = why(task, points, options=options)
-    (said,) = [one.word for one in found.remedies if one.part == UNUSED]
-    assert said.endswith("was tried, and failed: no such units")
 
 
 def test_values_that_are_read() -> None:
@@ -113,7 +79,7 @@ def test_evaluations_that_are_too_frequent_and_a_slow_loader() -> None:
     assert explained(slow)[0].remedies[0].part == "waiting for data"
     often = Sleeping(ahead=0.02)  # an evaluation of 16 samples is two batches
     found, _ = explained(often, evaluate_every=1)
-    assert found.waterfall.share("evaluation") > 0.2
+    assert found.breakdown.share("evaluation") > 0.2
     assert "evaluation" in [one.part for one in found.remedies[:2]]
 
 

@@ -1,4 +1,4 @@
-"""The waterfall and its remedies, on recorded times: ten slownesses, each named first, and sums of 100 %."""
+"""The time breakdown and its remedies, on recorded times: ten slownesses, each named first, and sums of 100 %."""
 
 from __future__ import annotations
 
@@ -9,45 +9,52 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.plan import Plan
-from grappe.profiling.operator_sums import LineCost, Traced
+from grappe.profiling.operators import LineCost, OperatorTotals
 from grappe.profiling.phases import IN_A_STEP
+from grappe.verbs.measure.breakdown import (
+    PARTS,
+    USEFUL,
+    Intervals,
+    ProcessTrace,
+    RunTrace,
+    TimeBreakdown,
+    break_down,
+)
+from grappe.verbs.measure.explain import Explanation
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Point, Process, Trial
-from grappe.verbs.measure.remedies import SMALL_BATCH, Remedy, as_tried, remedies, to_try
-from grappe.verbs.measure.traced import Seen, Traces
-from grappe.verbs.measure.waterfall import PARTS, UNUSED, USEFUL, Every, Waterfall, waterfall
-from grappe.verbs.measure.why import Why, as_json
-from grappe.verbs.measure.why_table import table, tables
+from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun
+from grappe.verbs.measure.remedies import SMALL_BATCH, remedies
+from grappe.verbs.measure.table import breakdown_table, explained
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
 STEP = {"forward": 0.040, "backward": 0.060}
-EVERY = Every(evaluation=1000, save=1000)
-RATES = {"fp32": 1e12, "bf16": 2e12}
+EVERY = Intervals(evaluation=1000, save=1000)
+RATES = {"fp32": 1e12, "bf16": 1e12}
 LINE = "/home/me/my_task.py:41"
 FIELDS = {"batch": 64, "cores": 8, "workers": 0}
 
 
-def point(*each: Mapping[str, float], plan: str = "", **fields) -> Point:
+def point(*each: Mapping[str, float], plan: str = "", **fields) -> Measurement:
     """A point whose processes spend `each` seconds on the phases of a step."""
     processes = [
-        Process(rank=rank, host="a", step=sum(one.values()), phases={**NONE, **one}, memory=1, held={})
+        ProcessTimes(rank=rank, host="a", step=sum(one.values()), phases={**NONE, **one}, memory=1, held={})
         for rank, one in enumerate(each)
     ]
-    trial = Trial(processes=processes, steps=5, joules=None, cores_used=1.0)
+    trial = TimedRun(processes=processes, steps=5, joules=None, cores_used=1.0)
     degree = Plan.parse(plan)
     known = {**FIELDS, "processes": degree.processes, "slices": degree.data_parallel, **fields}
-    return Point(plan=plan, trials=[trial], **known)
+    return Measurement(plan=plan, trials=[trial], **known)
 
 
-def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fields) -> Traces:
+def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fields) -> RunTrace:
     """A trace of a step of 100 ms: 98 ms of products, which take 97 ms at the reachable rate."""
     known: dict = {
-        "clock": "host", "operators": 100.0, "flops": 0.097e12, "matrix": 0.098, "other_part": None, "copies": 0.0,
+        "clock": "host", "operators": 100.0, "flops": 0.097e12, "matrix": 0.098, "copies": 0.0,
         "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads": 0.0, "messages": 0.0, "launches": 0.0,
         "host_lines": (), "read_lines": (), "copy_lines": (), **fields,
     }  # fmt: skip
-    one = Seen(
-        traced=Traced(**known),
+    one = ProcessTrace(
+        operators=OperatorTotals(**known),
         **{
             "computing": 0.0,
             "evaluation": 0.0,
@@ -57,28 +64,30 @@ def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fi
             **(seen or {}),
         },
     )
-    return Traces(processes=(one,) * processes, reachable=RATES, steps_per_epoch=50)
+    return RunTrace(processes=(one,) * processes, reachable=RATES, steps_per_epoch=50)
 
 
 def cost(seconds: float = 0.05, calls: float = 1) -> tuple[LineCost, ...]:
     return (LineCost(line=LINE, calls=calls, seconds=seconds),)
 
 
-def first(one: Point, found: Traces, *others: Point, every: Every = EVERY) -> tuple[str, float, str]:
+def first(
+    one: Measurement, found: RunTrace, *others: Measurement, every: Intervals = EVERY
+) -> tuple[str, float, str]:
     """The part that is named first, its share, and the word that moves it; the sum is checked."""
-    fall = waterfall(one, found, every)
-    assert tuple(fall.parts) == PARTS
-    assert min(fall.parts.values()) >= -1e-12
-    assert sum(fall.share(part) for part in PARTS) == pytest.approx(1)
-    best = remedies(fall, one, [one, *others])[0]
-    return best.part, fall.parts.get(best.part, 0.0) / fall.seconds, best.word
+    breakdown = break_down(one, found, every)
+    assert tuple(breakdown.parts) == PARTS
+    assert min(breakdown.parts.values()) >= -1e-12
+    assert sum(breakdown.share(part) for part in PARTS) == pytest.approx(1)
+    best = remedies(breakdown, one, [one, *others])[0]
+    return best.part, breakdown.parts.get(best.part, 0.0) / breakdown.seconds, best.word
 
 
 def test_nothing_is_lost_and_the_rest_is_useful() -> None:
-    fall = waterfall(point(STEP), traces(), EVERY)
-    assert fall.seconds == pytest.approx(0.1)
-    assert fall.share(USEFUL) == pytest.approx(0.97)
-    assert fall.share("host between kernels") == pytest.approx(0.02)
+    breakdown = break_down(point(STEP), traces(), EVERY)
+    assert breakdown.seconds == pytest.approx(0.1)
+    assert breakdown.share(USEFUL) == pytest.approx(0.97)
+    assert breakdown.share("host between kernels") == pytest.approx(0.02)
 
 
 def test_a_slow_loader() -> None:
@@ -104,7 +113,7 @@ def test_thousands_of_tiny_operators() -> None:
 
 
 def test_values_that_are_read() -> None:
-    slow = traces(matrix=0.01, flops=0.01e12, host=0.2, reads=0.072, read_lines=cost(calls=512))
+    slow = traces(matrix=0.01, flops=0.01e12, host=0.2, reads=0.16, read_lines=cost(calls=512))
     part, share, word = first(point(STEP), slow)
     assert (part, share) == ("values read by the host", pytest.approx(0.72))
     assert word.startswith("my_task.py:41 reads values (.item(), float(), .tolist()) 512 times a step")
@@ -127,60 +136,15 @@ def test_a_tiny_batch() -> None:
 
 
 def test_fp32_where_bf16_is_meant_and_bf16_where_it_is_slow() -> None:
-    assert first(point(STEP), traces(other_part=0.5)) == (
-        "precision not used", pytest.approx(0.49), "precision=bf16",
-    )  # fmt: skip
-    emulated = traces(other_part=0.2)
+    """97 ms at the rate of fp32 are 48.5 ms at that of bf16: the gain is what large products promise."""
+    fast = dataclasses.replace(traces(), reachable={"fp32": 1e12, "bf16": 2e12})
+    assert first(point(STEP), fast) == ("precision not used", pytest.approx(0.485), "precision=bf16")
+    emulated = dataclasses.replace(traces(flops=0.097e11), reachable={"fp32": 1e12, "bf16": 1e11})
     assert first(point(STEP, plan="precision=bf16"), emulated)[2] == "precision=fp32"
-
-
-def test_another_precision_that_was_tried_has_the_gain_that_it_brought_or_none() -> None:
-    one, found = point(STEP), traces(other_part=0.5)
-    fall = waterfall(one, found, EVERY)
-    assert str(to_try(fall)) == "precision=bf16"
-
-    def said(*others: Point) -> Remedy:
-        (remedy,) = [
-            each for each in remedies(fall, one, [one, *others]) if each.part == "precision not used"
-        ]
-        return remedy
-
-    assert said().at_most
-    quick = said(point({"forward": 0.080}, plan="precision=bf16"))
-    assert (quick.word, quick.at_most) == ("precision=bf16 (tried)", False)
-    assert quick.gain == pytest.approx(0.25)
-    slow = said(point({"forward": 0.125}, plan="precision=bf16"))
-    assert slow.word == "nothing: precision=bf16 was tried, and is 0.80 times as fast" and not slow.saves
-    assert said(point({"forward": 0.080}, plan="precision=bf16", batch=256)).at_most  # of another batch
-    failed = said(dataclasses.replace(point(STEP, plan="precision=bf16"), failure="no such units\nmore"))
-    assert failed.word == "precision=bf16 was tried, and failed: no such units" and not failed.saves
-    assert to_try(waterfall(one, traces(), EVERY)) is None
-
-
-@pytest.mark.parametrize(
-    ("other", "share", "elementwise", "useful"),
-    [
-        (0.030, 0.70, 0.10 * 30 / 55, 0.40 * 30 / 55),  # 25 points more than products promise
-        (0.080, 0.20, 0.10, 0.40 * 70 / 45),  # casts take more: products have their time again
-        (0.125, 0.00, 0.10, 0.40 * 90 / 45),
-    ],
-)
-def test_the_parts_are_those_of_the_trial(
-    other: float, share: float, elementwise: float, useful: float
-) -> None:
-    """The saving of another precision beside products is in its part, and not in theirs."""
-    one = point(STEP)
-    fall = waterfall(
-        one, traces(matrix=0.09, flops=0.08e12, elementwise=0.01, host=0.0, other_part=0.5), EVERY
-    )
-    assert fall.share(UNUSED) == pytest.approx(0.45)
-    points = [one, point({"forward": other}, plan="precision=bf16")]
-    tried = as_tried(fall, one, points)
-    assert tried.share(UNUSED) == pytest.approx(share)
-    assert sum(tried.share(part) for part in PARTS) == pytest.approx(1)
-    assert tried.share("memory-bound operators") == pytest.approx(elementwise)
-    assert tried.share(USEFUL) == pytest.approx(useful)
-    assert as_tried(fall, one, [one]) is fall
+    assert first(point(STEP), fast)[0] == "precision not used"
+    breakdown = break_down(point(STEP), fast, EVERY)
+    (remedy,) = [each for each in remedies(breakdown, point(STEP), []) if each.part == "precision not used"]
+    assert remedy.at_most
 
 
 def test_on_a_gpu_the_rates_of_its_generation_count() -> None:
@@ -210,9 +174,9 @@ def test_unbalanced_stages_and_a_bubble() -> None:
     assert word.startswith("the stages of process 1 have 1.5 times the mean work: cut elsewhere")
     even = {**STEP, "communication": 0.025}
     balanced = point(even, even, plan="pipeline=2,microbatches=4")
-    fall = waterfall(balanced, traces(2), EVERY)
-    assert fall.share("pipeline bubble") == pytest.approx(0.2)
-    bubble = next(one for one in remedies(fall, balanced, [balanced]) if one.part == "pipeline bubble")
+    breakdown = break_down(balanced, traces(2), EVERY)
+    assert breakdown.share("pipeline bubble") == pytest.approx(0.2)
+    bubble = next(one for one in remedies(breakdown, balanced, [balanced]) if one.part == "pipeline bubble")
     assert (bubble.word, bubble.gain) == ("microbatches=8", pytest.approx(1 / 9))
 
 
@@ -229,11 +193,11 @@ def test_copies_into_messages_are_not_waited_for_and_calls_of_collectives_are_no
     """Of 100 ms after the last gradient 30 are copies; of 100 ms of forward and backward 20 start collectives."""
     waits = {**STEP, "communication": 0.1}
     one = point(waits, waits, plan="shard=2")
-    fall = waterfall(one, traces(2, messages=0.03, launches=0.02, matrix=0.078), EVERY)
-    assert fall.share("copies for messages") == pytest.approx(0.15)
-    assert fall.share("exposed communication") == pytest.approx(0.45)
-    assert fall.share("not explained") == pytest.approx(0)
-    assert sum(fall.share(part) for part in PARTS) == pytest.approx(1)
+    breakdown = break_down(one, traces(2, messages=0.03, launches=0.02, matrix=0.078), EVERY)
+    assert breakdown.share("copies for messages") == pytest.approx(0.15)
+    assert breakdown.share("exposed communication") == pytest.approx(0.45)
+    assert breakdown.share("not explained") == pytest.approx(0)
+    assert sum(breakdown.share(part) for part in PARTS) == pytest.approx(1)
 
 
 def test_stages_and_split_layers_send_no_gradients() -> None:
@@ -244,72 +208,74 @@ def test_stages_and_split_layers_send_no_gradients() -> None:
         ("tensor=2", "a smaller tensor="),
     ):
         one = point(waits, waits, plan=plan)
-        found = remedies(waterfall(one, huge, EVERY), one, [one])
+        found = remedies(break_down(one, huge, EVERY), one, [one])
         (said,) = [each.word for each in found if each.part == "exposed communication"]
         assert said.startswith(word)
 
 
 def test_of_compiled_units_only_operators_are_divided() -> None:
     one = point(STEP, plan="compile")
-    fall = waterfall(one, traces(matrix=0.05, flops=0.05e12, host=0.05), EVERY)
-    assert fall.share("host between kernels") == 0
-    assert fall.share("not explained") == pytest.approx(0.5)
-    assert "--profile" in next(each.word for each in remedies(fall, one, [one]))
+    breakdown = break_down(one, traces(matrix=0.05, flops=0.05e12, host=0.05), EVERY)
+    assert breakdown.share("host between kernels") == 0
+    assert breakdown.share("not explained") == pytest.approx(0.5)
+    assert "--profile" in next(each.word for each in remedies(breakdown, one, [one]))
 
 
 def test_an_evaluation_that_takes_little_is_left_alone() -> None:
-    every = Every(evaluation=24, save=1000)
-    fall = waterfall(point(STEP), traces(seen={"evaluation": 0.13}), every)
-    assert fall.share("evaluation") > 0.05
-    assert "evaluation" not in [one.part for one in remedies(fall, point(STEP), [])]
+    every = Intervals(evaluation=24, save=1000)
+    breakdown = break_down(point(STEP), traces(seen={"evaluation": 0.13}), every)
+    assert breakdown.share("evaluation") > 0.05
+    assert "evaluation" not in [one.part for one in remedies(breakdown, point(STEP), [])]
 
 
 def test_evaluations_that_are_too_frequent() -> None:
-    every = Every(evaluation=5, save=1000)
+    every = Intervals(evaluation=5, save=1000)
     part, share, word = first(point(STEP), traces(seen={"evaluation": 0.5}), every=every)
     assert (part, share, word) == ("evaluation", pytest.approx(0.5), "--evaluate-every 100")
-    rare = waterfall(point(STEP), traces(seen={"evaluation": 0.5}), EVERY)
+    rare = break_down(point(STEP), traces(seen={"evaluation": 0.5}), EVERY)
     assert "evaluation" not in [one.part for one in remedies(rare, point(STEP), [])]
 
 
 def test_what_the_trace_did_not_see_is_not_explained() -> None:
-    fall = waterfall(point({"forward": 0.2, "backward": 0.2}), traces(), EVERY)
-    assert fall.share("not explained") == pytest.approx(0.75)
-    none = Traces(
-        processes=(dataclasses.replace(traces().processes[0], traced=None),),
+    breakdown = break_down(point({"forward": 0.2, "backward": 0.2}), traces(), EVERY)
+    assert breakdown.share("not explained") == pytest.approx(0.75)
+    none = RunTrace(
+        processes=(dataclasses.replace(traces().processes[0], operators=None),),
         reachable=RATES,
         steps_per_epoch=1,
     )
-    assert waterfall(point(STEP), none, EVERY).share("not explained") == 1
+    assert break_down(point(STEP), none, EVERY).share("not explained") == 1
 
 
 def test_kernels_that_were_slower_under_the_trace_are_scaled() -> None:
-    fall = waterfall(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), EVERY)
-    assert fall.share("memory-bound operators") == pytest.approx(0.25)
-    assert fall.share(USEFUL) + fall.share("small matrices") == pytest.approx(0.75)
+    breakdown = break_down(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), EVERY)
+    assert breakdown.share("memory-bound operators") == pytest.approx(0.25)
+    assert breakdown.share(USEFUL) + breakdown.share("small matrices") == pytest.approx(0.75)
 
 
 def test_a_process_at_another_pace_divides_in_the_same_way() -> None:
     slow = traces(seen={"computing": 0.2}, matrix=0.196, flops=0.05e12, host=0.004)
-    fall = waterfall(point(STEP), slow, EVERY)
-    assert fall.share("not explained") == pytest.approx(0)
-    assert fall.share("host between kernels") == pytest.approx(0.02)
+    breakdown = break_down(point(STEP), slow, EVERY)
+    assert breakdown.share("not explained") == pytest.approx(0)
+    assert breakdown.share("host between kernels") == pytest.approx(0.02)
 
 
 def test_table_and_json() -> None:
     one = point({**STEP, "data": 0.3})
-    fall = waterfall(one, traces(), EVERY)
-    why = Why(plan="", batch=64, waterfall=fall, remedies=tuple(remedies(fall, one, [one])))
-    shown = table(fall, why.remedies, "one process (batch 64)")
+    breakdown = break_down(one, traces(), EVERY)
+    explanation = Explanation(
+        plan="", batch=64, breakdown=breakdown, remedies=tuple(remedies(breakdown, one, [one]))
+    )
+    shown = breakdown_table(breakdown, explanation.remedies, "one process (batch 64)")
     assert shown.row_count == 4  # data, host, useful, and what is too little
-    said = [line for line in tables([why]) if isinstance(line, str)]
+    said = [line for line in explained([explanation]) if isinstance(line, str)]
     assert "first: waiting for data 75%: workers=4 (about +300%)" in said
-    known = as_json(why)
+    known = explanation.as_json()
     assert sum(known["parts"].values()) == pytest.approx(1)
     assert known["remedies"][0]["gain"] == pytest.approx(3)
-    failed = Why(plan="", batch=64, failure="no")
-    assert list(tables([failed])) == ["one process (batch 64): its steps could not be traced: no"]
-    assert as_json(failed)["failure"] == "no"
+    failed = Explanation(plan="", batch=64, failure="no")
+    assert list(explained([failed])) == ["one process (batch 64): its steps could not be traced: no"]
+    assert failed.as_json()["failure"] == "no"
 
 
 @pytest.mark.parametrize("name", ["evaluate_every", "save_every"])
@@ -319,5 +285,5 @@ def test_every_is_at_least_one(name: str) -> None:
 
 
 def test_a_part_that_is_useful_has_no_remedy() -> None:
-    fall: Waterfall = waterfall(point(STEP), traces(), EVERY)
-    assert USEFUL not in [one.part for one in remedies(fall, point(STEP), [])]
+    breakdown: TimeBreakdown = break_down(point(STEP), traces(), EVERY)
+    assert USEFUL not in [one.part for one in remedies(breakdown, point(STEP), [])]

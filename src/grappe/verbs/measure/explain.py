@@ -1,0 +1,257 @@
+"""grappe measure --why: traces a short training of each measured plan, breaks its time down, and lists remedies."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grappe.errors import GrappeError
+from grappe.launch import files
+from grappe.launch.files import IN_RUN
+from grappe.launch.folders import scratch
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import Plan
+from grappe.profiling.operators import KernelTimes, LineCost, OperatorTotals, OperatorTrace, measure_dispatch
+from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
+from grappe.sites.generations import unfit_precision
+from grappe.task import Task
+from grappe.training.options import Options
+from grappe.training.request import Request, data_folder
+from grappe.training.task_reference import TaskReference
+from grappe.training.watchers.base import ClockWatcher, Outcome, Record
+from grappe.training.worker import worker as train_worker
+from grappe.verbs.measure import flops
+from grappe.verbs.measure.breakdown import Intervals, ProcessTrace, RunTrace, TimeBreakdown, break_down
+from grappe.verbs.measure.measure import with_fields
+from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import Measurement
+from grappe.verbs.measure.remedies import Remedy, remedies
+from grappe.words import first_line, plan_name
+
+TRACED_STEPS = 5
+UNTRACED_STEPS = 6  # of the same process, before the trace
+PERIOD = WARMUP + UNTRACED_STEPS + 1
+"""Steps to the first evaluation and save, which warm up; as many follow, with the trace, to the second."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where the time of a measured plan goes, and what would make it faster."""
+
+    plan: str
+    batch: int
+    breakdown: TimeBreakdown | None = None
+    remedies: tuple[Remedy, ...] = ()
+    """The largest saving first."""
+    failure: str = ""
+    """The reason why the steps could not be traced."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Converts it to JSON, for files and for the report."""
+        content: dict[str, Any] = {"plan": self.plan, "batch": self.batch}
+        breakdown = self.breakdown
+        if breakdown is None:
+            return {**content, "failure": self.failure}
+        return {
+            **content,
+            "seconds": breakdown.seconds,
+            "parts": {part: breakdown.share(part) for part in breakdown.parts},
+            "remedies": [{**dataclasses.asdict(remedy), "gain": remedy.gain} for remedy in self.remedies],
+            "evaluate_every": breakdown.intervals.evaluation,
+            "save_every": breakdown.intervals.save,
+            "reachable": dict(breakdown.trace.reachable),
+            "operators": [
+                None if process.operators is None else dataclasses.asdict(process.operators)
+                for process in breakdown.trace.processes
+            ],
+        }
+
+
+def explain(
+    task: Task | type[Task] | str,
+    points: Sequence[Measurement],
+    *,
+    options: MeasureOptions | None = None,
+    data: Path | str | None = None,
+    fields: Mapping[str, str] | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Explanation]:
+    """Explains where the time of measured plans goes, by a short training of each whose operators are traced.
+
+    Args:
+        points: from `measure`; those that were asked for, and did not fail, are explained.
+        options: those that `points` were measured with.
+    """
+    options = options or MeasureOptions()
+    request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data))
+    epochs = max(request.task.resolve().epochs, 2 * PERIOD)  # an epoch may be a step
+    explanations = []
+    with scratch("why") as folder:
+        for number, point in enumerate(points):
+            if point.origin != "asked" or point.failure:
+                continue
+            note(f"tracing {plan_name(point.plan)}, batch {point.batch}")
+            training = dataclasses.replace(
+                request, task=with_fields(request.task, batch_size=point.batch, epochs=epochs)
+            )
+            try:
+                trace = traced(training, Plan.parse(point.plan), folder / str(number))
+            except GrappeError as error:
+                explanations.append(
+                    Explanation(plan=point.plan, batch=point.batch, failure=first_line(error))
+                )
+                continue
+            intervals = Intervals(
+                evaluation=options.evaluate_every or trace.steps_per_epoch,
+                save=options.save_every or trace.steps_per_epoch,
+            )
+            breakdown = break_down(point, trace, intervals)
+            explanations.append(
+                Explanation(
+                    plan=point.plan,
+                    batch=point.batch,
+                    breakdown=breakdown,
+                    remedies=tuple(remedies(breakdown, point, points)),
+                )
+            )
+    return explanations
+
+
+def traced(request: Request, plan: Plan, folder: Path) -> RunTrace:
+    """Runs a traced training under `plan`, in new processes.
+
+    Raises:
+        GrappeError: the training fails.
+    """
+    training = dataclasses.replace(
+        request,
+        plan=plan,
+        run=folder,
+        base=folder.parent,
+        options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD),
+        also=(TraceWatcher(),),
+        quiet=True,
+    )
+    return start("grappe.verbs.measure.explain:worker", training, plan, run=folder)
+
+
+def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> RunTrace | None:
+    """Runs one process of a traced training. Collective."""
+    run = train_worker(request, process, rendezvous_folder).run
+    if process.rank:
+        return None
+    from grappe.launch.world import choose_device
+
+    plan = request.plan
+    contents = [json.loads(files.read_text(_trace_file(run, rank))) for rank in range(plan.processes)]
+    return RunTrace(
+        processes=tuple(_process_trace(content["trace"]) for content in contents),
+        reachable=reachable(choose_device(plan, process), plan),
+        steps_per_epoch=contents[0]["steps_per_epoch"],
+    )
+
+
+def _process_trace(content: dict[str, Any]) -> ProcessTrace:
+    totals: dict[str, Any] | None = content.pop("operators")
+    if totals is not None:
+        for name in ("host_lines", "read_lines", "copy_lines"):
+            totals[name] = tuple(LineCost(**line) for line in totals[name])
+    content["largest"] = tuple(content["largest"])
+    return ProcessTrace(operators=None if totals is None else OperatorTotals(**totals), **content)
+
+
+def _trace_file(run: Path, rank: int) -> Path:
+    return run / f"operators-{rank}.json"
+
+
+def reachable(device: Any, plan: Plan) -> dict[str, float]:
+    """Measures FLOP/s of a large matrix product in each precision that the device has units for."""
+    import torch
+
+    precisions = ["fp32", "bf16"]
+    if device.type == "cuda":
+        gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        rocm = torch.version.hip
+        candidates = ("fp32", "bf16", "fp16") if rocm else ("fp32", "tf32", "bf16", "fp16")
+        precisions = [
+            name for name in candidates if unfit_precision(name, gpu, None if rocm else capability) is None
+        ]
+    names: dict[Any, None] = dict.fromkeys([*precisions, plan.precision])
+    return {name: flops.reachable(device, dataclasses.replace(plan, precision=name)) for name in names}
+
+
+class TraceWatcher(ClockWatcher):
+    """Watcher on every process that traces steps after the first evaluation, and writes what they took to a file."""
+
+    prompt = True  # a trace begins and ends between two steps
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._untraced: list[tuple[int, list[float]]] = []
+        self._before = [0.0] * len(PHASES)
+        self._dispatch = 0.0
+        self._trace: OperatorTrace | None = None
+        self._kernels: KernelTimes | None = None
+        self._folder = Path()
+        self._rank = self._steps_per_epoch = 0
+        self._device = "cpu"
+
+    def started(self, info: Any) -> None:
+        self._folder, self._rank, self._device = info.folder, info.rank, info.device
+        self._steps_per_epoch = info.steps_per_epoch
+
+    def stepped(self, record: Record) -> None:
+        self._steps += 1
+        if WARMUP <= self._steps <= PERIOD:
+            self._untraced.append(self.chronometer.spent())
+        traced_steps = self._steps - PERIOD - 1
+        if traced_steps == 0:
+            self._before = self.chronometer.spent()[1]
+            self._dispatch = measure_dispatch(self.chronometer)
+            if self._device == "cuda":
+                self._kernels = KernelTimes()
+                self._trace = OperatorTrace(self.chronometer, self._kernels.seconds)
+                self._kernels.start()
+            else:
+                self._trace = OperatorTrace(self.chronometer)
+            self._trace.__enter__()
+        elif self._trace is not None and traced_steps > 0:
+            self._trace.end_step()
+            if traced_steps == TRACED_STEPS:
+                self._trace.__exit__(None, None, None)
+                if self._kernels is not None:
+                    self._kernels.stop()
+
+    def ended(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        totals = outcome.timing.totals
+        sizes = [
+            (name, tensor.numel() * tensor.element_size()) for name, tensor in self.chronometer.parameters
+        ]
+        trace = ProcessTrace(
+            operators=None if self._trace is None else self._trace.totals(self._dispatch),
+            computing=_median_step(self._untraced, FORWARD) + _median_step(self._untraced, BACKWARD),
+            evaluation=totals[PHASES[EVALUATION]] - self._before[EVALUATION],
+            checkpoint=totals[PHASES[CHECKPOINT]] - self._before[CHECKPOINT],
+            gradients=sum(size for _, size in sizes),
+            largest=max(sizes, key=lambda size: size[1], default=("", 0)),
+        )
+        content = {"trace": dataclasses.asdict(trace), "steps_per_epoch": self._steps_per_epoch}
+        files.replace(_trace_file(self._folder, self._rank), json.dumps(content).encode(), IN_RUN)
+
+
+def _median_step(marks: Sequence[tuple[int, Sequence[float]]], phase: int) -> float:
+    """Returns a phase's median seconds of a step, from the steps and the seconds so far at several moments."""
+    steps = [
+        (after[phase] - before[phase]) / (last - first)
+        for (first, before), (last, after) in itertools.pairwise(marks)
+        if last > first
+    ]
+    return statistics.median(steps) if steps else 0.0
