@@ -79,6 +79,7 @@ def test_every_dependency_is_pinned() -> None:
         "rich",
         "cloudpickle",
         "xxhash",
+        "msgspec",
     ):
         assert name in names
 

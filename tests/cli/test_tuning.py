@@ -8,7 +8,7 @@ import pytest
 
 from grappe.cli.commands import app
 from grappe.errors import GrappeError
-from grappe.verbs.tune.study import Search, Trial, make_study
+from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
 
 
 @pytest.mark.parametrize(
@@ -57,17 +57,17 @@ def test_it_is_not_started_by_a_launcher(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_study_is_shown_with_a_command_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    search = Search(
+    search = SearchDefinition(
         task="digits",
         fields={"epochs": 3},
-        given={"epochs": "3"},
+        fixed_fields={"epochs": "3"},
         space={"lr": "0.1..1.0"},
         plan="replicate=2",
         metric="accuracy",
         maximize=True,
         sampler="random",
         seed=0,
-        lag=1,
+        parallel=1,
         threads=1,
     )
     study = make_study(tmp_path, search)

@@ -99,7 +99,7 @@ ELSEWHERE = {
     "verbs/report/gather.py": "measurements that the user names, and the source's own page",
     "verbs/runs.py": "lists runs",
     "verbs/submit.py": "the run's folder, and a temporary folder of its own",
-    "verbs/tune/gpus.py": "/dev",
+    "verbs/tune/trainings.py": "/dev",
     "verbs/tune/study.py": "makes the folder of a study that is not there yet",
     "verbs/verify/runner.py": "a temporary folder of its own",
     "verbs/verify/trial.py": "a temporary folder of its own",

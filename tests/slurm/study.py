@@ -12,7 +12,8 @@ from grappe.launch.exit import interrupted
 from grappe.plan import as_plan
 from grappe.verbs.submission import JobOptions
 from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.tune import Wanted, search
+from grappe.verbs.tune.study import SearchOptions
+from grappe.verbs.tune.tune import search
 from tests.commands import MARK
 
 PLAN = "device=cpu,threads=1,workers=0"
@@ -39,7 +40,7 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
         task,
         split(word for word in words if word not in sbatch),
         as_plan(PLAN),
-        Wanted(**json.loads(wanted)),
+        SearchOptions(**json.loads(wanted)),
         Path(study),
         jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch),
         query_every=1.0,

@@ -1,29 +1,35 @@
-"""Defines grappe tune."""
+"""Defines grappe tune, and shows a study: a row for each trial, and the best fields, ready to paste."""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
 
 from grappe.cli.arguments import OPTIONS, DataFolder, PlanText
 from grappe.cli.exit import show
-from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say
 from grappe.training.options import Options
 from grappe.verbs.submission import JobOptions
+from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, Trial, best_of, open_study
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from grappe.verbs.tune.coordinator import SearchProgress
 
 DEFAULTS = Options()
+SEARCH = SearchOptions()
 NO_JOB = JobOptions()
 JOBS = Group("Trials as Slurm jobs, with --site")
+LIVE_ROWS = 15
 
 
 def register(app: App) -> None:
@@ -39,36 +45,11 @@ def tune(
     *fields: Annotated[
         str, Parameter(help="What is searched: lr=0.01..1:log batch_size=32|64; or for all trials: epochs=3.")
     ],
-    trials: Annotated[int | None, Parameter(help="Trials in all. Default: 20; of a grid all.")] = None,
-    parallel: Annotated[int, Parameter(help="Trials that are trained at a time; as jobs: in the queue.")] = 1,
+    search: Annotated[SearchOptions, OPTIONS] = SEARCH,
     plan: PlanText = "",
     study: Annotated[
         Path | None, Parameter(help="The study's folder; if there is a study, it goes on.")
     ] = None,
-    metric: Annotated[
-        str, Parameter(help="The objective, at a training's last evaluation: loss, or a metric of the task.")
-    ] = "loss",
-    maximize: Annotated[
-        bool | None,
-        Parameter(negative="--minimize", help="Which way the metric is better. Default: the loss is low."),
-    ] = None,
-    sampler: Annotated[
-        Literal["tpe", "random", "grid"],
-        Parameter(help="tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."),
-    ] = "tpe",
-    halving: Annotated[
-        int | None,
-        Parameter(
-            help="Successive halving (ASHA): trials are first trained in part, and of 3, say, the best goes on."
-        ),
-    ] = None,
-    rungs: Annotated[
-        int | None,
-        Parameter(
-            help="How often a training stops to be compared, its end included. Default: 3, with --halving."
-        ),
-    ] = None,
-    seed: Annotated[int, Parameter(help="Of the sampler; the task's own seed is a field.")] = 0,
     data: DataFolder = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     job: Annotated[JobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
@@ -86,37 +67,25 @@ def tune(
     from grappe.cli.preflight import preflight
     from grappe.fields import split
     from grappe.launch.exit import interrupted
-    from grappe.verbs.tune.tune import Wanted
 
     if job.site is None and job != NO_JOB:
-        option = next(
+        name = next(
             field.name for field in dataclasses.fields(job) if getattr(job, field.name) != field.default
         )
         raise UsageError(
-            f"--{option.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
+            f"--{name.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
         )
     texts = split(fields)
-    direction = None if maximize is None else "maximize" if maximize else "minimize"
-    search_options = Wanted(
-        metric=metric,
-        direction=direction,
-        sampler=sampler,
-        seed=seed,
-        trials=trials,
-        parallel=parallel,
-        halving=halving,
-        rungs=rungs,
-    )
     preflight([plan], task)
     from grappe.plan import as_plan
-    from grappe.verbs.tune.tune import search
+    from grappe.verbs.tune import tune as verb
 
     with _watched() as watch:
-        searched, complete = search(
+        searched, complete = verb.search(
             task,
             texts,
             as_plan(plan),
-            search_options,
+            search,
             study,
             data=data,
             options=options,
@@ -133,65 +102,142 @@ def tune(
 
 
 def _show(folder: Path) -> int:
-    from grappe.verbs.tune.study import best_of, open_study
-    from grappe.verbs.tune.table import command, seconds_of, table
-
     study = open_study(folder)
     trials = study.trials
     best = best_of(study.search, trials)
-    show(table(study, trials, seconds=seconds_of(study, trials)))
+    show(trial_table(study, trials, seconds=_training_seconds(study, trials)))
     if best is None:
-        say(
-            "no trial has a result yet"
-            if any(trial.state == "open" for trial in trials)
-            else "no trial has a result"
-        )
+        running = any(trial.state == "open" for trial in trials)
+        say("no trial has a result yet" if running else "no trial has a result")
         return EXIT_FAILURE
     say(f"best: trial {best.number}, {study.search.metric} {best.value:.6g}, {study.run_folder(best.number)}")
-    say(command(study, best))
+    say(train_command(study, best))
     return EXIT_OK
 
 
 @contextmanager
 def _watched() -> Iterator[Callable[[SearchProgress], None]]:
     """Context with what shows a study's progress on standard error: a live table on a terminal, else lines."""
-    from grappe.launch.safe_console import SafeConsole
-
     if not sys.stderr.isatty():
-        yield _Lines()
+        yield _ProgressLines()
         return
+    from rich.console import Group as Lines
     from rich.live import Live
 
-    with Live(console=SafeConsole(sys.stderr), auto_refresh=False, transient=True) as live:
-        from rich.console import Group
+    from grappe.launch.safe_console import SafeConsole
 
-        from grappe.verbs.tune.table import LIVE_ROWS, summary, table
+    with Live(console=SafeConsole(sys.stderr), auto_refresh=False, transient=True) as live:
 
         def update(progress: SearchProgress) -> None:
-            rows = table(progress.study, progress.trials, progress.running, LIVE_ROWS)
-            live.update(Group(f"{progress.study.folder}: {summary(progress)}", rows), refresh=True)
+            rows = trial_table(progress.study, progress.trials, progress.running, LIVE_ROWS)
+            live.update(Lines(f"{progress.study.folder}: {summary(progress)}", rows), refresh=True)
 
         yield update
 
 
-class _Lines:
+class _ProgressLines:
     """Writes a line about each trial that has ended."""
 
     def __init__(self) -> None:
-        self._said: set[int] | None = None
+        self._reported: set[int] | None = None
         self._waiting = ""
 
     def __call__(self, progress: SearchProgress) -> None:
-        from grappe.verbs.tune.table import summary, trial_line
-
         ended = {trial.number: trial for trial in progress.trials if trial.state in ("complete", "failed")}
-        if self._said is None:
+        if self._reported is None:
             complain(f"study {progress.study.folder}: {summary(progress)}")
-            self._said = set(ended)
-        for number in sorted(ended.keys() - self._said):
-            complain(trial_line(ended[number], progress.study.search, progress.total))
-        self._said |= ended.keys()
+            self._reported = set(ended)
+        for number in sorted(ended.keys() - self._reported):
+            complain(_trial_line(ended[number], progress.study.search, progress.total))
+        self._reported |= ended.keys()
         if progress.waiting != self._waiting:
             self._waiting = progress.waiting
             if self._waiting:
                 complain(f"waiting: {self._waiting}")
+
+
+def trial_table(
+    study: Study,
+    trials: Sequence[Trial],
+    running: frozenset[int] = frozenset(),
+    most: int | None = None,
+    seconds: Mapping[int, float] | None = None,
+) -> Table:
+    """A row for each trial, of the last `most`; the best is marked.
+
+    Args:
+        seconds: by number, what the trainings took; None: no column for them.
+    """
+    from rich.table import Table
+
+    from grappe.verbs.tune.schedule import parts
+
+    names = list(study.search.space)
+    time = ["seconds"] if seconds is not None else []
+    table = Table("trial", study.search.metric, *time, *names, "", box=None, padding=(0, 2, 0, 0))
+    best = best_of(study.search, trials)
+    for trial in trials[-most:] if most else trials:
+        value = f"{trial.rungs[-1]:.6g}" if trial.rungs and trial.state != "failed" else ""
+        what = trial.reason or trial.state
+        if trial.number in running:
+            what = "running"
+        elif trial.state == "paused":
+            what = f"stopped after {parts(study.search)[len(trial.rungs) - 1]}"
+        elif trial.state == "complete":
+            what = "best" if trial is best else ""
+        elif trial.state == "failed":
+            what = f"failed: {trial.reason}"
+        took = (
+            [f"{seconds[trial.number]:.1f}" if trial.number in seconds else ""] if seconds is not None else []
+        )
+        table.add_row(str(trial.number), value, *took, *(trial.fields[name] for name in names), what)
+    return table
+
+
+def summary(progress: SearchProgress) -> str:
+    """One line: how far the study is."""
+    states = [trial.state for trial in progress.trials]
+    ended = states.count("complete") + states.count("failed")
+    words = [f"{ended} of {progress.total} trials ended"]
+    if states.count("failed"):
+        words.append(f"{states.count('failed')} failed")
+    if states.count("paused"):
+        words.append(f"{states.count('paused')} stopped early")
+    if progress.running:
+        words.append(f"{len(progress.running)} running")
+    if progress.waiting:
+        words.append(f"waiting: {progress.waiting}")
+    return ", ".join(words)
+
+
+def _trial_line(trial: Trial, search: SearchDefinition, total: int) -> str:
+    """One line about a trial that has ended."""
+    fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
+    result = f"failed: {trial.reason}" if trial.value is None else f"{search.metric} {trial.value:.6g}"
+    return f"trial {trial.number} of {total}: {fields}: {result}"
+
+
+def train_command(study: Study, trial: Trial) -> str:
+    """The command that trains with a trial's fields, ready to paste."""
+    from grappe.verbs.tune.space import PLAN
+
+    search = study.search
+    fields = {**search.fixed_fields, **trial.fields}
+    plan = fields.pop(PLAN) if PLAN in search.space else search.plan
+    words = ["grappe", "train", search.task, *(f"{name}={text}" for name, text in fields.items())]
+    return shlex.join([*words, *(["--plan", plan] if plan else [])])
+
+
+def _training_seconds(study: Study, trials: Sequence[Trial]) -> dict[int, float]:
+    """Returns the seconds that the trainings took, all starts together, by number."""
+    from grappe.training.run import Run
+
+    seconds = {}
+    for trial in trials:
+        try:
+            used = Run(study.run_folder(trial.number)).read_description().get("used")
+        except RunError:
+            continue
+        if isinstance(used, dict) and isinstance(duration := used.get("seconds"), int | float):
+            seconds[trial.number] = float(duration)
+    return seconds

@@ -152,9 +152,9 @@ def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
             raise
         return
     if submission.command == TUNE:
-        from grappe.verbs.tune.space import read
+        from grappe.verbs.tune.space import read_space
 
-        read(task, texts)
+        read_space(task, texts)
     else:
         tasks.make(task, texts)
     if existing:

@@ -13,9 +13,9 @@ from grappe.errors import RunError, UsageError
 from grappe.training.run import Run
 from grappe.verbs.report.gather import gather, html, thinned
 from grappe.verbs.report.report import report
-from grappe.verbs.tune.importance import importance
+from grappe.verbs.tune.sampler import importance
 from grappe.verbs.tune.space import of_texts
-from grappe.verbs.tune.study import Search, Trial, make_study
+from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
 from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train
@@ -122,9 +122,9 @@ def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path)
 
 def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     space = {"lr": "0.001..1.0:log", "width": "1..64", "rule": "adam|<b>sgd</b>"}
-    search = Search(
-        task="digits", fields={}, given={}, space=space, plan="", metric="accuracy", maximize=True, sampler="random",
-        seed=0, lag=2, threads=1, halving=2, rungs=2,
+    search = SearchDefinition(
+        task="digits", fields={}, fixed_fields={}, space=space, plan="", metric="accuracy", maximize=True,
+        sampler="random", seed=0, parallel=2, threads=1, halving=2, rungs=2,
     )  # fmt: skip
     study = make_study(tmp_path / "study", search)
     study.write(Trial(number=0, fields={"lr": "0.1", "width": "9", "rule": "adam"}))

@@ -15,8 +15,8 @@ from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.verbs.tune import study as study_module
 from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.study import Study
-from grappe.verbs.tune.tune import Wanted, search
+from grappe.verbs.tune.study import SearchOptions, Study
+from grappe.verbs.tune.tune import search
 from tests.small_disk import fill
 from tests.verbs.tune.line import Line
 
@@ -26,7 +26,7 @@ PLAN = Plan.parse("device=cpu,threads=1,workers=0")
 
 
 def searched(folder: Path, watch: Callable[[SearchProgress], None] = lambda progress: None) -> Study:
-    return search(TASK, SPACE, PLAN, Wanted(trials=3, parallel=2), folder, watch=watch)[0]
+    return search(TASK, SPACE, PLAN, SearchOptions(trials=3, parallel=2), folder, watch=watch)[0]
 
 
 def rows(study: Study) -> list[tuple]:

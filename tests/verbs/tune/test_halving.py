@@ -10,7 +10,7 @@ import grappe
 from grappe.errors import UsageError
 from grappe.training.options import Options
 from grappe.training.run import Run
-from grappe.verbs.tune.objective import ended, missed, reached
+from grappe.verbs.tune.coordinator import has_trained_to, steps_missed, with_result
 from grappe.verbs.tune.study import Study
 from tests.verbs.tune.line import Line
 
@@ -76,12 +76,12 @@ def test_another_halving_is_another_study(tmp_path: Path) -> None:
     # What ended at a rung is not taken for a later one.
     paused = next(one for one in halved.trials if one.state == "paused")
     rung, part = len(paused.rungs) - 1, (paused.step or 0) / 4
-    assert missed(halved, paused, 1.0) == f"it ended at step {paused.step} of 4"
-    assert not missed(halved, paused, part)
+    assert steps_missed(halved, paused, 1.0) == f"it ended at step {paused.step} of 4"
+    assert not steps_missed(halved, paused, part)
 
     # Somebody trains it further: what counts is what it was at the rung, or at the last evaluation before.
     Run(halved.run_folder(paused.number)).describe(step=4, status="paused")
-    assert ended(halved, paused, rung, part) == paused
-    assert not reached(halved, paused, 1.0)
-    assert reached(halved, paused, 0.75)
-    assert ended(halved, paused, rung, 0.75) == paused
+    assert with_result(halved, paused, rung, part) == paused
+    assert not has_trained_to(halved, paused, 1.0)
+    assert has_trained_to(halved, paused, 0.75)
+    assert with_result(halved, paused, rung, 0.75) == paused

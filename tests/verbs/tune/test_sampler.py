@@ -8,11 +8,11 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.verbs.tune.sampler import STARTUP, check, draw, grid
-from grappe.verbs.tune.space import read
+from grappe.verbs.tune.space import read_space
 from grappe.verbs.tune.study import Trial
 from tests.verbs.tune.line import Line
 
-SPACE, _ = read(Line, {"lr": "0.001..1:log", "width": "1..64", "batch_size": "8|16"})
+SPACE, _ = read_space(Line, {"lr": "0.001..1:log", "width": "1..64", "batch_size": "8|16"})
 
 
 def value(fields: dict[str, str]) -> float:
@@ -49,7 +49,7 @@ def test_random_trials_do_not_depend_on_each_other() -> None:
 
 
 def test_a_grid_has_every_combination_and_wants_values() -> None:
-    space, _ = read(Line, {"width": "1..3", "batch_size": "8|16"})
+    space, _ = read_space(Line, {"width": "1..3", "batch_size": "8|16"})
     assert [tuple(cell.values()) for cell in grid(space)] == [
         (width, batch) for width in ("1", "2", "3") for batch in ("8", "16")
     ]

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from grappe.verbs.tune.schedule import Job, Schedule, fewest_trials, parts, result_of
-from grappe.verbs.tune.study import Search, Trial
+from grappe.verbs.tune.schedule import RungJob, Schedule, fewest_trials, has_result, parts
+from grappe.verbs.tune.study import SearchDefinition, Trial
 
-SEARCH = Search(
-    task="digits", fields={}, given={}, space={"lr": "0.1..1.0"}, plan="", metric="loss", maximize=False,
-    sampler="random", seed=0, lag=3, threads=1,
+SEARCH = SearchDefinition(
+    task="digits", fields={}, fixed_fields={}, space={"lr": "0.1..1.0"}, plan="", metric="loss", maximize=False,
+    sampler="random", seed=0, parallel=3, threads=1,
 )  # fmt: skip
 HALVING = dataclasses.replace(SEARCH, halving=3, rungs=3)
 
@@ -26,11 +26,11 @@ class Played:
     """A study whose trainings end in an order of their own."""
 
     def __init__(
-        self, search: Search, total: int, *, seed: int = 0, failing: frozenset[int] = frozenset()
+        self, search: SearchDefinition, total: int, *, seed: int = 0, failing: frozenset[int] = frozenset()
     ) -> None:
-        self.search, self.trials, self.jobs, self.most = search, dict[int, Trial](), list[Job](), 0
+        self.search, self.trials, self.jobs, self.most = search, dict[int, Trial](), list[RungJob](), 0
         schedule, dice = Schedule(search, total=total, waits=True), random.Random(seed)
-        running: list[Job] = []
+        running: list[RungJob] = []
         while True:
             for job in schedule.decided(self.trials.get):
                 if job.number not in self.trials:
@@ -49,7 +49,7 @@ class Played:
             )
         assert schedule.over
 
-    def _trained(self, trial: Trial, job: Job) -> Trial:
+    def _trained(self, trial: Trial, job: RungJob) -> Trial:
         rungs, last = (*trial.rungs, value(job.number, job.rung)), job.rung + 1 == self.search.rungs
         state = "complete" if last else "paused"
         return dataclasses.replace(trial, state=state, rungs=rungs, value=rungs[-1] if last else None)
@@ -59,23 +59,23 @@ class Played:
         return [(job.number, job.rung) for job in self.jobs]
 
 
-@pytest.mark.parametrize("search", [SEARCH, HALVING, dataclasses.replace(HALVING, lag=1)])
-def test_the_order_of_ends_changes_nothing(search: Search) -> None:
+@pytest.mark.parametrize("search", [SEARCH, HALVING, dataclasses.replace(HALVING, parallel=1)])
+def test_the_order_of_ends_changes_nothing(search: SearchDefinition) -> None:
     first = Played(search, 27)
     for seed in range(1, 6):
         other = Played(search, 27, seed=seed)
         assert other.decided == first.decided
-        assert [job.told for job in other.jobs] == [job.told for job in first.jobs]
+        assert [job.observed for job in other.jobs] == [job.observed for job in first.jobs]
         assert other.trials == first.trials
-    assert first.most <= search.lag
+    assert first.most <= search.parallel
 
 
 def test_without_halving_a_trial_knows_those_a_lag_before_it() -> None:
     jobs = Played(SEARCH, 8).jobs
     for job in jobs:
-        known = [one.number for one in job.told if one.state == "complete"]
-        assert known == list(range(max(0, job.number - SEARCH.lag + 1)))
-        assert [one.number for one in job.told] == list(range(job.number))
+        known = [one.number for one in job.observed if one.state == "complete"]
+        assert known == list(range(max(0, job.number - SEARCH.parallel + 1)))
+        assert [one.number for one in job.observed] == list(range(job.number))
 
 
 def test_of_three_one_goes_on() -> None:
@@ -108,6 +108,6 @@ def test_parts_and_results() -> None:
     assert [str(part) for part in parts(SEARCH)] == ["1"]
     assert fewest_trials(3, 3) == 9
     trial = Trial(number=0, fields={}, state="paused", rungs=(0.5,))
-    assert result_of(trial, 0) == (0.5,)
-    assert result_of(trial, 1) is None
-    assert result_of(dataclasses.replace(trial, state="failed"), 1) == (None,)
+    assert has_result(trial, 0)
+    assert not has_result(trial, 1)
+    assert has_result(dataclasses.replace(trial, state="failed"), 1)

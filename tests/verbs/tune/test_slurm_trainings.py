@@ -20,7 +20,7 @@ from grappe.verbs.submission import JobOptions, Submission
 from grappe.verbs.submit import Submitted
 from grappe.verbs.tune import slurm_trainings
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
-from grappe.verbs.tune.trainings import Busy
+from grappe.verbs.tune.trainings import NotNow
 from tests.patience import PATIENCE_SECONDS
 from tests.verbs.tune import line
 
@@ -102,7 +102,7 @@ def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) 
     with trainings(tmp_path) as mine:
         assert played.cancelled == ["999"]
         mine.start(0, request(tmp_path, 0))
-        with pytest.raises(Busy, match="jobs of earlier trials are in the queue still"):
+        with pytest.raises(NotNow, match="jobs of earlier trials are in the queue still"):
             mine.start(5, request(tmp_path, 5))
         mine.start(1, request(tmp_path, 1))
         assert len(played.submitted) == 2
@@ -123,7 +123,7 @@ def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) 
 def test_a_full_queue_is_waited_for(refusal: str, played: Played, tmp_path: Path) -> None:
     with trainings(tmp_path) as mine:
         played.refusal = refusal
-        with pytest.raises(Busy, match="sbatch takes no more jobs now"):
+        with pytest.raises(NotNow, match="sbatch takes no more jobs now"):
             mine.start(0, request(tmp_path, 0))
         played.refusal = ""
         mine.start(0, request(tmp_path, 0))
@@ -151,7 +151,7 @@ def test_a_refusal_that_says_no_limit_is_waited_for_if_jobs_were_taken(
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         played.refusal = POLICY
-        with pytest.raises(Busy, match="sbatch takes no more jobs now"):
+        with pytest.raises(NotNow, match="sbatch takes no more jobs now"):
             mine.start(1, request(tmp_path, 1))
 
 
@@ -159,14 +159,14 @@ def test_a_later_rungs_job_lives_while_the_earlier_one_completes(played: Played,
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
-        [ended] = mine.look(0.0)
-        assert ended.how == "trained"
+        [ended] = mine.poll(0.0)
+        assert ended.outcome == "trained"
         [old] = played.entries
         played.entries = [dataclasses.replace(old, state="COMPLETING")]
         mine.start(0, request(tmp_path, 0))  # the next rung
-        assert mine.look(0.0) == []
+        assert mine.poll(0.0) == []
         played.entries[0] = old  # as squeue may show it still
-        assert mine.look(0.0) == []
+        assert mine.poll(0.0) == []
         assert not played.cancelled
         assert mine.running == {0}
     with trainings(tmp_path) as mine:
@@ -178,7 +178,7 @@ def test_of_two_jobs_the_one_that_is_followed_is_kept(played: Played, tmp_path: 
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         played.add("99", played.entries[0].name)  # one that requeued itself, say
-        assert mine.look(0.0) == []
+        assert mine.poll(0.0) == []
         assert played.cancelled == ["99"]
         assert mine.running == {0}
 
@@ -206,7 +206,7 @@ def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Pa
         mine.start(0, request(tmp_path, 0))
         name = played.entries.pop().name
         played.add("101", name, "PENDING", "ReqNodeNotAvail")
-        assert mine.look(0.0) == []
+        assert mine.poll(0.0) == []
         assert mine.notes == "jobs pend: 1 (ReqNodeNotAvail)"
         assert mine.running == {0}
 
@@ -240,8 +240,8 @@ def test_how_a_job_ends(
             why = {"error": type(error).__name__, "message": str(error), "killed": how == "killed"}
             (logs / "job-101.why").write_text(json.dumps(why))
         (logs / "job-101.end").write_text(code)
-        [ended] = mine.look(0.0)
-        assert ended.how == how
+        [ended] = mine.poll(0.0)
+        assert ended.outcome == how
         assert told in ended.reason
         if how == "error":
             assert type(ended.error) is type(error)
@@ -269,8 +269,8 @@ def test_how_slurm_ends_a_job(
             (tmp_path / "trial-0000" / "logs" / "job-101.out").touch()
         played.entries.clear()
         played.ends["101"] = End(state=state, code=0)
-        [ended] = mine.look(0.0)
-        assert ended.how == how
+        [ended] = mine.poll(0.0)
+        assert ended.outcome == how
         assert told in ended.reason
 
 
@@ -283,13 +283,13 @@ def test_slurm_may_be_silent_for_a_while(
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         monkeypatch.setattr(slurm, "queue", silent)
-        assert mine.look(0.0) == []
+        assert mine.poll(0.0) == []
         assert mine.notes.startswith("Slurm does not answer")
         assert mine.running == {0}
         (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
-        assert [one.how for one in mine.look(PATIENCE_SECONDS)] == ["trained"]
-        assert mine.look(0.0) == []  # nor is there a job any more
+        assert [one.outcome for one in mine.poll(PATIENCE_SECONDS)] == ["trained"]
+        assert mine.poll(0.0) == []  # nor is there a job any more
         mine.start(0, request(tmp_path, 0))
         mine.interrupt()
-        [ended] = mine.look(1.0)
-        assert ended.how == "stopped"
+        [ended] = mine.poll(1.0)
+        assert ended.outcome == "stopped"

@@ -1,24 +1,24 @@
-"""Ranges and values, read from text; what is wrong is refused, naming the field."""
+"""Ranges and values, read_space from text; what is wrong is refused, naming the field."""
 
 from __future__ import annotations
 
 import pytest
 
 from grappe.errors import UsageError
-from grappe.verbs.tune.space import Choices, Range, as_texts, holds, read
+from grappe.verbs.tune.space import Choices, Range, as_texts, holds, read_space
 from tests.verbs.tune.line import Line
 
 
 def test_ranges_values_and_fixed_fields() -> None:
     texts = {"lr": "1e-3..1:log", "width": "1..8", "batch_size": "8|16", "epochs": "2", "how": "well"}
-    space, fixed = read(Line, texts)
+    space, fixed = read_space(Line, texts)
     assert space == {
         "lr": Range(low=0.001, high=1.0, log=True),
-        "width": Range(low=1, high=8, whole=True),
+        "width": Range(low=1, high=8, integer=True),
         "batch_size": Choices(texts=("8", "16")),
     }
     assert fixed == {"epochs": "2", "how": "well"}
-    assert read(Line, {name: str(axis) for name, axis in space.items()})[0] == space
+    assert read_space(Line, {name: str(axis) for name, axis in space.items()})[0] == space
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_ranges_values_and_fixed_fields() -> None:
 )
 def test_what_is_wrong_is_refused(field: str, text: str, told: str) -> None:
     with pytest.raises(UsageError) as refused:
-        read(Line, {field: text})
+        read_space(Line, {field: text})
     assert told in str(refused.value)
 
 
@@ -61,12 +61,12 @@ def test_a_number_is_short_and_stays_in_its_range() -> None:
     assert axis.text(0.123456789 + 0.4) == "0.523457"
     assert float(axis.text(1 / 3)) >= axis.low
     assert float(axis.text(2 / 3)) <= axis.high
-    whole = Range(low=1, high=4, whole=True, log=True)
+    whole = Range(low=1, high=4, integer=True, log=True)
     assert {whole.text(whole.at(part / 100)) for part in range(101)} == {"1", "2", "3", "4"}
 
 
 def test_what_lies_on_an_axis() -> None:
-    width, lr = Range(low=1, high=8, whole=True), Range(low=0.1, high=1.0)
+    width, lr = Range(low=1, high=8, integer=True), Range(low=0.1, high=1.0)
     assert holds(width, "8")
     assert holds(lr, "0.1")
     assert holds(Choices(texts=("a", "b")), "b")

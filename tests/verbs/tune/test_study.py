@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import RunError, UsageError
-from grappe.verbs.tune.study import Search, Trial, make_study, open_study
+from grappe.verbs.tune.study import SearchDefinition, Trial, make_study, open_study
 
-SEARCH = Search(
+SEARCH = SearchDefinition(
     task="digits",
     fields={"epochs": 3},
-    given={},
+    fixed_fields={},
     space={"lr": "0.1..1.0", "width": "1|2"},
     plan="",
     metric="loss",
     maximize=False,
     sampler="random",
     seed=0,
-    lag=2,
+    parallel=2,
     threads=1,
 )
 FIELDS = {"lr": "0.2", "width": "1"}
@@ -57,7 +57,7 @@ def test_records_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Pa
 )
 def test_another_search_is_refused_by_name(tmp_path: Path, change: dict, told: str) -> None:
     make_study(tmp_path, SEARCH)
-    make_study(tmp_path, dataclasses.replace(SEARCH, lag=9, threads=7))  # the study's own are taken
+    make_study(tmp_path, dataclasses.replace(SEARCH, parallel=9, threads=7))  # the study's own are taken
     with pytest.raises(UsageError) as refused:
         make_study(tmp_path, dataclasses.replace(SEARCH, **change))
     assert told in str(refused.value)
@@ -68,7 +68,7 @@ def test_a_field_that_the_task_did_not_have_then_was_its_default(tmp_path: Path)
     more = dataclasses.replace(SEARCH, fields={"epochs": 3, "lr_scaling": "none"})
     assert make_study(tmp_path, more).search.fields == SEARCH.fields
     scaled = dataclasses.replace(
-        SEARCH, fields={"epochs": 3, "lr_scaling": "sqrt"}, given={"lr_scaling": "sqrt"}
+        SEARCH, fields={"epochs": 3, "lr_scaling": "sqrt"}, fixed_fields={"lr_scaling": "sqrt"}
     )
     with pytest.raises(UsageError, match="has no lr_scaling, and this command lr_scaling=sqrt"):
         make_study(tmp_path, scaled)
@@ -109,7 +109,14 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"space": {"lr": 3}}, {"lag": "2"}, {"sampler": "best"}, {"maximize": 1}, {"rungs": None}, {"more": 1}],
+    [
+        {"space": {"lr": 3}},
+        {"parallel": "2"},
+        {"sampler": "best"},
+        {"maximize": 1},
+        {"rungs": None},
+        {"more": 1},
+    ],
 )
 def test_a_study_of_wrong_types_is_damaged(tmp_path: Path, change: dict) -> None:
     make_study(tmp_path, SEARCH)

@@ -74,7 +74,7 @@ def test_failures_are_rows_with_their_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much"])
 def test_an_objective_that_is_no_number_is_a_failed_row(whole: Study, value: object) -> None:
-    from grappe.verbs.tune.objective import ended
+    from grappe.verbs.tune.coordinator import with_result
 
     trial = whole.trials[0]
     metrics = whole.run_folder(0) / "metrics.jsonl"
@@ -82,9 +82,9 @@ def test_an_objective_that_is_no_number_is_a_failed_row(whole: Study, value: obj
     try:
         last = {"kind": "evaluation", "step": trial.step, "loss": value}
         metrics.write_bytes(before + json.dumps(last).encode() + b"\n")
-        assert ended(whole, trial).state == "failed"
+        assert with_result(whole, trial).state == "failed"
         metrics.write_bytes(b'{"kind": "evalua')
-        assert "no readable evaluation of the last step" in ended(whole, trial).reason
+        assert "no readable evaluation of the last step" in with_result(whole, trial).reason
     finally:
         metrics.write_bytes(before)
 

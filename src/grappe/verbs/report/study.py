@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from grappe.verbs.tune.importance import importance
+from grappe.verbs.tune.sampler import importance
 from grappe.verbs.tune.space import Choices, Range, Space, of_texts
 from grappe.verbs.tune.study import Study, Trial, best_of, open_study
 

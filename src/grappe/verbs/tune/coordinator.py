@@ -1,24 +1,29 @@
-"""Coordinator: has a study's trials trained, and writes down what they come to; may be killed anywhere."""
+"""Coordinator: has a study's trials trained, and writes down their results; may be killed anywhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from grappe.checkpoint.format import list_checkpoints
 from grappe.checkpoint.lease import Lease
-from grappe.errors import GrappeError, UsageError
+from grappe.errors import GrappeError, RunError, UsageError
+from grappe.fields import parse
+from grappe.plan import Plan
+from grappe.training.options import Options
 from grappe.training.request import Request
-from grappe.verbs.tune import objective, sampler
-from grappe.verbs.tune.local_trainings import OF_THE_MACHINE, line
-from grappe.verbs.tune.schedule import Job, Schedule, parts, result_of
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.verbs.tune import sampler
+from grappe.verbs.tune.schedule import RungJob, Schedule, has_result, parts
 from grappe.verbs.tune.space import PLAN, Space
 from grappe.verbs.tune.study import Study, Trial
-from grappe.verbs.tune.trainings import Busy, Ended, Trainings
-from grappe.verbs.tune.trial_task import with_fields, with_plan
+from grappe.verbs.tune.trainings import OF_THE_MACHINE, NotNow, Trainings, TrialEnd, first_line
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 KILLS = 5
 """A trial that is killed so often, with no new checkpoint in between, has failed."""
 
@@ -63,8 +68,8 @@ class Coordinator:
         self._parts = [float(part) for part in parts(study.search)]
         self._waits = len(self._parts) > 1 or sampler.learns(study.search.sampler)
         self._schedule = Schedule(study.search, total=total, waits=self._waits)
-        self._due: list[Job] = []
-        self._jobs: dict[int, Job] = {}
+        self._due: list[RungJob] = []
+        self._jobs: dict[int, RungJob] = {}
         self._kills: dict[int, tuple[int, int]] = {}
         self._waiting = ""
         self._error: GrappeError | None = None
@@ -81,7 +86,7 @@ class Coordinator:
         """
         self._lease.take()
         try:
-            self._trials = {one.number: one for one in self._study.trials}
+            self._trials = {trial.number: trial for trial in self._study.trials}
             with self._trainings:
                 self._loop()
         finally:
@@ -92,17 +97,17 @@ class Coordinator:
 
     def _loop(self) -> None:
         self._start_more()
-        self._tell()
+        self._notify()
         while self._jobs or (self._waiting and not self._stopping):
-            ended = self._trainings.look(LOOK_SECONDS)
-            for one in ended:
+            ends = self._trainings.poll(POLL_SECONDS)
+            for end in ends:
                 try:
-                    self._settle(one)
+                    self._record_result(end)
                 except OF_THE_MACHINE as error:
                     self._end_by(error)
-            if self._error is None and (ended or self._waiting):
+            if self._error is None and (ends or self._waiting):
                 self._start_more()
-            self._tell()
+            self._notify()
 
     @property
     def _stopping(self) -> bool:
@@ -114,7 +119,7 @@ class Coordinator:
         self._waiting = ""
         try:
             self._decide()
-            while self._start_one():
+            while self._start_first():
                 self._decide()
         except OF_THE_MACHINE as error:
             self._end_by(error)
@@ -124,7 +129,7 @@ class Coordinator:
         self._error = self._error or error
         self._trainings.interrupt()
 
-    def _start_one(self) -> bool:
+    def _start_first(self) -> bool:
         """Starts the first of the due jobs that can be started; returns whether there was one."""
         for job in self._due:
             if self._stopping or len(self._jobs) >= self._parallel:
@@ -135,96 +140,109 @@ class Coordinator:
         return False
 
     def _decide(self) -> None:
-        """Takes in the jobs that are decided by what is known now, but for those that have their results."""
+        """Takes in the jobs that follow from the results so far, but for those that have their results."""
         for job in self._schedule.decided(self._trials.get):
             if self._waits:
-                self._drawn(job)  # later ones are told of it
+                self._drawn(job)  # later ones observe it
             trial = self._trials.get(job.number)
-            if trial is None or result_of(trial, job.rung) is None:
+            if trial is None or not has_result(trial, job.rung):
                 self._due.append(job)
 
-    def _start(self, job: Job) -> bool:
+    def _start(self, job: RungJob) -> bool:
         """Starts a job, unless its result is there; returns whether it is started or has its result."""
         trial, part = self._drawn(job), self._parts[job.rung]
-        if result_of(trial, job.rung) is not None:
+        if has_result(trial, job.rung):
             return True
-        objective.refuse_another(self._study, trial)
-        if objective.reached(self._study, trial, part):
-            self._write(objective.ended(self._study, trial, job.rung, part))
+        refuse_other_fields(self._study, trial)
+        if has_trained_to(self._study, trial, part):
+            self._write(with_result(self._study, trial, job.rung, part))
             return True
         options = self._request.options
         if self._deadline is not None:
             options = dataclasses.replace(options, time_limit=max(1.0, self._deadline - time.monotonic()))
         if part < 1:
             options = dataclasses.replace(options, part=part)
+        fields = dict(trial.fields)
+        plan, text = self._request.plan, fields.pop(PLAN, None)
+        if text is not None:
+            own = Plan.parse(text)
+            plan = (
+                own
+                if own.threads is not None or own.exact
+                else dataclasses.replace(own, threads=plan.threads)
+            )
         try:
-            fields = {name: text for name, text in trial.fields.items() if name != PLAN}
             task = with_fields(self._request.task, fields)
         except UsageError as error:  # the task itself refuses this combination
-            self._write(objective.failed(trial, line(error)))
+            self._write(failed(trial, first_line(error)))
             return True
         run = self._study.run_folder(trial.number)
-        plan = with_plan(self._request.plan, trial.fields)
         request = dataclasses.replace(self._request, task=task, plan=plan, options=options, run=run)
         try:
             self._trainings.start(trial.number, request)
-        except Busy as busy:
-            self._waiting = str(busy)
+        except NotNow as reason:
+            self._waiting = str(reason)
             return False
         self._jobs[trial.number] = job
         return True
 
-    def _drawn(self, job: Job) -> Trial:
+    def _drawn(self, job: RungJob) -> Trial:
         """The trial with its fields, which are on disk before it starts."""
         trial = self._trials.get(job.number)
         if trial is None:
-            told = [one for one in job.told if one.state != "open"]
-            pending = [one for one in job.told if one.state == "open"]
+            observed = [earlier for earlier in job.observed if earlier.state != "open"]
+            pending = [earlier for earlier in job.observed if earlier.state == "open"]
             search = self._study.search
             fields = sampler.draw(
-                search.sampler, self._space, search.seed, job.number, told, pending, maximize=search.maximize
+                search.sampler,
+                self._space,
+                search.seed,
+                job.number,
+                observed,
+                pending,
+                maximize=search.maximize,
             )
             trial = Trial(number=job.number, fields=fields)
             self._write(trial)
         return trial
 
-    def _settle(self, ended: Ended) -> None:
-        """Writes down what a trial has come to, or leaves it open."""
-        job = self._jobs.pop(ended.number)
-        trial = self._trials[ended.number]
+    def _record_result(self, end: TrialEnd) -> None:
+        """Writes down a trial's result, or leaves it open."""
+        job = self._jobs.pop(end.number)
+        trial = self._trials[end.number]
         part = self._parts[job.rung]
-        missed = objective.missed(self._study, trial, part) if ended.how == "trained" else ""
-        if ended.how == "trained" and not missed:
-            self._write(objective.ended(self._study, trial, job.rung, part))
+        missed = steps_missed(self._study, trial, part) if end.outcome == "trained" else ""
+        if end.outcome == "trained" and not missed:
+            self._write(with_result(self._study, trial, job.rung, part))
             return
-        if ended.how == "failed":
-            self._write(objective.failed(trial, ended.reason))
+        if end.outcome == "failed":
+            self._write(failed(trial, end.reason))
             return
         self._due.insert(0, job)
-        if ended.how == "stopped":
+        if end.outcome == "stopped":
             self._stop = True
-        elif ended.how == "error":
-            assert ended.error is not None
-            self._end_by(ended.error)
+        elif end.outcome == "error":
+            assert end.error is not None
+            self._end_by(end.error)
         elif not self._stopping:
-            self._again(trial, ended.reason or missed)
+            self._retry_later(trial, end.reason or missed)
 
-    def _again(self, trial: Trial, what: str) -> None:
+    def _retry_later(self, trial: Trial, reason: str) -> None:
         """Leaves a killed trial open, to be resumed, unless it gets nowhere."""
         checkpoints = list_checkpoints(self._study.run_folder(trial.number) / "checkpoints")
         step = checkpoints[0].step if checkpoints else 0
-        reached, kills = self._kills.get(trial.number, (step, 0))
-        kills = kills + 1 if step <= reached else 1
+        last_step, kills = self._kills.get(trial.number, (step, 0))
+        kills = kills + 1 if step <= last_step else 1
         self._kills[trial.number] = (step, kills)
         if kills >= KILLS:
-            self._write(objective.failed(trial, f"{what} {KILLS} times, with no new checkpoint in between"))
+            self._write(failed(trial, f"{reason} {KILLS} times, with no new checkpoint in between"))
 
     def _write(self, trial: Trial) -> None:
         self._lease.check()
         self._study.write(trial)
         self._trials[trial.number] = trial
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._watch(
             SearchProgress(
                 study=self._study,
@@ -234,3 +252,125 @@ class Coordinator:
                 waiting=self._waiting or self._trainings.notes,
             )
         )
+
+
+def with_fields(task: TaskReference, texts: Mapping[str, str]) -> TaskReference:
+    """The task with the fields in `texts`.
+
+    Raises:
+        UsageError: the task refuses them.
+    """
+    if task.value is None:
+        changed = dataclasses.replace(task, texts={**task.texts, **texts})
+    else:
+        kind = type(task.value)
+        value = dataclasses.replace(task.value, **parse(kind, texts, f"task {kind.__name__}"))
+        changed = dataclasses.replace(task, value=value)
+    changed.resolve()
+    return changed
+
+
+def has_trained_to(study: Study, trial: Trial, part: float) -> bool:
+    """Returns whether the trial's training has come to `part` of its steps and was evaluated there; or has ended."""
+    folder = study.run_folder(trial.number)
+    if not Run.is_run(folder):
+        return False
+    run = Run(folder)
+    if run.is_finished():
+        return True
+    step, target, _ = _position(study, run, part)
+    if not isinstance(step, int) or target is None or step < target:
+        return False
+    return bool(_evaluations(run, step, target))
+
+
+def steps_missed(study: Study, trial: Trial, part: float) -> str:
+    """Says where a training of an earlier rung ended, before `part` of the steps; "": the training went so far.
+
+    A training that patience has stopped is complete.
+    """
+    folder = study.run_folder(trial.number)
+    if not Run.is_run(folder):
+        return ""
+    step, target, status = _position(study, Run(folder), part)
+    short = isinstance(step, int) and target is not None and step < target
+    return f"it ended at step {step} of {target}" if short and status != "stopped" else ""
+
+
+def with_result(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) -> Trial:
+    """The trial with the metric at the end of `part` of its training, a rung; failed, if that is no number."""
+    run, name = Run(study.run_folder(trial.number)), study.search.metric
+    step, target, _ = _position(study, run, part)
+    # Patience may have ended the training before; an older run does not say how many steps there are.
+    at = step if target is None or (isinstance(step, int) and step < target) else target
+    evaluations = _evaluations(run, step, at)
+    if not evaluations:
+        return failed(trial, f"metrics.jsonl has no readable evaluation of the last step, {at}")
+    value, at = evaluations[-1].get(name), evaluations[-1]["step"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        shown = "not a finite number" if value is None else value
+        return failed(trial, f"{name} is {shown} at step {at}")
+    rungs, last = (*trial.rungs[:rung], float(value)), rung + 1 == study.search.rungs
+    return dataclasses.replace(
+        trial,
+        state="complete" if last else "paused",
+        value=rungs[-1] if last else None,
+        step=at,
+        rungs=rungs,
+        reason="",
+    )
+
+
+def failed(trial: Trial, reason: str) -> Trial:
+    """The trial, failed."""
+    return dataclasses.replace(trial, state="failed", value=None, reason=reason)
+
+
+def _position(study: Study, run: Run, part: float) -> tuple[object, int | None, object]:
+    """A run's last step, the step at which `part` of its training ends, and its status."""
+    description = run.read_description()
+    total = description.get("total_steps")
+    options = Options(part=part, steps=study.search.steps)
+    target = options.last_step(total) if isinstance(total, int) else None
+    return description.get("step"), target, description.get("status")
+
+
+def _evaluations(run: Run, step: object, at: object) -> list[dict[str, Any]]:
+    """The evaluations at a step; of a training that somebody has taken further, those up to it, the last one last."""
+    records = list(run.records("evaluation"))
+    there = [record for record in records if record.get("step") == at]
+    if there or not (isinstance(step, int) and isinstance(at, int) and step > at):
+        return there
+    before = [record for record in records if isinstance(record.get("step"), int) and record["step"] < at]
+    return sorted(before, key=lambda record: record["step"])
+
+
+def refuse_other_fields(study: Study, trial: Trial) -> None:
+    """Raises RunError where the trial's run was made with other fields than the trial has."""
+    folder = study.run_folder(trial.number)
+    if not Run.is_run(folder):
+        return
+    fields = Run(folder).read_description().get("fields")
+    for name, text in trial.fields.items():
+        if name == PLAN:
+            continue  # a run's plan may change
+        value = fields.get(name) if isinstance(fields, dict) else None
+        if not _is_same(value, text):
+            raise RunError(
+                f"{folder} was trained with {name}={value}, and the study draws {name}={text} for it: "
+                "was it copied from another study? Remove that folder to train it again"
+            )
+
+
+def _is_same(value: object, text: str) -> bool:
+    """Returns whether a field's value, as run.json has it, is what a text of the study says."""
+    if isinstance(value, bool):
+        return (text.lower() in ("true", "yes", "on", "1")) == value
+    if isinstance(value, int | float):
+        try:
+            return float(text.replace("_", "")) == value
+        except ValueError:
+            return False
+    if value is None:
+        return text.lower() in ("none", "auto", "null")
+    return str(value) == text

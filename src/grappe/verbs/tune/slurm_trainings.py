@@ -1,4 +1,4 @@
-"""Slurm trainings: trains each trial as a Slurm job, which lives on without this process and is found again."""
+"""Slurm trainings: trains each trial as a Slurm job, which outlives this process and is recognised by the next."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from grappe.training.request import Request
 from grappe.verbs import jobs
 from grappe.verbs.submission import TRAIN, JobOptions, Submission
 from grappe.verbs.submit import submit
-from grappe.verbs.tune.local_trainings import KILLED, OF_THE_MACHINE
 from grappe.verbs.tune.study import run_folder
-from grappe.verbs.tune.trainings import Busy, Ended
+from grappe.verbs.tune.trainings import KILLED, OF_THE_MACHINE, NotNow, TrialEnd
 
 SLICE_SECONDS = 0.2
 SIGNALLED = 128
-LATER = (
+RETRYABLE_REFUSALS = (
     "maximum number of jobs",
     "contact slurm controller",
     "timed out",
@@ -38,30 +37,35 @@ LATER = (
     "try again",
 )
 """What sbatch says when it takes no job now, and may take one later."""
-LIMITS = re.compile(r"\b(?:qos|assoc|maxsubmit)\w+", re.ASCII)
+LIMIT_NAMES = re.compile(r"\b(?:qos|assoc|maxsubmit)\w+", re.ASCII)
 """The limit that a job would break, as Slurm names it."""
-POLICY = "violates accounting/qos policy"
+POLICY_REFUSAL = "violates accounting/qos policy"
 """What sbatch says of too many jobs, and of a job that is too large or too long for ever."""
-GONE = ("COMPLETING", *slurm.ENDED)
+ENDED_STATES = ("COMPLETING", *slurm.ENDED)
 """States of jobs in the queue that train nothing any more; one that requeues itself comes back from the first."""
 LONGEST_REASON = 300
 
 
 @dataclasses.dataclass
-class Placed:
+class TrialJob:
     """A trial's job."""
 
-    job: str
+    id: str
     run: Path
-    missed: float = 0.0
-    """Time at which the job was first not in the queue any more; 0.0: it is."""
+    missing_since: float = 0.0
+    """Time at which the job was first not in the queue any more; 0.0: it is there."""
+
+    def exit_code(self) -> int | None:
+        """The exit code that the job has written; None: it has not ended by itself."""
+        return jobs.written_code(self.run / "logs" / f"job-{self.id}.end")
 
 
 class SlurmTrainings:
     """Trains each trial as a job; at most `parallel` are in the queue.
 
-    A job is found by its name, which is the study's and the trial's: also one whose submission this process, or one
-    that was killed before it, could not record. Of two jobs of one name Slurm lets the second wait for the first.
+    A job is recognised by its name, which is made of the study's and the trial's: so also a job whose submission this
+    process, or one that was killed before it, could not record. Of two jobs of one name Slurm lets the second wait for
+    the first.
 
     Args:
         study: the study's folder.
@@ -81,10 +85,10 @@ class SlurmTrainings:
         self._prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study.name)[:40]}-{key}-"
         self._options, self._parallel, self._every = options, parallel, query_every
         self._signals = SignalForwarding([], saves=True)
-        self._placed: dict[int, Placed] = {}
+        self._jobs: dict[int, TrialJob] = {}
         self._queue: dict[int, Entry] = {}
         self._queried = self._read = 0.0
-        self._full: tuple[float, str] = (0.0, "")
+        self._refused_until, self._refusal = 0.0, ""
         self._leaving = False
         self.notes = ""
 
@@ -100,7 +104,7 @@ class SlurmTrainings:
     @property
     def running(self) -> frozenset[int]:
         """The trials that have a job, which may pend."""
-        return frozenset(self._placed)
+        return frozenset(self._jobs)
 
     @property
     def stopping(self) -> bool:
@@ -112,32 +116,31 @@ class SlurmTrainings:
         self._leaving = True
 
     def start(self, number: int, request: Request) -> None:
-        """Takes the job that the trial has, or submits one."""
+        """Takes over the job that the trial has, or submits one."""
         assert request.run is not None
         entry = self._queue.get(number)
         if entry is not None and not self._over(number, entry):
             job = _id(entry)
-            if job not in (str(one["job"]) for one in jobs.submitted(request.run)):
+            if job not in (str(record["job"]) for record in jobs.submitted(request.run)):
                 with contextlib.suppress(OSError):  # a folder that is gone: the job itself will say so
                     jobs.record_job(request.run, job, self._options.site or "", "")
-            self._placed[number] = Placed(job, request.run)
+            self._jobs[number] = TrialJob(job, request.run)
             return
-        others = [one for one in self._queue if one not in self._placed]
-        if len(self._placed) + len(others) >= self._parallel:
-            raise Busy(f"{len(others)} jobs of earlier trials are in the queue still")
-        until, why = self._full
-        if time.monotonic() < until:
-            raise Busy(why)
+        others = [queued for queued in self._queue if queued not in self._jobs]
+        if len(self._jobs) + len(others) >= self._parallel:
+            raise NotNow(f"{len(others)} jobs of earlier trials are in the queue still")
+        if time.monotonic() < self._refused_until:
+            raise NotNow(self._refusal)
         try:
-            [made] = submit(self._submission(number, request))
+            [submitted] = submit(self._submission(number, request))
         except SlurmError as error:
-            said = str(error)
-            if not _may_pass(said, queued=bool(self._queue or self._placed)):
+            refusal = str(error)
+            if not _may_pass(refusal, queued=bool(self._queue or self._jobs)):
                 raise
-            why = f"sbatch takes no more jobs now: {said.partition(chr(10))[0]}"
-            self._full = (time.monotonic() + self._every, why)
-            raise Busy(why) from error
-        self._placed[number] = Placed(made.job, request.run)
+            self._refusal = f"sbatch takes no more jobs now: {refusal.partition(chr(10))[0]}"
+            self._refused_until = time.monotonic() + self._every
+            raise NotNow(self._refusal) from error
+        self._jobs[number] = TrialJob(submitted.job, request.run)
 
     def _submission(self, number: int, request: Request) -> Submission:
         assert request.run is not None
@@ -155,9 +158,9 @@ class SlurmTrainings:
             job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
         )
 
-    def look(self, seconds: float) -> list[Ended]:
+    def poll(self, timeout: float) -> list[TrialEnd]:
         """Reads the runs' folders each second, and asks Slurm each minute."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + timeout
         while not (self.stopping or self._leaving):
             now = time.monotonic()
             if now - self._queried >= self._every:
@@ -167,91 +170,99 @@ class SlurmTrainings:
                     self.notes = f"Slurm does not answer: {str(error).partition(chr(10))[0]}"
             if now - self._read >= jobs.FILE_SECONDS:
                 self._read = now
-                if found := [one for number in list(self._placed) if (one := self._ended(number))]:
-                    for one in found:
-                        del self._placed[one.number]
-                        self._queue.pop(one.number, None)
-                    return found
+                ends = [end for number, job in self._jobs.items() if (end := self._end_of(number, job))]
+                for end in ends:
+                    del self._jobs[end.number]
+                    self._queue.pop(end.number, None)
+                if ends:
+                    return ends
             if now >= until:
                 return []
             time.sleep(SLICE_SECONDS)
-        left, self._placed = list(self._placed), {}
-        return [Ended(number=number, how="stopped") for number in left]
+        left, self._jobs = list(self._jobs), {}
+        return [TrialEnd(number=number, outcome="stopped") for number in left]
 
     def _query(self) -> None:
         """Asks Slurm for the study's jobs: one query, whatever their number. Of two of one trial, one is cancelled."""
         self._queried = time.monotonic()
-        entries = [one for one in slurm.queue() if one.name.startswith(self._prefix)]
-        there = {_id(one) for one in entries}
-        found = collections.defaultdict(list)
-        for one in sorted(entries, key=lambda one: int(_id(one))):
-            number = one.name.removeprefix(self._prefix)
-            if number.isascii() and number.isdecimal() and not self._over(int(number), one):
-                found[int(number)].append(one)
-        placed = {number: one.job for number, one in self._placed.items()}
+        entries = [entry for entry in slurm.queue() if entry.name.startswith(self._prefix)]
+        queued = {_id(entry) for entry in entries}
+        by_trial = collections.defaultdict(list)
+        for entry in sorted(entries, key=lambda entry: int(_id(entry))):
+            number = entry.name.removeprefix(self._prefix)
+            if number.isascii() and number.isdecimal() and not self._over(int(number), entry):
+                by_trial[int(number)].append(entry)
+        ids = {number: job.id for number, job in self._jobs.items()}
         self._queue = {
-            number: next((one for one in several if _id(one) == placed.get(number)), several[0])
-            for number, several in found.items()
+            number: next((entry for entry in several if _id(entry) == ids.get(number)), several[0])
+            for number, several in by_trial.items()
         }
-        for placing in self._placed.values():
-            placing.missed = 0.0 if placing.job in there else placing.missed or self._queried
-        self.notes = _pending(list(self._queue.values()))
-        for number, several in found.items():
-            slurm.cancel([_id(one) for one in several if one is not self._queue[number]])
+        for job in self._jobs.values():
+            job.missing_since = 0.0 if job.id in queued else job.missing_since or self._queried
+        reasons = collections.Counter(
+            entry.reason for entry in self._queue.values() if entry.state == "PENDING"
+        )
+        counts = ", ".join(f"{count} ({reason})" for reason, count in sorted(reasons.items()))
+        self.notes = f"jobs pend: {counts}" if counts else ""
+        for number, several in by_trial.items():
+            slurm.cancel([_id(entry) for entry in several if entry is not self._queue[number]])
 
     def _over(self, number: int, entry: Entry) -> bool:
         """Returns whether a job that is in the queue still has ended."""
-        end = run_folder(self._study, number) / "logs" / f"job-{_id(entry)}.end"
-        return entry.state in GONE or jobs.written_code(end) is not None
+        job = TrialJob(_id(entry), run_folder(self._study, number))
+        return entry.state in ENDED_STATES or job.exit_code() is not None
 
-    def _ended(self, number: int) -> Ended | None:
+    def _end_of(self, number: int, job: TrialJob) -> TrialEnd | None:
         """Returns how a trial's job has ended; None: it has not."""
-        placed = self._placed[number]
-        code = jobs.written_code(placed.run / "logs" / f"job-{placed.job}.end")
-        if code is not None:
-            return self._by_code(number, placed, code)
-        if not placed.missed:
-            return None
-        end = slurm.ended(placed.job)
-        if end is None and time.monotonic() - placed.missed <= min(jobs.GRACE_SECONDS, 2 * self._every):
-            return None
-        # The folder may be behind on a network's file system; and a job may end between two questions.
-        code = jobs.written_code(placed.run / "logs" / f"job-{placed.job}.end")
-        if code is not None:
-            return self._by_code(number, placed, code)
-        return self._by_slurm(number, placed, end)
+        code = job.exit_code()
+        if code is None:
+            if not job.missing_since:
+                return None
+            end = slurm.ended(job.id)
+            grace = min(jobs.GRACE_SECONDS, 2 * self._every)
+            if end is None and time.monotonic() - job.missing_since <= grace:
+                return None
+            # The folder may be behind on a network's file system; and a job may end between two questions.
+            code = job.exit_code()
+            if code is None:
+                return _end_by_slurm(number, job, end)
+        return _end_by_code(number, job, code)
 
-    def _by_code(self, number: int, placed: Placed, code: int) -> Ended:
-        if code == EXIT_OK:
-            return Ended(number=number, how="trained")
-        job = f"its job {placed.job} ended with exit code {code}"
-        if code == EXIT_INTERRUPTED or code > SIGNALLED:
-            return Ended(number=number, how="killed", reason=job)
-        kind, message, killed = _failure(placed)
-        if killed:
-            return Ended(number=number, how="killed", reason=KILLED)
-        if not kind:
-            return Ended(number=number, how="failed", reason=f"{job}: grappe logs {placed.run}")
-        if issubclass(kind, OF_THE_MACHINE) or kind is UsageError:
-            return Ended(
-                number=number, how="error", error=kind(f"job {placed.job} of {placed.run}: {message}")
-            )
-        return Ended(number=number, how="failed", reason=f"{kind.__name__}: {message}"[:LONGEST_REASON])
 
-    def _by_slurm(self, number: int, placed: Placed, end: slurm.End | None) -> Ended:
-        state = end.state if end is not None else "GONE"
-        began = files.kind(placed.run / "logs" / f"job-{placed.job}.out")
-        if state == "CANCELLED" and not began:
-            return Ended(
-                number=number, how="failed", reason=f"its job {placed.job} was cancelled before it began"
-            )
-        if state == "OUT_OF_MEMORY":
-            return Ended(
-                number=number, how="failed", reason=f"OutOfMemory: its job {placed.job} took more than --mem"
-            )
-        if state == "DEADLINE":
-            return Ended(number=number, how="failed", reason=f"its job {placed.job} could not begin in time")
-        return Ended(number=number, how="killed", reason=f"its job {placed.job} ended as {state}")
+def _end_by_code(number: int, job: TrialJob, code: int) -> TrialEnd:
+    if code == EXIT_OK:
+        return TrialEnd(number=number, outcome="trained")
+    ended = f"its job {job.id} ended with exit code {code}"
+    if code == EXIT_INTERRUPTED or code > SIGNALLED:
+        return TrialEnd(number=number, outcome="killed", reason=ended)
+    try:  # the error that the job's process has left
+        record = json.loads(files.read_text(job.run / "logs" / f"job-{job.id}.why", IN_PART))
+        kind, message = getattr(errors, str(record["error"]), None), str(record["message"])
+        killed = record.get("killed") is True
+    except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        kind, message, killed = None, "", False
+    if killed:
+        return TrialEnd(number=number, outcome="killed", reason=KILLED)
+    if not (isinstance(kind, type) and issubclass(kind, GrappeError)):
+        return TrialEnd(number=number, outcome="failed", reason=f"{ended}: grappe logs {job.run}")
+    message = message.partition("\n")[0]
+    if issubclass(kind, OF_THE_MACHINE) or kind is UsageError:
+        error = kind(f"job {job.id} of {job.run}: {message}")
+        return TrialEnd(number=number, outcome="error", error=error)
+    return TrialEnd(number=number, outcome="failed", reason=f"{kind.__name__}: {message}"[:LONGEST_REASON])
+
+
+def _end_by_slurm(number: int, job: TrialJob, end: slurm.End | None) -> TrialEnd:
+    state = end.state if end is not None else "GONE"
+    began = files.kind(job.run / "logs" / f"job-{job.id}.out")
+    reasons = {
+        "OUT_OF_MEMORY": f"OutOfMemory: its job {job.id} took more than --mem",
+        "DEADLINE": f"its job {job.id} could not begin in time",
+        **({} if began else {"CANCELLED": f"its job {job.id} was cancelled before it began"}),
+    }
+    if state in reasons:
+        return TrialEnd(number=number, outcome="failed", reason=reasons[state])
+    return TrialEnd(number=number, outcome="killed", reason=f"its job {job.id} ended as {state}")
 
 
 def _id(entry: Entry) -> str:
@@ -265,29 +276,9 @@ def _may_pass(refusal: str, *, queued: bool) -> bool:
     Args:
         queued: whether it took jobs of the same size and length before, that are in the queue still.
     """
-    said = refusal.lower()
-    if any(words in said for words in LATER):
+    refusal = refusal.lower()
+    if any(words in refusal for words in RETRYABLE_REFUSALS):
         return True
-    if limits := LIMITS.findall(said):
-        return all("submit" in one for one in limits)
-    return queued and POLICY in said
-
-
-def _pending(entries: list[Entry]) -> str:
-    """The reasons why jobs pend, and how many do for each."""
-    reasons = collections.Counter(one.reason for one in entries if one.state == "PENDING")
-    if not reasons:
-        return ""
-    return "jobs pend: " + ", ".join(f"{count} ({reason})" for reason, count in sorted(reasons.items()))
-
-
-def _failure(placed: Placed) -> tuple[type[GrappeError] | None, str, bool]:
-    """The error that a job's process has left: its class, its first line, and whether it was a kill."""
-    try:
-        found = json.loads(files.read_text(placed.run / "logs" / f"job-{placed.job}.why", IN_PART))
-        kind, message = getattr(errors, str(found["error"]), None), str(found["message"])
-        killed = found.get("killed") is True
-    except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, "", False
-    known = isinstance(kind, type) and issubclass(kind, GrappeError)
-    return (kind if known else None), message.partition("\n")[0], killed
+    if limits := LIMIT_NAMES.findall(refusal):
+        return all("submit" in limit for limit in limits)
+    return queued and POLICY_REFUSAL in refusal

@@ -28,14 +28,14 @@ class Range:
     high: float
     log: bool = False
     """Whether values are drawn by ratio: as many from 0.01 to 0.1 as from 0.1 to 1."""
-    whole: bool = False
+    integer: bool = False
 
     def __str__(self) -> str:
         return f"{self.text(self.low)}..{self.text(self.high)}{LOG if self.log else ''}"
 
     def text(self, value: float) -> str:
         """The text of a number, as a user would write it: rounded, but never out of the range."""
-        if self.whole:
+        if self.integer:
             return str(min(int(self.high), max(int(self.low), round(value))))
         rounded = float(f"{value:.{DIGITS}g}")
         return repr(rounded if self.low <= rounded <= self.high else min(self.high, max(self.low, value)))
@@ -43,7 +43,7 @@ class Range:
     def at(self, part: float) -> float:
         """The number at `part`, from 0 to 1, of the range."""
         # Each whole number has an equal share, the first and the last as well.
-        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        low, high = (self.low - 0.5, self.high + 0.5) if self.integer else (self.low, self.high)
         return low * (high / low) ** part if self.log else low + (high - low) * part
 
 
@@ -61,7 +61,7 @@ Axis = Range | Choices
 Space = Mapping[str, Axis]
 
 
-def read(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str, str]]:
+def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str, str]]:
     """Reads `{"lr": "0.01..1:log", "width": "32|64", "epochs": "3"}`: what is searched, and what stays as it is given.
 
     Args:
@@ -93,7 +93,7 @@ def holds(axis: Axis, text: str) -> bool:
     if isinstance(axis, Choices):
         return text in axis.texts
     try:
-        return axis.low <= (int(text) if axis.whole else float(text)) <= axis.high
+        return axis.low <= (int(text) if axis.integer else float(text)) <= axis.high
     except ValueError:
         return False
 
@@ -104,30 +104,32 @@ def of_texts(texts: Mapping[str, str]) -> dict[str, Axis]:
     Raises:
         UsageError: an axis is damaged.
     """
-    found: dict[str, Axis] = {}
+    space: dict[str, Axis] = {}
     for name, text in texts.items():
         ends = text.removesuffix(LOG).split("..")
         if len(ends) == 2 and "|" not in text:
-            found[name] = _range(name, text, whole=all(one.lstrip("-").isdecimal() for one in ends))
+            space[name] = _range(name, text, integer=all(end.lstrip("-").isdecimal() for end in ends))
         else:
-            found[name] = Choices(texts=tuple(text.split("|")))
-    return found
+            space[name] = Choices(texts=tuple(text.split("|")))
+    return space
 
 
 def as_texts(space: Mapping[str, str | Sequence[Any]]) -> dict[str, str]:
-    """The text form of a space that is given in Python: `{"lr": "0.01..1:log", "width": [32, 64]}`.
+    """The text form of a space in Python: `{"lr": "0.01..1:log", "width": [32, 64]}`.
 
     Raises:
         UsageError: a value cannot be written as text.
     """
-    return {name: one if isinstance(one, str) else "|".join(_texts(name, one)) for name, one in space.items()}
-
-
-def _texts(name: str, values: Sequence[Any]) -> list[str]:
-    texts = ["none" if value is None else str(value) for value in values]
-    if any("|" in text or not text for text in texts):
-        raise UsageError(f"{name}: a value that is searched can neither be empty nor contain |: {texts}")
-    return texts
+    written = {}
+    for name, values in space.items():
+        if isinstance(values, str):
+            written[name] = values
+            continue
+        texts = ["none" if value is None else str(value) for value in values]
+        if any("|" in text or not text for text in texts):
+            raise UsageError(f"{name}: a value that is searched can neither be empty nor contain |: {texts}")
+        written[name] = "|".join(texts)
+    return written
 
 
 def _check_plans(cls: type, text: str, axis: Axis | None) -> None:
@@ -139,14 +141,14 @@ def _check_plans(cls: type, text: str, axis: Axis | None) -> None:
         return
     if not isinstance(axis, Choices):
         raise UsageError(f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B")
-    for one in axis.texts:
-        Plan.parse(one)
+    for plan in axis.texts:
+        Plan.parse(plan)
 
 
 def _axis(name: str, text: str, kind: Any) -> Axis | None:
     kinds = get_args(kind) or (kind,)
     if ".." in text and (int in kinds or float in kinds):
-        return _range(name, text, whole=float not in kinds)
+        return _range(name, text, integer=float not in kinds)
     if "|" not in text:
         return None
     texts = [part.strip() for part in text.split("|")]
@@ -160,21 +162,21 @@ def _axis(name: str, text: str, kind: Any) -> Axis | None:
     return Choices(texts=tuple(texts))
 
 
-def _range(name: str, text: str, *, whole: bool) -> Range:
+def _range(name: str, text: str, *, integer: bool) -> Range:
     numbers, colon, rest = text.partition(":")
     if colon and rest != LOG.removeprefix(":"):
         raise UsageError(f"{name}={text}: after the range there can only be {LOG}")
-    found = []
+    ends = []
     for part in numbers.split(".."):
         try:
-            found.append(convert(int if whole else float, part.strip()))
+            ends.append(convert(int if integer else float, part.strip()))
         except ValueError as error:
             raise UsageError(f"{name}={text}: {part or 'an empty end'} is not {error}") from error
-    if whole and any(abs(one) > LARGEST for one in found):
+    if integer and any(abs(end) > LARGEST for end in ends):
         raise UsageError(f"{name}: the ends of a range of whole numbers are at most {LARGEST:,}")
-    if len(found) != 2 or not all(map(math.isfinite, found)):
+    if len(ends) != 2 or not all(map(math.isfinite, ends)):
         raise UsageError(f"{name}={text}: a range has two finite ends, {name}=LOW..HIGH")
-    low, high = found
+    low, high = ends
     if low >= high:
         raise UsageError(
             f"{name}={text}: the range is upside down: {name}=LOW..HIGH, with the lower end first"
@@ -183,4 +185,4 @@ def _range(name: str, text: str, *, whole: bool) -> Range:
         raise UsageError(
             f"{name}={text}: a logarithmic range is above 0: raise its lower end, or leave {LOG} out"
         )
-    return Range(low=low, high=high, log=bool(colon), whole=whole)
+    return Range(low=low, high=high, log=bool(colon), integer=integer)

@@ -7,50 +7,98 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError, disk_advice
-from grappe.fields import hints
+from grappe.fields import at_least, from_json
 from grappe.launch import files
 from grappe.launch.files import IN_PART
-from grappe.verbs.tune.sampler import Name
+
+SamplerName = Literal["tpe", "random", "grid"]
 
 FILE = "study.json"
 TRIALS = "trials"
 KIND = "tune"
-ADOPTED = ("given", "lag", "threads")  # of a study that goes on: whatever --parallel and the machine are now
+ADOPTED = ("fixed_fields", "parallel", "threads")
+"""Fields that a study keeps when it is continued, whatever --parallel and the machine are now."""
+OLDER_NAMES = {"given": "fixed_fields", "lag": "parallel"}
+"""Names that study.json had for fields of a definition."""
 
-State = Literal["open", "paused", "complete", "failed"]
-STATES = get_args(State)
+RUNGS = 3
+MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Search:
-    """Definition of a search: trials' fields are a function of it, and of the trials told before."""
+class SearchOptions:
+    """The user's options of a search; needs no torch.
+
+    `grappe tune` has an option for each field, with the docstring under the field as its help.
+    """
+
+    trials: int | None = None
+    """Trials in all. Default: 20; of a grid all."""
+    parallel: int = 1
+    """Trials that are trained at a time; as jobs: in the queue."""
+    metric: str = "loss"
+    """The objective, at a training's last evaluation: loss, or a metric of the task."""
+    maximize: Annotated[bool | None, Parameter(negative="--minimize")] = None
+    """Which way the metric is better. Default: the loss is low."""
+    sampler: SamplerName = "tpe"
+    """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
+    halving: int | None = None
+    """Successive halving (ASHA): trials are first trained in part, and of 3, say, the best goes on."""
+    rungs: int | None = None
+    """How often a training stops to be compared, its end included. Default: 3, with --halving."""
+    seed: int = 0
+    """Of the sampler; the task's own seed is a field."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "trials", "parallel")
+        at_least(self, 2, "halving", "rungs")
+        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
+            if (value := getattr(self, name)) is not None and value > most:
+                raise UsageError(f"--{name}: at most {most}")
+        if self.rungs is not None and self.halving is None:
+            raise UsageError(
+                f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well"
+            )
+        if self.maximize is None and self.metric != "loss":
+            raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
+
+    @property
+    def rung_count(self) -> int:
+        """The number of times that a training stops to be compared: 1 without halving."""
+        return (self.rungs or RUNGS) if self.halving else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchDefinition:
+    """Definition of a search: trials' fields are a function of it, and of the results of earlier trials."""
 
     task: str
     fields: Mapping[str, Any]
-    """The task's other fields."""
-    given: Mapping[str, str]
+    """The task's fields that are not searched."""
+    fixed_fields: Mapping[str, str]
     """Those of them that differ from their defaults, as texts."""
     space: Mapping[str, str]
     """The searched fields, as texts."""
     plan: str
     metric: str
     maximize: bool
-    sampler: Name
+    sampler: SamplerName
     seed: int
-    lag: int
-    """Trial n is drawn when the trials up to n - lag have ended, whatever the later ones have come to."""
+    parallel: int
+    """Trial n is drawn when the trials up to n - parallel have ended, whatever the later ones have come to."""
     threads: int | None
     """CPU threads of each process of a trial; None: the plan says."""
     steps: int | None = None
     patience: int | None = None
     evaluate_every: int | None = None
     halving: int | None = None
-    """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained whole."""
+    """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained to the end."""
     rungs: int = 1
     """Number of times that a training stops to be compared, its end included."""
 
@@ -62,13 +110,13 @@ class Trial:
     number: int
     fields: dict[str, str]
     """The searched fields, as texts."""
-    state: State = "open"
+    state: Literal["open", "paused", "complete", "failed"] = "open"
     """open: to be trained, or being trained; paused: stopped at a checkpoint, at a rung; complete: it has an objective;
     failed: it has none, and `reason` says why."""
     value: float | None = None
     """The objective: the metric at the training's last evaluation."""
     step: int | None = None
-    """Of that evaluation; of a paused trial, of its last rung's."""
+    """The step of that evaluation; of a paused trial, that of its last rung."""
     rungs: tuple[float, ...] = ()
     """The metric at each rung so far, the last one's included."""
     reason: str = ""
@@ -82,7 +130,7 @@ class Study:
         search: what is searched.
     """
 
-    def __init__(self, folder: Path, search: Search) -> None:
+    def __init__(self, folder: Path, search: SearchDefinition) -> None:
         self.folder, self.search = folder, search
 
     @property
@@ -90,8 +138,8 @@ class Study:
         """The trials so far, by number."""
         with contextlib.suppress(OSError):
             numbers = [name.removesuffix(".json") for name in files.names(self.folder / TRIALS)]
-            found = [self.read(int(one)) for one in numbers if one.isascii() and one.isdecimal()]
-            return sorted((one for one in found if one is not None), key=lambda one: one.number)
+            trials = [self.read(int(text)) for text in numbers if text.isascii() and text.isdecimal()]
+            return sorted((trial for trial in trials if trial is not None), key=lambda trial: trial.number)
         return []
 
     @property
@@ -104,12 +152,23 @@ class Study:
         return run_folder(self.folder, number)
 
     def read(self, number: int) -> Trial | None:
-        """A trial's record; None: there is none, or it cannot be read: the trial is then drawn again, the same."""
+        """A trial's record; None: there is none, or it is damaged: the trial is then drawn again, the same."""
         try:
-            found = read_json(self._file(number), IN_PART, largest=LARGEST_LIST)
-        except RunError:
+            record = read_json(self._file(number), IN_PART, largest=LARGEST_LIST)
+            if "rungs" not in record and record.get("state") == "complete":  # of before there was halving
+                record["rungs"] = [record.get("value")]
+            trial = from_json(Trial, {**record, "number": number})
+        except (RunError, ValueError):
             return None
-        return _trial(number, found, self.search)
+        complete, rungs = trial.state == "complete", len(trial.rungs)
+        consistent = (
+            trial.fields.keys() == self.search.space.keys()
+            and all(map(math.isfinite, (*trial.rungs, trial.value or 0.0)))
+            and (trial.value is not None) == complete
+            and (rungs == self.search.rungs if complete else rungs < self.search.rungs)
+            and (trial.state != "paused" or rungs > 0)
+        )
+        return trial if consistent else None
 
     def write(self, trial: Trial) -> None:
         """Writes a trial's record, in one step.
@@ -134,11 +193,11 @@ def run_folder(study: Path, number: int) -> Path:
     return study / f"trial-{number:04d}"
 
 
-def best_of(search: Search, trials: Sequence[Trial]) -> Trial | None:
+def best_of(search: SearchDefinition, trials: Sequence[Trial]) -> Trial | None:
     """The complete trial with the best objective; of equal ones the first. None: there is none."""
     sign = -1.0 if search.maximize else 1.0
-    done = [one for one in trials if one.value is not None]
-    return min(done, key=lambda one: (sign * (one.value or 0.0), one.number), default=None)
+    complete = [trial for trial in trials if trial.value is not None]
+    return min(complete, key=lambda trial: (sign * (trial.value or 0.0), trial.number), default=None)
 
 
 def open_study(folder: Path) -> Study:
@@ -147,33 +206,25 @@ def open_study(folder: Path) -> Study:
     Raises:
         RunError: the folder is no study.
     """
-    files.refuse_link(folder / FILE)
-    if not (folder / FILE).is_file():
+    file = folder / FILE
+    files.refuse_link(file)
+    if not file.is_file():
         raise RunError(
             f"{folder} is no study: it has no {FILE}. grappe tune TASK … --study {folder} makes one"
         )
-    found = read_json(folder / FILE, largest=LARGEST_LIST)
-    names = {field.name for field in dataclasses.fields(Search)}
-    needed = {field.name for field in dataclasses.fields(Search) if field.default is dataclasses.MISSING}
-    wrong = found.pop("kind", None) != KIND or not needed <= found.keys() <= names
-    if wrong or not all(_is_of(kind, found[name]) for name, kind in hints(Search).items() if name in found):
-        raise RunError(f"{folder / FILE} is damaged, or not of this version of grappe")
-    return Study(folder, Search(**found))
+    content = read_json(file, largest=LARGEST_LIST)
+    kind = content.pop("kind", None)
+    content = {OLDER_NAMES.get(name, name): value for name, value in content.items()}
+    try:
+        search = from_json(SearchDefinition, content)
+    except ValueError as error:
+        raise RunError(f"{file} is damaged, or not of this version of grappe ({error})") from error
+    if kind != KIND or not content.keys() <= {field.name for field in dataclasses.fields(SearchDefinition)}:
+        raise RunError(f"{file} is damaged, or not of this version of grappe")
+    return Study(folder, search)
 
 
-def _is_of(kind: Any, value: Any) -> bool:
-    """Returns whether a value of study.json has the type of its field."""
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is_of(one, value) for one in get_args(kind))
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is Mapping:
-        of_texts = get_args(kind)[1] is str
-        return isinstance(value, dict) and all(isinstance(one, str) for one in value.values() if of_texts)
-    return type(value) is kind
-
-
-def make_study(folder: Path, search: Search) -> Study:
+def make_study(folder: Path, search: SearchDefinition) -> Study:
     """Makes a study, or opens the one in `folder` to go on with it.
 
     Raises:
@@ -182,91 +233,47 @@ def make_study(folder: Path, search: Search) -> Study:
     """
     try:
         if not files.kind(folder / FILE):
-            _make(folder, search)
+            folder.mkdir(parents=True, exist_ok=True)
+            others = [name for name in files.names(folder) if not name.startswith(f".{FILE}.")]
+            if others:
+                raise RunError(
+                    f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one"
+                )
+            write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
         study = open_study(folder)
-        _refuse_another(study, search)
+        _refuse_other_search(study, search)
         files.make_folder(folder / TRIALS)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
     return study
 
 
-def _make(folder: Path, search: Search) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    others = [name for name in files.names(folder) if not name.startswith(f".{FILE}.")]
-    if others:
-        raise RunError(f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one")
-    write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
+def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
+    def shown(name: str, values: Mapping[str, Any]) -> str:
+        return f"{name}={values[name]}" if name in values else f"no {name}"
 
+    def option(name: str, value: Any) -> str:
+        if name == "maximize":
+            return "--maximize" if value else "--minimize"
+        if name == "task":
+            return f"the task {value}"
+        words = f"--{name.replace('_', '-')}"
+        return f"{words} {value}" if value not in (None, "") else f"no {words}"
 
-def _refuse_another(study: Study, search: Search) -> None:
-    there, here = study.search, search
-    for word, before, now in (("searches", there.space, here.space), ("has", there.fields, here.fields)):
+    there = study.search
+    for word, before, now in (("searches", there.space, search.space), ("has", there.fields, search.fields)):
         for name in sorted({*before, *now}):
             # A field that the task did not have then was what its default is now.
-            new = now is here.fields and name not in before and name not in here.given
+            new = now is search.fields and name not in before and name not in search.fixed_fields
             if before.get(name) != now.get(name) and not new:
                 raise UsageError(
-                    f"the study {study.folder} {word} {_shown(name, before)}, and this command {_shown(name, now)}: "
+                    f"the study {study.folder} {word} {shown(name, before)}, and this command {shown(name, now)}: "
                     "give what the study has, or another --study"
                 )
-    asked = dataclasses.asdict(here)
+    values = dataclasses.asdict(search)
     for name, value in dataclasses.asdict(there).items():
-        if name not in (*ADOPTED, "fields") and value != asked[name]:
+        if name not in (*ADOPTED, "fields") and value != values[name]:
             raise UsageError(
-                f"the study {study.folder} has {_option(name, value)}, and this command {_option(name, asked[name])}: "
+                f"the study {study.folder} has {option(name, value)}, and this command {option(name, values[name])}: "
                 "give what the study has, or another --study"
             )
-
-
-def _shown(name: str, values: Mapping[str, Any]) -> str:
-    return f"{name}={values[name]}" if name in values else f"no {name}"
-
-
-def _option(name: str, value: Any) -> str:
-    if name == "maximize":
-        return "--maximize" if value else "--minimize"
-    if name == "task":
-        return f"the task {value}"
-    option = f"--{name.replace('_', '-')}"
-    return f"{option} {value}" if value not in (None, "") else f"no {option}"
-
-
-def _trial(number: int, found: Mapping[str, Any], search: Search) -> Trial | None:
-    fields: Any = found.get("fields")
-    state: Any = found.get("state")
-    value: Any = found.get("value")
-    if not isinstance(fields, dict) or fields.keys() != search.space.keys():
-        return None
-    if not all(isinstance(one, str) for one in fields.values()) or state not in STATES:
-        return None
-    if _is_number(value) != (state == "complete"):
-        return None
-    rungs = found.get("rungs", [value] if state == "complete" else [])
-    if (
-        not isinstance(rungs, list)
-        or not all(map(_is_number, rungs))
-        or not _fits(state, rungs, search.rungs)
-    ):
-        return None
-    step = found.get("step")
-    return Trial(
-        number=number,
-        fields=fields,
-        state=state,
-        value=float(value) if state == "complete" else None,
-        step=step if isinstance(step, int) else None,
-        rungs=tuple(map(float, rungs)),
-        reason=str(found.get("reason") or ""),
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _fits(state: str, rungs: list[Any], most: int) -> bool:
-    """Returns whether a trial of this state can have been told so many rungs."""
-    if state == "complete":
-        return len(rungs) == most
-    return len(rungs) < most and (state != "paused" or bool(rungs))

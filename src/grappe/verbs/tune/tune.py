@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grappe.errors import UsageError, nearest
-from grappe.fields import at_least
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
@@ -20,49 +19,15 @@ from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.jobs import QUERY_SECONDS
 from grappe.verbs.submission import JobOptions
 from grappe.verbs.tune import sampler as samplers
-from grappe.verbs.tune.coordinator import Coordinator, SearchProgress
-from grappe.verbs.tune.local_trainings import LocalTrainings
+from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
 from grappe.verbs.tune.schedule import fewest_trials
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
-from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read
-from grappe.verbs.tune.study import Search, Study, make_study
-from grappe.verbs.tune.trial_task import with_fields
+from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
+from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
+from grappe.verbs.tune.trainings import LocalTrainings
 
-RUNGS = 3
-MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
 TRIALS = 20
 """Of a search without an end of its own, as a grid has."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """A search, as the user asks for it."""
-
-    metric: str = "loss"
-    direction: Literal["minimize", "maximize"] | None = None
-    """None: minimize, for the loss; another metric must say."""
-    sampler: samplers.Name = "tpe"
-    seed: int = 0
-    trials: int | None = None
-    """None: 20; of a grid all cells."""
-    parallel: int = 1
-    halving: int | None = None
-    """Successive halving: of so many trials one goes on, at each rung. None: all are trained whole."""
-    rungs: int | None = None
-    """Number of times that a training stops to be compared, its end included. None: 3, with halving."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "trials", "parallel")
-        at_least(self, 2, "halving", "rungs")
-        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
-            if (value := getattr(self, name)) is not None and value > most:
-                raise UsageError(f"--{name}: at most {most}")
-        if self.rungs is not None and self.halving is None:
-            raise UsageError(
-                f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well"
-            )
-        if self.direction is None and self.metric != "loss":
-            raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
 
 
 def tune(
@@ -99,7 +64,7 @@ def tune(
         direction: needed for a metric other than the loss.
         sampler: "tpe" (by Optuna), "random" or "grid".
         halving: successive halving (ASHA): a trial is first trained in part, and of `halving` trials the best goes on
-            from its checkpoint. None: all are trained whole.
+            from its checkpoint. None: all are trained to the end.
         rungs: how often a training stops to be compared, its end included; None: 3, with halving.
         data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
         fields: texts for the task's other fields, if the task is given by name.
@@ -110,28 +75,26 @@ def tune(
     Raises:
         GrappeError: an argument is wrong, or differs from what the study has.
     """
-    wanted = Wanted(
-        metric=metric,
-        direction=direction,
-        sampler=sampler,
-        seed=seed,
+    search_options = SearchOptions(
         trials=trials,
         parallel=parallel,
+        metric=metric,
+        maximize=None if direction is None else direction == "maximize",
+        sampler=sampler,
         halving=halving,
         rungs=rungs,
+        seed=seed,
     )
     folder = Path(study) if study else None
-    found, _ = search(
-        task, {**(fields or {}), **as_texts(space)}, as_plan(plan), wanted, folder, data=data, options=options
-    )
-    return found
+    texts = {**(fields or {}), **as_texts(space)}
+    return search(task, texts, as_plan(plan), search_options, folder, data=data, options=options)[0]
 
 
 def search(
     task: Task | type[Task] | str,
     texts: Mapping[str, str],
     plan: Plan,
-    wanted: Wanted,
+    search_options: SearchOptions,
     folder: Path | None,
     *,
     data: Path | str | None = None,
@@ -148,91 +111,101 @@ def search(
         query_every: seconds between queries to Slurm.
     """
     options = options or Options()
-    _refuse(options, wanted)
+    _refuse_options(options, search_options)
     if jobs is not None:
         _refuse_as_jobs(options, jobs)
-    samplers.check(wanted.sampler)
-    base = TaskReference.of(task)
-    space, fixed = read(type(base.resolve()), texts)
-    reference = with_fields(base, fixed)
-    plans = _plans(space, plan)
+    samplers.check(search_options.sampler)
+    task_reference = TaskReference.of(task)
+    space, fixed = read_space(type(task_reference.resolve()), texts)
+    task_reference = with_fields(task_reference, fixed)
+    axis = space.get(PLAN)
+    plans = [Plan.parse(text) for text in axis.texts] if isinstance(axis, Choices) else [plan]
     if plans != [plan] and str(plan):
         raise UsageError(
             f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each"
         )
     _refuse_plans(plans)
-    _check_metric(wanted.metric, reference.resolve())
-    total = _total(wanted, space)
-    if jobs is not None and reference.value is not None:
+    metrics = ["loss", *task_reference.resolve().metrics()]
+    if search_options.metric not in metrics:
+        raise UsageError(
+            f"--metric {search_options.metric}: the task has no such metric: {nearest(search_options.metric, metrics)}"
+        )
+    total = _total_trials(search_options, space)
+    if jobs is not None and task_reference.value is not None:
         raise UsageError(
             "jobs start when this program may have ended: give the task by its file, task.py:Name"
         )
-    asked = _asked(reference, space, plan, wanted, options, own=jobs is None)
-    found = make_study(folder or _new_folder(reference.name), asked)
+    threads = None
+    if jobs is None and plan.threads is None and not plan.exact:
+        from grappe.launch.world import cores
+
+        processes = search_options.parallel * max(each.processes for each in plans)
+        threads = max(1, cores() // processes)
+    definition = _definition(task_reference, space, plan, search_options, options, threads)
+    name = task_reference.name
+    study = make_study(
+        folder or new_folder(Path("runs"), f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"),
+        definition,
+    )
+    threads = study.search.threads
     request = Request(
-        task=reference,
-        plan=dataclasses.replace(plan, threads=found.search.threads) if found.search.threads else plan,
+        task=task_reference,
+        plan=dataclasses.replace(plan, threads=threads) if threads else plan,
         data=data_folder(data),
         options=options,
         quiet=True,
     )
+    parallel = search_options.parallel
     trainings = (
-        LocalTrainings(parallel=wanted.parallel, limited=options.time_limit is not None, plans=plans)
+        LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
         if jobs is None
-        else SlurmTrainings(found.folder, jobs, parallel=wanted.parallel, query_every=query_every)
+        else SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
     )
-    coordinator = Coordinator(
-        found, space, request, trainings, parallel=wanted.parallel, total=total, watch=watch
-    )
-    return found, coordinator.run()
+    coordinator = Coordinator(study, space, request, trainings, parallel=parallel, total=total, watch=watch)
+    return study, coordinator.run()
 
 
-def _asked(
-    reference: TaskReference, space: Space, plan: Plan, wanted: Wanted, options: Options, *, own: bool
-) -> Search:
-    from grappe.launch.world import cores
-
-    made = reference.resolve()
-    others = {name: value for name, value in field_texts(made).items() if name not in space}
-    own_values = {name: value for name, value in others.items() if value != defaults(type(made)).get(name)}
-    own = own and plan.threads is None and not plan.exact
-    most = max(one.processes for one in _plans(space, plan))
-    return Search(
-        task=reference.name,
+def _definition(
+    task_reference: TaskReference,
+    space: Space,
+    plan: Plan,
+    search_options: SearchOptions,
+    options: Options,
+    threads: int | None,
+) -> SearchDefinition:
+    task = task_reference.resolve()
+    others = {name: value for name, value in field_texts(task).items() if name not in space}
+    usual = defaults(type(task))
+    return SearchDefinition(
+        task=task_reference.name,
         fields=others,
-        given={name: "none" if value is None else str(value) for name, value in own_values.items()},
+        fixed_fields={
+            name: "none" if value is None else str(value)
+            for name, value in others.items()
+            if value != usual.get(name)
+        },
         space={name: str(axis) for name, axis in space.items()},
         plan=str(plan),
-        metric=wanted.metric,
-        maximize=wanted.direction == "maximize",
-        sampler=wanted.sampler,
-        seed=wanted.seed,
-        lag=wanted.parallel,
-        threads=max(1, cores() // (wanted.parallel * most)) if own else None,
+        metric=search_options.metric,
+        maximize=bool(search_options.maximize),
+        sampler=search_options.sampler,
+        seed=search_options.seed,
+        parallel=search_options.parallel,
+        threads=threads,
         steps=options.steps,
         patience=options.patience,
         evaluate_every=options.evaluate_every,
-        halving=wanted.halving,
-        rungs=_rungs(wanted),
+        halving=search_options.halving,
+        rungs=search_options.rung_count,
     )
 
 
-def _plans(space: Space, plan: Plan) -> list[Plan]:
-    """The plans that trials have."""
-    axis = space.get(PLAN)
-    return [Plan.parse(one) for one in axis.texts] if isinstance(axis, Choices) else [plan]
-
-
-def _rungs(wanted: Wanted) -> int:
-    return (wanted.rungs or RUNGS) if wanted.halving else 1
-
-
-def _refuse(options: Options, wanted: Wanted) -> None:
+def _refuse_options(options: Options, search_options: SearchOptions) -> None:
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
     if options.part is not None:
         raise UsageError("--part stops each training early, as --halving does by results: leave it out")
-    if options.patience is not None and wanted.halving is not None:
+    if options.patience is not None and search_options.halving is not None:
         raise UsageError(
             "--patience with --halving: both stop trainings, and which would depend on the rungs: leave one out"
         )
@@ -265,30 +238,21 @@ def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
         )
 
 
-def _check_metric(name: str, task: Task) -> None:
-    known = ["loss", *task.metrics()]
-    if name not in known:
-        raise UsageError(f"--metric {name}: the task has no such metric: {nearest(name, known)}")
-
-
-def _total(wanted: Wanted, space: Space) -> int:
-    if wanted.sampler != "grid":
-        total = wanted.trials or TRIALS
+def _total_trials(search_options: SearchOptions, space: Space) -> int:
+    trials, halving, rungs = search_options.trials, search_options.halving, search_options.rung_count
+    if search_options.sampler != "grid":
+        total = trials or TRIALS
     else:
         cells = len(samplers.grid(space))
-        if wanted.trials is not None and wanted.trials > cells:
+        if trials is not None and trials > cells:
             raise UsageError(
-                f"--trials={wanted.trials}: the grid has {cells} cells; leave --trials out for all of them"
+                f"--trials={trials}: the grid has {cells} cells; leave --trials out for all of them"
             )
-        total = wanted.trials or cells
-    fewest = fewest_trials(wanted.halving or 1, _rungs(wanted))
+        total = trials or cells
+    fewest = fewest_trials(halving or 1, rungs)
     if total < fewest:
         raise UsageError(
-            f"--halving={wanted.halving} with {_rungs(wanted)} rungs takes {fewest} trials until one is trained to its "
+            f"--halving={halving} with {rungs} rungs takes {fewest} trials until one is trained to its "
             f"end, and these are {total}: more --trials, or fewer --rungs"
         )
     return total
-
-
-def _new_folder(name: str) -> Path:
-    return new_folder(Path("runs"), f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study")

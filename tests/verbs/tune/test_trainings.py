@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from grappe.plan import Plan
-from grappe.verbs.tune.gpus import needed, variables, visible
+from grappe.verbs.tune.trainings import gpu_variables, gpus_needed, visible_gpus
 
 
 def test_what_is_visible(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert visible({}, tmp_path) == ["0", "1"]
-    assert visible({"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}, tmp_path) == ["2", "GPU-ab"]
-    assert visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}, tmp_path) == ["2", "GPU-ab"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_what_is_visible(tmp_path: Path) -> None:
 )
 def test_places(plan: str, place: int, gpus: str, found: str | None) -> None:
     one = Plan.parse(plan)
-    assert variables(one, place, list(gpus), needed(one)).get("CUDA_VISIBLE_DEVICES") == found
+    assert gpu_variables(one, place, list(gpus), gpus_needed(one)).get("CUDA_VISIBLE_DEVICES") == found
 
 
 def test_places_of_different_plans_have_no_gpu_in_common() -> None:
     small, large = Plan.parse(""), Plan.parse("replicate=2")
-    found = [variables(one, place, list("0123"), 2) for place, one in enumerate((large, small))]
+    found = [gpu_variables(one, place, list("0123"), 2) for place, one in enumerate((large, small))]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2"]
