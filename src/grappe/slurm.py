@@ -16,10 +16,10 @@ from grappe.errors import UsageError
 from grappe.launch.terminal import say
 from grappe.sites import slurm
 from grappe.sites.slurm import Entry
-from grappe.verbs import jobs
 from grappe.verbs.logs import lines, log_files
-from grappe.verbs.submission import JobOptions
-from grappe.verbs.submit import submit_all
+from grappe.verbs.submit import jobs
+from grappe.verbs.submit.submission import JobOptions
+from grappe.verbs.submit.submit import submit_all
 
 __all__ = [
     "Job", "JobOptions", "display_slurm_queue", "gpu_jobs_submitter", "logs", "queue", "search_log", "submit",

@@ -11,9 +11,9 @@ from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
 from grappe.plan import Plan
-from grappe.verbs.job_resources import allocation, laid_out, line_in_allocation, requests
-from grappe.verbs.packages.of_job import job_packages
-from grappe.verbs.submission import SCRIPT, JobOptions
+from grappe.verbs.submit.packages import job_packages
+from grappe.verbs.submit.resources import allocation, laid_out, line_in_allocation, requests
+from grappe.verbs.submit.submission import SCRIPT, JobOptions
 
 JOB = JobOptions()
 

@@ -41,7 +41,7 @@ from grappe.verbs.load import choose, load
 from grappe.verbs.report.gather import gather, html
 from grappe.verbs.sites import facts
 from grappe.verbs.sites import listing as site_listing
-from grappe.verbs.submission import JobOptions
+from grappe.verbs.submit.submission import JobOptions
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
 from tests.parity.tasks import Images
 from tests.patience import PATIENCE_SECONDS

@@ -14,11 +14,11 @@ from grappe.errors import GrappeError
 from grappe.training.run import Run
 from grappe.training.watchers.tensorboard_log import TensorBoard
 from grappe.verbs.follow import View
-from grappe.verbs.jobs import record_job
 from grappe.verbs.load import load
 from grappe.verbs.prune import prune
 from grappe.verbs.report.report import report
 from grappe.verbs.runs import describe
+from grappe.verbs.submit.jobs import record_job
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 

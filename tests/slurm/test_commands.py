@@ -10,7 +10,7 @@ import pytest
 from grappe import slurm as notebook
 from grappe.errors import GrappeError, ProcessDied
 from grappe.training.run import Run
-from grappe.verbs.jobs import wait
+from grappe.verbs.submit.jobs import wait
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PLAN, grappe

@@ -16,8 +16,8 @@ from grappe.foresight.calibration import Machine, write
 from grappe.sites import slurm
 from grappe.verbs import automatic_time, submission_memory
 from grappe.verbs.foresee.course import Costs
-from grappe.verbs.submission import JobOptions
-from grappe.verbs.submit import Submitted, submit, submit_all
+from grappe.verbs.submit.submission import JobOptions
+from grappe.verbs.submit.submit import Submitted, submit, submit_all
 from tests.foresight.test_calibration import MADE
 from tests.verbs.foresee.test_earlier import cost, made, with_evaluations
 from tests.verbs.test_submission_memory import BIG

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from grappe.sites import find
-from grappe.verbs.job_script import JobScript
-from grappe.verbs.submission import JobOptions, Submission
 from grappe.verbs.submission_memory import memory_warning
-from grappe.verbs.submit import submit
+from grappe.verbs.submit.submission import JobOptions, Submission
+from grappe.verbs.submit.submit import JobScript, submit
 
 BIG = """
 import time

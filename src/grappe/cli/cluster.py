@@ -16,10 +16,10 @@ from grappe.cli.exit import show
 from grappe.cli.submission import read_submission
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
-from grappe.verbs.submission import SCRIPT, JobOptions, Submission
+from grappe.verbs.submit.submission import SCRIPT, JobOptions, Submission
 
 if TYPE_CHECKING:
-    from grappe.verbs.job_script import JobScript
+    from grappe.verbs.submit.submit import JobScript
 
 DEFAULTS = JobOptions()
 
@@ -62,8 +62,8 @@ def submit(
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
-    from grappe.verbs import submit as verb
     from grappe.verbs.submission_memory import memory_warning
+    from grappe.verbs.submit import submit as verb
 
     if interactive:
         return _allocate(words, job, show_only=show_ or test_only)
@@ -98,7 +98,7 @@ def submit(
 def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:  # noqa: RET503 - salloc takes over
     """Becomes salloc; without a terminal, or with --show, prints the line."""
     from grappe.launch.command import become
-    from grappe.verbs.job_resources import allocation, line_in_allocation
+    from grappe.verbs.submit.resources import allocation, line_in_allocation
 
     submission = (
         read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
@@ -118,7 +118,7 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
 
 def queue(*, base: BaseFolder = Path("runs")) -> int:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
-    from grappe.verbs.jobs import queue as verb
+    from grappe.verbs.submit.jobs import queue as verb
 
     show(verb(base))
     return EXIT_OK
@@ -145,14 +145,14 @@ def logs(
 
 def wait(run: RunFolder, /) -> int:
     """Wait for the end of a run's job, restarts included; ends with the job's exit code."""
-    from grappe.verbs.jobs import wait as verb
+    from grappe.verbs.submit.jobs import wait as verb
 
     return verb(run)
 
 
 def cancel(*runs: RunFolder) -> int:
     """Cancel the jobs of runs. Checkpoints are kept."""
-    from grappe.verbs.jobs import cancel as verb
+    from grappe.verbs.submit.jobs import cancel as verb
 
     if not runs:
         raise UsageError("say which: grappe cancel RUN … (see: grappe queue)")

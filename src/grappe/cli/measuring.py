@@ -16,7 +16,7 @@ from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.submission import JobOptions
+from grappe.verbs.submit.submission import JobOptions
 
 if TYPE_CHECKING:
     from grappe.verbs.measure.jobs import JobRequest

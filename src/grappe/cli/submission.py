@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError
 from grappe.cli.exit import usage_error
 from grappe.errors import UsageError
 from grappe.training.options import Options
-from grappe.verbs.submission import SCRIPT, TPE, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.submit.submission import SCRIPT, TPE, TRAIN, TUNE, JobOptions, Submission
 
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")

@@ -21,9 +21,9 @@ from grappe.sites.schema import Site
 from grappe.verbs.foresee.course import MARGIN, Costs, Course, limit
 from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.foresee.run_time import TimeSource, step_foreseen
-from grappe.verbs.job_resources import placed
-from grappe.verbs.submission import AUTO, Submission
 from grappe.verbs.submission_memory import memory_judged, not_foreseen, room_for, sketch_of
+from grappe.verbs.submit.resources import placed
+from grappe.verbs.submit.submission import AUTO, Submission
 from grappe.words import format_seconds
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from grappe.errors import RunError
 from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.run import DONE
-from grappe.verbs.jobs import submitted
+from grappe.verbs.submit.jobs import submitted
 
 POLL_SECONDS = 0.5
 

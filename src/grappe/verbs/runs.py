@@ -12,7 +12,7 @@ from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number
 from grappe.training.run import Run, all_runs
-from grappe.verbs.jobs import submitted
+from grappe.verbs.submit.jobs import submitted
 
 
 def listing(base: Path) -> Table | str:

@@ -12,7 +12,7 @@ from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.sites.script import Script
 from grappe.verbs.foresee.limited import in_limited_process
-from grappe.verbs.submission import TRAIN, Submission
+from grappe.verbs.submit.submission import TRAIN, Submission
 
 if TYPE_CHECKING:
     from grappe.foresight.search import Room

@@ -19,7 +19,7 @@ from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.training.task_reference import field_texts, source_hash
 from grappe.verbs.foresee.earlier import Wanted, earlier, steps_done
-from grappe.verbs.jobs import record_job
+from grappe.verbs.submit.jobs import record_job
 
 A100 = "NVIDIA A100-SXM4-40GB"
 TASK = Digits(epochs=50)

@@ -10,10 +10,10 @@ import pytest
 
 from grappe.errors import PlanError, RunError, UsageError
 from grappe.training.run import Run
-from grappe.verbs.jobs import record_job
 from grappe.verbs.measure import jobs, table
 from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.submission import JobOptions
+from grappe.verbs.submit.jobs import record_job
+from grappe.verbs.submit.submission import JobOptions
 from tests.training.test_training import train
 
 REQUEST = jobs.JobRequest(
@@ -85,7 +85,7 @@ def test_a_job_that_waits_and_a_run_too_short_are_rows(tmp_path: Path) -> None:
 def test_nothing_is_sent_when_one_of_them_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     sent: list[str] = []
-    monkeypatch.setattr("grappe.verbs.submit._send", lambda script, text: sent.append(text))
+    monkeypatch.setattr("grappe.verbs.submit.submit._send", lambda script, text: sent.append(text))
     with pytest.raises(PlanError):
         list(jobs.send(dataclasses.replace(REQUEST, plans=("replicate=4", "replicat=8"))))
     with pytest.raises(UsageError, match="--steps=0"):

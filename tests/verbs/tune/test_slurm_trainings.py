@@ -15,9 +15,9 @@ from grappe.sites.slurm import End, Entry, SlurmError
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
-from grappe.verbs import jobs
-from grappe.verbs.submission import JobOptions, Submission
-from grappe.verbs.submit import Submitted
+from grappe.verbs.submit import jobs
+from grappe.verbs.submit.submission import JobOptions, Submission
+from grappe.verbs.submit.submit import Submitted
 from grappe.verbs.tune import slurm_trainings
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
 from grappe.verbs.tune.trainings import NotNow

@@ -15,7 +15,7 @@ from grappe.training.run import SAVED, Run, all_runs
 from grappe.training.task_reference import field_texts, same_task, source_hash
 from grappe.verbs.foresee.course import Costs
 from grappe.verbs.foresee.run_time import costs_of, seconds, step_measured
-from grappe.verbs.jobs import submitted
+from grappe.verbs.submit.jobs import submitted
 
 if TYPE_CHECKING:
     from grappe.sites.layout import Layout

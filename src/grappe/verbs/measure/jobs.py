@@ -15,12 +15,12 @@ from grappe.plan import Plan
 from grappe.profiling.phases import WARMUP
 from grappe.training.options import Options
 from grappe.training.run import Run
-from grappe.verbs.jobs import newest_job, submitted
 from grappe.verbs.measure.measure import RunFigures, point
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.measure.points import Measurement
-from grappe.verbs.submission import JobOptions, Submission
-from grappe.verbs.submit import Submitted, submit_all
+from grappe.verbs.submit.jobs import newest_job, submitted
+from grappe.verbs.submit.submission import JobOptions, Submission
+from grappe.verbs.submit.submit import Submitted, submit_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
-from grappe.verbs.jobs import QUERY_SECONDS
-from grappe.verbs.submission import JobOptions
+from grappe.verbs.submit.jobs import QUERY_SECONDS
+from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.tune import sampler as samplers
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
 from grappe.verbs.tune.schedule import fewest_trials

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from grappe.errors import RunError
 from grappe.sites import slurm
-from grappe.verbs import jobs, logs, runs, sites
+from grappe.verbs import logs, runs, sites
+from grappe.verbs.submit import jobs
 
 
 def shown(table: object) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.verbs.packages.imports import package_of, packages_of_file, packages_of_task
+from grappe.verbs.submit.packages import package_of, packages_of_file, packages_of_task
 
 MINE = '''
 """import nothing_in_a_docstring"""

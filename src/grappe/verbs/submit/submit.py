@@ -1,30 +1,38 @@
-"""Makes a job's script from a submission: checks the request, lays it out on the site, resolves the packages."""
+"""grappe submit: makes the scripts of jobs from submissions, submits them, and records each job in its run's folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from grappe import engines, tasks
-from grappe.errors import RunError, TaskError, UsageError
+from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.fields import split
+from grappe.launch import files
+from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.plan import Plan
+from grappe.sites import slurm
 from grappe.sites.generations import unfit_precision
 from grappe.sites.layout import ResourceRequest
 from grappe.sites.schema import Site
-from grappe.sites.script import Script, check_name
+from grappe.sites.script import Script, check_name, cost, render
 from grappe.sites.storage import misplaced
-from grappe.training.run import DONE, Run, new_folder
+from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
-from grappe.verbs.job_resources import laid_out, sbatch_options
-from grappe.verbs.packages.imports import imported
-from grappe.verbs.packages.of_job import job_packages
-from grappe.verbs.submission import ON_CPU, SCRIPT, TRAIN, TUNE, Submission
+from grappe.verbs.submit.jobs import record_job
+from grappe.verbs.submit.packages import imported, job_packages
+from grappe.verbs.submit.resources import laid_out, requests, sbatch_options
+from grappe.verbs.submit.submission import ON_CPU, SCRIPT, TRAIN, TUNE, Submission
 
+SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
+BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
 SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when it is told to
 
@@ -40,6 +48,121 @@ class JobScript:
     """Warnings of what will cost time or files, one line each."""
     automatic: AutomaticTime | None = None
     """The time limit of --time auto."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A submitted job; or with `show`, one that is only rendered."""
+
+    run: Path
+    job: str
+    """The job's id; "" if it was only rendered."""
+    text: str
+    """The script's text."""
+    cost: str
+    note: str = ""
+    """The reason why packages were not checked; "" if they were."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of what will cost time or files, one line each."""
+    time_note: str = ""
+    """The source of the time limit, with --time auto."""
+
+
+Examine = Callable[[Submission, JobScript], None]
+
+
+def submit(
+    submission: Submission, *, show: bool = False, examine: Examine | None = None
+) -> Iterator[Submitted]:
+    """Submits a job, or one for each number of GPUs; with `show`, only renders the scripts.
+
+    Args:
+        examine: called with each job's script when all were checked, before the first is submitted.
+
+    Raises:
+        GrappeError: the submission is wrong, or sbatch rejects a job; the queue then has none of these jobs.
+    """
+    yield from submit_all([submission], show=show, examine=examine)
+
+
+def submit_all(
+    submissions: Iterable[Submission], *, show: bool = False, examine: Examine | None = None
+) -> Iterator[Submitted]:
+    """Submits several jobs; all are checked before the first is submitted."""
+    jobs = [(submission, request) for submission in submissions for request in requests(submission)]
+    made = [job_script(submission, request, show=show) for submission, request in jobs]
+    texts = [render(job.script) for job in made]
+    for (submission, _), made_job in zip(jobs, made, strict=True):
+        if examine is not None:
+            examine(submission, made_job)
+    for number, (made_job, text) in enumerate(zip(made, texts, strict=True)):
+        script = made_job.script
+        if number and not show:
+            time.sleep(BETWEEN_SECONDS)
+        job = "" if show else _send(script, text)
+        yield Submitted(
+            run=script.run,
+            job=job,
+            text=text,
+            cost=cost(script.layout),
+            note=made_job.unchecked,
+            warnings=made_job.warnings,
+            time_note=script.time_note,
+        )
+
+
+def judged(submission: Submission) -> Iterator[str]:
+    """Returns sbatch's estimate for each script (--test-only); nothing is submitted, and no files remain.
+
+    Raises:
+        GrappeError: the submission is wrong, or sbatch would reject a job.
+    """
+    for script in [job_script(submission, request).script for request in requests(submission)]:
+        with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
+            file = Path(folder) / "job.sh"
+            file.write_text(render(script))
+            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.layout)}"
+            if script.time_note:
+                yield script.time_note
+
+
+def _next(logs: Path) -> Path:
+    numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT_FILE.fullmatch(name))]
+    return logs / f"submit-{max(numbers, default=0) + 1}.sh"
+
+
+def _send(script: Script, text: str) -> str:
+    """Writes the script into the run's folder, submits it, and records the job there."""
+    logs = script.run / "logs"
+    new = not (script.run / DESCRIPTION).exists()
+    strangers = (
+        [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
+    )
+    if new and strangers:
+        raise RunError(f"{script.run} holds {strangers[0]} and is no run: give an empty folder, or a new one")
+    try:
+        script.run.mkdir(parents=True, exist_ok=True)
+        files.make_folder(logs)
+        files.refuse_link(logs / "killed")  # which the script itself writes
+        file = _next(logs)
+        files.replace(file, text.encode(), IN_PART)
+        if script.packages is not None:
+            folder = logs / script.packages.folder_name
+            files.make_folder(folder, IN_PART)
+            for name, content in script.packages.files.items():
+                files.replace(folder / name, content, IN_CHECKPOINT)
+    except OSError as error:
+        raise RunError(
+            f"{script.run} cannot be written: {error.strerror}: give another with --run"
+        ) from error
+    try:
+        job = slurm.submit(file)
+    except GrappeError:
+        # What was refused can be read, and is no submission.
+        files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
+        raise
+    record_job(script.run, job, script.site.name, cost(script.layout))
+    return job
 
 
 def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = False) -> JobScript:

@@ -13,7 +13,7 @@ from grappe.sites import sbatch, sinfo, slurm
 from grappe.sites.layout import Layout, ResourceRequest, fit, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
-from grappe.verbs.submission import AUTO, ON_CPU, SCRIPT, SPREAD, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.submit.submission import AUTO, ON_CPU, SCRIPT, SPREAD, TRAIN, TUNE, JobOptions, Submission
 
 OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor")
 """Fields of JobOptions that say what a job's script does."""

@@ -9,8 +9,7 @@ import pytest
 
 from grappe import engines
 from grappe.errors import UsageError
-from grappe.verbs.packages.needed import PackageRequests, prepare, requirements
-from grappe.verbs.packages.resolve import Wheelhouse
+from grappe.verbs.submit.packages import PackageRequests, Wheelhouse, prepare, requirements
 
 HOUSE = Wheelhouse(modules=(), wheels=None, on_modules=False, site="here")
 

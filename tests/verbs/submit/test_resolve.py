@@ -9,7 +9,7 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.sites.wheel import own_wheel
-from grappe.verbs.packages.resolve import Unresolvable, Wheelhouse, resolve
+from grappe.verbs.submit.packages import Unresolvable, Wheelhouse, resolve
 from tests.wheelhouse import wheel, wheelhouse
 
 

@@ -1,0 +1,452 @@
+"""Packages of a job: what its imports need, resolved against the cluster's wheelhouse by pip before anything is queued.
+
+A Python file's imports are read from its text: nothing of the file is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from grappe import tasks
+from grappe.errors import UsageError
+from grappe.launch import command
+from grappe.plan import Plan
+from grappe.sites.environment import MADE_ON_NODES, Packages, packages
+from grappe.sites.schema import Site
+from grappe.sites.wheel import own_wheel, packed
+from grappe.training.run import Run
+from grappe.verbs.submit.submission import TPE, Submission
+
+PIP_SECONDS = 300.0
+MOST_MISSING = 40
+MISSING = re.compile(
+    r"Could not find a version that satisfies the requirement (?P<what>.+?)"
+    r"(?: \(from (?!versions)(?P<by>[^)]*)\))? \(from versions: (?P<versions>[^)]*)\)"
+)
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+VERSION = re.compile(r"(?:===?|>=|~=|<=)\s*([\w.+!-]+)")
+# Words stay words: modules are loaded by their names, and what follows is started as it is.
+WITH_MODULES = """\
+command -v module >/dev/null || exit 97
+count=$1; shift
+module purge && module load "${@:1:count}" || exit 98
+shift "$count"
+exec "$@\""""
+NO_MODULES, NO_SUCH_MODULE = 97, 98
+TOO_OLD = ("no such option: --dry-run", "no such option: --report", "No module named pip")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wheelhouse:
+    """Source of packages on a cluster."""
+
+    modules: tuple[str, ...]
+    wheels: Path | None
+    on_modules: bool
+    """Whether the environment stands on top of what the modules hold, and lacks only the rest."""
+    site: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MissingPackage:
+    """A package that the wheelhouse lacks."""
+
+    what: str
+    """With the versions that would do."""
+    by: str
+    """The package that needs it; "": the user's own request."""
+    versions: str
+    """Those that there are; "": none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The packages to install, each with its version."""
+
+    requirements: list[str]
+    python: str
+
+
+class Unresolvable(Exception):
+    """Nothing can be resolved on this machine; the message says why."""
+
+
+def resolve(
+    wheel: tuple[str, bytes], extras: Sequence[str], requirements: Sequence[str], house: Wheelhouse
+) -> Resolved:
+    """Resolves the versions that pip would install on a node.
+
+    Args:
+        wheel: grappe's own; what it needs is needed.
+        requirements: what else is, each as pip writes it, or `-r FILE`.
+
+    Raises:
+        UsageError: packages are missing, all named with what to do, or they do not fit each other.
+        Unresolvable: this machine has no modules, or an old pip.
+    """
+    with tempfile.TemporaryDirectory(prefix="grappe-packages-") as name:
+        folder = Path(name)
+        (folder / wheel[0]).write_bytes(wheel[1])
+        own = f"{folder / wheel[0]}[{','.join(extras)}]" if extras else str(folder / wheel[0])
+        missing: list[MissingPackage] = []
+        while True:
+            output = _pip(folder, [own, *requirements], house)
+            if output is None:
+                break
+            match = MISSING.search(output)
+            package = match and MissingPackage(
+                what=match["what"], by=match["by"] or "", versions=_versions(match["versions"])
+            )
+            if (
+                package is None
+                or len(missing) == MOST_MISSING
+                or package.what in {other.what for other in missing}
+            ):
+                if not missing:
+                    raise UsageError(f"these packages do not fit each other (pip):\n{_words(output, folder)}")
+                break
+            missing.append(package)
+            if not _stand_in(folder, package.what):
+                break
+        if missing:
+            raise UsageError(_message(missing, house))
+        return _report(folder)
+
+
+def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None:
+    """Returns pip's error message; None if pip would install the packages."""
+    python = "python" if house.modules else sys.executable
+    words = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--no-index", "--no-cache-dir"]
+    words += ["--disable-pip-version-check", "--no-input", "--report", str(folder / "report.json")]
+    words += ["--find-links", str(folder)]
+    if house.wheels is not None:
+        words += ["--find-links", str(house.wheels)]
+    if not house.on_modules:
+        words.append("--ignore-installed")
+    for requirement in requirements:
+        words += requirement.split(" ", 1) if requirement.startswith("-r ") else [requirement]
+    if house.modules:
+        words = ["bash", "-c", WITH_MODULES, "bash", str(len(house.modules)), *house.modules, *words]
+    # As in the job: neither the user's own packages nor those of another Python.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        command.run(*words, seconds=PIP_SECONDS, environment={**clean, "PYTHONNOUSERSITE": "1"})
+    except command.Failed as error:
+        output = str(error)
+        if error.code == NO_MODULES:
+            raise Unresolvable(
+                f"there are no modules on this machine ({house.site}'s login node has)"
+            ) from None
+        if error.code == NO_SUCH_MODULE:
+            raise UsageError(
+                f"--modules {','.join(house.modules)}: {output.removeprefix('bash: ')}\n  module avail lists them"
+            ) from None
+        for why in TOO_OLD:
+            if why in output:
+                raise Unresolvable(f"pip of {python} is too old ({why})") from None
+        return output
+    return None
+
+
+def _stand_in(folder: Path, what: str) -> bool:
+    """Replaces a missing package by an empty one, so that pip names the next one; returns whether it could."""
+    name, *_ = NAME.findall(what)
+    needs: list[str] = []
+    version = match[1] if (match := VERSION.search(what)) else "0"
+    try:
+        here = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    else:
+        needs = [requirement for requirement in here.requires or () if "extra ==" not in requirement]
+        version = here.version.partition("+")[0] if "==" not in what else version
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {requirement}\n" for requirement in needs)
+    file, content = packed(re.sub(r"[-_.]+", "_", name), version, {"METADATA": metadata}, {})
+    if (folder / file).exists():
+        return False
+    (folder / file).write_bytes(content)
+    return True
+
+
+def _versions(text: str) -> str:
+    return "" if text == "none" else text
+
+
+def _words(output: str, folder: Path) -> str:
+    lines = [line.partition("ERROR: ")[2] or line for line in output.replace(f"{folder}/", "").splitlines()]
+    return "\n".join(f"  {line}" for line in lines if line.strip() and "[notice]" not in line)
+
+
+def _message(missing: Sequence[MissingPackage], house: Wheelhouse) -> str:
+    count = f"{len(missing)} packages" if len(missing) > 1 else "a package"
+    where = f"{house.site} ({', '.join(house.modules)})" if house.modules else house.site
+    lines = [f"the wheels of {where} lack {count}, and nothing was submitted:"]
+    for package in missing:
+        needed = f", which {package.by} needs" if package.by else ""
+        lines.append(f"  {package.what}{needed}: there is {package.versions or 'none'}")
+    names = " ".join(shlex.quote(package.what.replace(" ", "")) for package in missing)
+    folder = shlex.quote(str(house.wheels or "wheels"))
+    lines += [
+        f"Fetch them once, where there is internet (the login node, often), and submit again with --wheels {folder}:",
+        f"  python -m pip download --no-deps --dest {folder} {names}",
+    ]
+    if any(package.versions for package in missing):
+        lines.append("Or take a version that is there (--with NAME==VERSION), or other --modules.")
+    return "\n".join(lines)
+
+
+def _report(folder: Path) -> Resolved:
+    report = json.loads((folder / "report.json").read_text())
+    packages = [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in report["install"]]
+    machine = report["environment"]
+    return Resolved(
+        requirements=sorted(f"{name}=={version}" for name, version in packages if name != "grappe"),
+        python=f"{machine['python_full_version']} {machine['platform_machine']}",
+    )
+
+
+# Modules whose package has another name, for those that are not installed here.
+RENAMED = {
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+OPTIONAL = {"ImportError", "ModuleNotFoundError", "Exception"}
+
+
+def packages_of_task(reference: str) -> list[str]:
+    """Returns the packages that a task's file and its neighbours import, sorted."""
+    place, colon, _ = reference.partition(":")
+    if place.endswith(".py"):
+        return packages_of_file(Path(place))
+    if "." in place or colon:
+        return _of_module(place)
+    return packages_of_file(Path(tasks.__path__[0]) / f"{place}.py")
+
+
+def packages_of_file(file: Path) -> list[str]:
+    """Returns the packages that a file imports, and those of imported neighbours; sorted."""
+    places = [file.resolve().parent, Path.cwd()]
+    seen: set[Path] = set()
+    packages: set[str] = set()
+    waiting = [file.resolve()]
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for name in imported(current):
+            near = _beside(name, places)
+            waiting += near
+            top = name.partition(".")[0]
+            if not near and top not in sys.stdlib_module_names and top != "grappe":
+                packages.add(package_of(top))
+    return sorted(packages)
+
+
+def package_of(module: str) -> str:
+    """Returns the package of a top-level module: as installed here, or by its usual name."""
+    distributions = importlib.metadata.packages_distributions().get(module)
+    return distributions[0] if distributions else RENAMED.get(module, module)
+
+
+def imported(file: Path) -> list[str]:
+    """Returns the modules that a file imports and cannot do without; relative imports are left out.
+
+    A file that is no Python is left to whoever runs it.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return []
+    return list(_names(tree.body))
+
+
+def _names(body: list[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
+            yield statement.module
+        elif isinstance(statement, ast.Try) and any(map(_forgives, statement.handlers)):
+            yield from _names([*statement.orelse, *statement.finalbody])
+        elif not (isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)):
+            inner = (part for _, part in ast.iter_fields(statement) if isinstance(part, list))
+            for part in inner:
+                yield from _names([statement for statement in part if isinstance(statement, ast.stmt)])
+                for case in part:
+                    if isinstance(case, ast.ExceptHandler | ast.match_case):
+                        yield from _names(case.body)
+
+
+def _forgives(handler: ast.ExceptHandler) -> bool:
+    """Returns whether the file goes on without the module."""
+    if any(isinstance(statement, ast.Raise) for statement in handler.body):
+        return False
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or (isinstance(kind, ast.Name) and kind.id in OPTIONAL) for kind in kinds)
+
+
+def _beside(name: str, places: list[Path]) -> list[Path]:
+    """Returns the files of a module that lies beside the task's file."""
+    parts = name.split(".")
+    for place in places:
+        for depth in range(len(parts), 0, -1):
+            path = place.joinpath(*parts[:depth])
+            files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+            if files:
+                return files
+            if path.is_dir() and depth == 1:
+                return sorted(path.glob("*.py"))
+    return []
+
+
+def _of_module(name: str) -> list[str]:
+    near = _beside(name, [Path.cwd()])
+    if near:
+        return sorted({package for file in near for package in packages_of_file(file)})
+    return [package_of(name.partition(".")[0])]
+
+
+REQUIREMENT = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*)(\[[\w.,-]+\])?((===?|~=|!=|<=?|>=?)[\w.*+!-]+(,(===?|~=|!=|<=?|>=?)[\w.*+!-]+)*)?",
+    re.ASCII,
+)
+SEPARATORS = re.compile(r"[-_.]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackageRequests:
+    """The parts of a job that need packages."""
+
+    task: str | None = None
+    """A task's reference."""
+    script: Path | None = None
+    """A Python script of the user's own."""
+    features: tuple[str, ...] = ()
+    """Engines and loggers: names of extras, where they have packages of their own."""
+    requested: tuple[str, ...] = ()
+    file: Path | None = None
+
+
+def prepare(needs: PackageRequests, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages, str]:
+    """Returns the packages of a job's environment, and the reason why they are not resolved; "" if they are.
+
+    Args:
+        ask_pip: resolve them against the wheelhouse.
+
+    Raises:
+        UsageError: a request is malformed, or the wheelhouse lacks packages.
+    """
+    wheel = own_wheel()
+    extras = sorted({feature for feature in needs.features if feature in _extras()})
+    lines = requirements(needs)
+    why = "the script is only shown"
+    if ask_pip:
+        try:
+            resolved = resolve(wheel, extras, lines, house)
+        except Unresolvable as error:
+            why = str(error)
+        else:
+            depends = [resolved.python, *house.modules, str(house.on_modules)]
+            return packages(wheel, resolved.requirements, depends, locked=True), ""
+    loose = [*_own(extras), *lines]
+    depends = [*house.modules, str(house.on_modules)]
+    return packages(wheel, loose, depends, locked=False), why
+
+
+def requirements(needs: PackageRequests) -> list[str]:
+    """Lists the requirements besides grappe and its extras; a request of the user replaces an import's package.
+
+    Raises:
+        UsageError: a request is malformed, or its file is missing.
+    """
+    for requirement in needs.requested:
+        if not REQUIREMENT.fullmatch(requirement):
+            raise UsageError(
+                f"--with {requirement}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'"
+            )
+    read = packages_of_task(needs.task) if needs.task else []
+    read += packages_of_file(needs.script) if needs.script else []
+    asked = {_plain(requirement) for requirement in needs.requested}
+    own = {_plain(requirement) for requirement in _own(())} | {"grappe"}
+    lines = [requirement for requirement in dict.fromkeys(read) if _plain(requirement) not in asked | own]
+    lines += needs.requested
+    if needs.file is not None:
+        if not needs.file.is_file():
+            raise UsageError(f"--requirements={needs.file}: there is no such file")
+        lines.append(f"-r {needs.file.absolute()}")
+    return lines
+
+
+def _extras() -> Sequence[str]:
+    return importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ()
+
+
+def _own(extras: Iterable[str]) -> list[str]:
+    """Returns the requirements in grappe's metadata, with those of these extras."""
+    lines = importlib.metadata.requires("grappe") or []
+    conditions = [f"extra == {quote}{extra}{quote}" for extra in extras for quote in "'\""]
+    return [
+        text.strip()
+        for text, _, marker in (line.partition(";") for line in lines)
+        if not marker or any(condition in marker for condition in conditions)
+    ]
+
+
+def _plain(requirement: str) -> str:
+    """Returns a package's name in the form that pip compares."""
+    match = REQUIREMENT.match(requirement.replace(" ", ""))
+    return SEPARATORS.sub("-", match["name"]).lower() if match else requirement
+
+
+def job_packages(
+    submission: Submission, site: Site, plan: Plan, *, show: bool
+) -> tuple[Packages | None, str]:
+    """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked."""
+    job, kind = submission.job, submission.job.env or site.job.environment
+    if kind not in MADE_ON_NODES:
+        for name, value in (("with", job.with_), ("requirements", job.requirements)):
+            if value:
+                raise UsageError(
+                    f"--{name} is for an environment that is made on the nodes: add --env virtualenv (or module). "
+                    f"This job's is '{kind}': install it there"
+                )
+        return None, ""
+    if job.wheels is not None and not show and not job.wheels.is_dir():
+        raise UsageError(f"--wheels={job.wheels}: there is no such folder")
+    house = Wheelhouse(
+        modules=job.modules or site.job.modules,
+        wheels=job.wheels and job.wheels.absolute(),
+        on_modules=kind == "module",
+        site=site.name,
+    )
+    needs = PackageRequests(
+        task=submission.task or _task_of_run(submission.run),
+        script=submission.script,
+        features=(plan.engine, *submission.loggers, *(["tune"] if submission.sampler == TPE else [])),
+        requested=job.with_,
+        file=job.requirements,
+    )
+    return prepare(needs, house, ask_pip=not show)
+
+
+def _task_of_run(run: Path | None) -> str | None:
+    """Returns the name of the task that a run was trained on, unless it was made in a notebook."""
+    name = Run(run).read_description().get("task") if run is not None else None
+    return str(name) if name is not None and not str(name).startswith("__main__") else None
