@@ -74,7 +74,7 @@ _LAZY = {
     "Watcher": "grappe.training.watchers.base",
     "train": "grappe.verbs.train",
     "evaluate": "grappe.verbs.evaluate",
-    "predict": "grappe.verbs.predict",
+    "predict": "grappe.verbs.predict.predict",
     "load": "grappe.verbs.load",
     "load_models": "grappe.verbs.load",
     "tune": "grappe.verbs.tune.tune",

@@ -21,7 +21,7 @@ from grappe import sites
 from grappe.checkpoint.initial import take_over
 from grappe.data.formats import cifar10_binary, cifar10_python, mnist
 from grappe.sites.script import render
-from grappe.verbs import predict
+from grappe.verbs.predict import predict
 from grappe.verbs.sites import listing as site_listing
 from tests.checkpoint import test_foreign as foreign
 from tests.faults import test_fuzz as fuzzer

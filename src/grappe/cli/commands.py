@@ -127,9 +127,9 @@ def predict(
     trained: Trained = False,
 ) -> int:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
-    from grappe.verbs import predict as verb
-    from grappe.verbs.prediction_files import save
-    from grappe.verbs.prediction_pictures import files_of
+    from grappe.verbs.predict import predict as verb
+    from grappe.verbs.predict.inputs import files_of
+    from grappe.verbs.predict.predict import save
 
     files = files_of([inputs, *pictures] if pictures else inputs)
     taken: list[str] = []

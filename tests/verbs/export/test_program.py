@@ -21,7 +21,7 @@ from grappe.tasks.digits import Digits
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
 from grappe.verbs.export.proof import TOLERANCE
-from grappe.verbs.predict import predict
+from grappe.verbs.predict.predict import predict
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
 from tests.verbs.export.tasks import Tied

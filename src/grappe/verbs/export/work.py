@@ -26,8 +26,8 @@ from grappe.verbs.export.layers import Writer, located
 from grappe.verbs.export.program import Program, output_names, program_of
 from grappe.verbs.export.proof import Differs, Proof, Runner, prove
 from grappe.verbs.export.samples import TYPES, Samples
-from grappe.verbs.predict import predict
-from grappe.verbs.prediction_inputs import batch_size
+from grappe.verbs.predict.inputs import batch_size
+from grappe.verbs.predict.predict import predict
 
 Format = Literal["program", "safetensors", "transformers", "onnx", "torchscript"]
 SPLIT = "validation"

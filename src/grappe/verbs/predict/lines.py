@@ -24,16 +24,16 @@ BATCH = 256
 PART = 1 << 20  # bytes that are read at a time
 LONGEST = 1 << 26  # bytes of a line
 EXACT = 1 << 53  # up to which a float tells whole numbers apart
-WHOLE = "biu"  # NumPy's kinds of whole numbers
+INTEGERS = "biu"  # NumPy's kinds of whole numbers
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """A stream of bytes."""
 
     def read1(self, size: int, /) -> bytes: ...
 
 
-def opened(file: Path) -> Stream:
+def opened(file: Path) -> ByteStream:
     """Opens a file of JSON lines, or the standard input for "-".
 
     Raises:
@@ -42,11 +42,7 @@ def opened(file: Path) -> Stream:
     if str(file) == STDIN:
         try:
             return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
-        except (
-            AttributeError,
-            ValueError,
-            OSError,
-        ) as error:  # None where it is closed; without a number in a notebook
+        except (AttributeError, ValueError, OSError) as error:  # closed: it is None; in a notebook: no number
             raise DataError(
                 "there is no standard input here to read lines from: give a file of them"
             ) from error
@@ -58,7 +54,7 @@ def opened(file: Path) -> Stream:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def batches(stream: Stream, name: str, example: Any) -> Iterator[tuple[Any, int]]:
+def batches(stream: ByteStream, name: str, example: Any) -> Iterator[tuple[Any, int]]:
     """Yields inputs of the model, and their number of samples: of the lines that are there, by shape.
 
     Args:
@@ -83,12 +79,12 @@ def batches(stream: Stream, name: str, example: Any) -> Iterator[tuple[Any, int]
             yield _stacked(waiting, example), len(waiting)
 
 
-def _parts(stream: Stream, name: str) -> Iterator[list[bytes]]:
-    """Yields the lines that are there, whole ones only, until the stream ends."""
+def _parts(stream: ByteStream, name: str) -> Iterator[list[bytes]]:
+    """Yields the lines that are there, complete ones only, until the stream ends."""
     rest = bytearray()
     while part := stream.read1(PART):
-        whole, newline, begun = part.rpartition(b"\n")
-        rest += whole if newline else part
+        complete, newline, begun = part.rpartition(b"\n")
+        rest += complete if newline else part
         if len(rest) > LONGEST:
             raise DataError(f"{name}: a line is longer than {LONGEST >> 20} MiB: give one sample a line")
         if newline:
@@ -104,26 +100,26 @@ def _sample(line: bytes, example: Any, place: str) -> list[np.ndarray]:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: it is no JSON: {printable(error, 200)}") from None
-    found: list[np.ndarray] = []
-    _collect(value, example, place, found)
-    return found
+    arrays: list[np.ndarray] = []
+    _collect(value, example, place, arrays)
+    return arrays
 
 
-def _collect(value: Any, example: Any, place: str, found: list[np.ndarray]) -> None:
+def _collect(value: Any, example: Any, place: str, arrays: list[np.ndarray]) -> None:
     if isinstance(example, Tensor):
-        found.append(_array(value, example, place))
+        arrays.append(_array(value, example, place))
     elif isinstance(example, dict):
         if not isinstance(value, dict) or set(value) != set(example):
             raise DataError(
                 f"{place}: give an object with {', '.join(map(str, example))}, as the model's inputs have"
             )
         for key, inner in example.items():
-            _collect(value[key], inner, f"{place}, {key}", found)
+            _collect(value[key], inner, f"{place}, {key}", arrays)
     elif isinstance(example, list | tuple):
         if not isinstance(value, list) or len(value) != len(example):
             raise DataError(f"{place}: give a list of {len(example)}, as the model's inputs have")
-        for one, inner in zip(value, example, strict=True):
-            _collect(one, inner, place, found)
+        for part, inner in zip(value, example, strict=True):
+            _collect(part, inner, place, arrays)
     else:
         raise DataError(
             f"the model's inputs hold a {type(example).__name__}, which JSON lines cannot give: predict a split, or "
@@ -141,13 +137,13 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
         array = np.array(value)
     except ValueError:  # rows of several lengths
         array = np.array(None)
-    whole = not example.is_floating_point()
-    if whole and array.dtype.kind == "f" and _is_whole(array):
+    integers = not example.is_floating_point()
+    if integers and array.dtype.kind == "f" and _is_whole(array):
         array = array.astype(np.int64)  # 1.0
-    if array.dtype.kind not in (WHOLE if whole else f"{WHOLE}f"):
-        what = "whole numbers" if whole else "numbers"
+    if array.dtype.kind not in (INTEGERS if integers else f"{INTEGERS}f"):
+        what = "whole numbers" if integers else "numbers"
         raise DataError(f"{place}: give {what}, in nested lists of one length, as the model's inputs are")
-    if whole and array.size:
+    if integers and array.size:
         bounds = (
             (0, 1)
             if example.dtype == torch.bool

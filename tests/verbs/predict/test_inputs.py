@@ -22,9 +22,8 @@ from grappe.data import CentreCrop, Images
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.tasks.digits import Digits
 from grappe.training.run import Run
-from grappe.verbs import prediction_lines
-from grappe.verbs.predict import predict
-from grappe.verbs.prediction_files import save
+from grappe.verbs.predict import lines
+from grappe.verbs.predict.predict import predict, save
 from tests.commands import GRAPPE
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
@@ -182,22 +181,22 @@ class Both(NamedTuple):
 
 def test_types_are_the_tasks_whatever_a_line_says() -> None:
     example = Both(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
-    ((found, count),) = prediction_lines.batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
+    ((found, count),) = lines.batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
     assert isinstance(found, Both) and count == 1
     assert (
         found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
     )
     for number in ("1.5", "1e300", "Infinity", "NaN"):
         with pytest.raises(DataError, match="give whole numbers"):
-            list(prediction_lines.batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
+            list(lines.batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
 
 
 def test_what_lines_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="complex numbers"):
-        list(prediction_lines.batches(Trickle(b"[1]", 10), "-", torch.zeros(1, 1, dtype=torch.complex64)))
+        list(lines.batches(Trickle(b"[1]", 10), "-", torch.zeros(1, 1, dtype=torch.complex64)))
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(DataError, match="there is no standard input"):
-        prediction_lines.opened(Path("-"))
+        lines.opened(Path("-"))
 
 
 def test_validation_data_that_cannot_be_read_name_the_line(
@@ -206,7 +205,7 @@ def test_validation_data_that_cannot_be_read_name_the_line(
     lines = write(tmp_path / "a.jsonl", [[1, 2, 3, 4]])
     given("plain", lines)
     monkeypatch.setattr(Plain, "data", lambda *_: Broken(range(29)))
-    with pytest.raises(TaskError, match=r"Plain failed.*no such sample.*test_prediction_inputs\.py"):
+    with pytest.raises(TaskError, match=r"Plain failed.*no such sample.*test_inputs\.py"):
         given("plain", lines)
 
 
@@ -225,16 +224,16 @@ class Trickle(io.RawIOBase):
 def test_lines_in_any_pieces(size: int) -> None:
     content = b"".join(b"[%d, 1]\n" % number for number in range(600)) + b"[600, 1]"
     example = torch.zeros(1, 2)
-    found = list(prediction_lines.batches(Trickle(content, size), "-", example))
+    found = list(lines.batches(Trickle(content, size), "-", example))
     assert sum(count for _, count in found) == 601
-    assert max(count for _, count in found) <= prediction_lines.BATCH
+    assert max(count for _, count in found) <= lines.BATCH
     assert torch.cat([batch for batch, _ in found])[:, 0].tolist() == list(range(601))
 
 
 def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction_lines, "LONGEST", 100)
+    monkeypatch.setattr(lines, "LONGEST", 100)
     with pytest.raises(DataError, match="a line is longer than"):
-        list(prediction_lines.batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
+        list(lines.batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
 
 
 def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> None:
@@ -249,7 +248,7 @@ def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> No
         str(folder),
     ]
     paths = [
-        str(Path(__file__).parents[2]),
+        str(Path(__file__).parents[3]),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]  # of this file's imports
     child = subprocess.Popen(
@@ -320,7 +319,7 @@ def test_pictures_that_cannot_be_taken(given, folder: Path, tmp_path: Path) -> N
     ]:
         with pytest.raises(DataError, match=told):
             given("digits", tmp_path / name)
-    with pytest.raises(DataError, match="data say not how a picture becomes a sample"):
+    with pytest.raises(DataError, match="data do not say how a picture becomes a sample"):
         given("plain", tmp_path / "large.png")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="there is no picture in this folder"):
@@ -370,9 +369,9 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from grappe.verbs.predict import predict
-from grappe.verbs.prediction_files import save
-from tests.verbs.test_prediction_inputs import TASKS
+from grappe.verbs.predict.predict import predict
+from grappe.verbs.predict.predict import save
+from tests.verbs.predict.test_inputs import TASKS
 
 name, run, inputs, folder = sys.argv[1:]
 found = predict(run, inputs, task=TASKS[name], data=folder)
@@ -402,7 +401,7 @@ def test_files_larger_than_the_memory(kind: str, name: str, runs, folder: Path) 
                 stream.write(padded)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, name, str(runs(name).folder), str(file), str(folder)],
-        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=Path(__file__).parents[2],
+        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     file.unlink()

@@ -1,4 +1,4 @@
-"""grappe predict: computes a run's predictions, one per sample."""
+"""grappe predict: computes a run's predictions, one per sample, and writes them to .npy and .npz files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ from grappe.verbs.load import data_of, load
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+import contextlib
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from grappe.errors import UsageError
 
 
 def predict(
@@ -47,12 +59,10 @@ def predict(
         UsageError: `inputs` is none of these.
         TaskError: the output has not a row for each sample.
     """
-    import numpy as np
-    import torch
 
     from grappe.data.batch import SampleIds
     from grappe.data.rand_like import inside
-    from grappe.verbs.prediction_inputs import source_of
+    from grappe.verbs.predict.inputs import source_of
 
     run = run if isinstance(run, Run) else Run(run)
     source = source_of(inputs)
@@ -65,10 +75,10 @@ def predict(
     while True:
         # Left before each yield: else gradients would be off in the code that asks for the predictions.
         with torch.no_grad(), naming_user_line(made):
-            found = next(batches, None)
-            if found is None:
+            entry = next(batches, None)
+            if entry is None:
                 return
-            batch, count = found
+            batch, count = entry
             with inside(SampleIds(made.seed, -1, np.arange(done, done + count))):
                 output = made.prediction(_output(made, model, batch))
             cut = list(rows(output, count, type(made).__name__))
@@ -77,7 +87,6 @@ def predict(
 
 
 def _output(task: Task, model: nn.Module, batch: Any) -> Any:
-    import torch
 
     from grappe.private_api.torch import tree_map
 
@@ -99,7 +108,6 @@ def _plain_tensor(value: Any) -> Any:
     Raises:
         TaskError: the tensor is nested or sparse.
     """
-    import torch
 
     if not isinstance(value, torch.Tensor):
         return value
@@ -125,13 +133,12 @@ def rows(batch: Any, count: int, name: str) -> Iterator[Any]:
 
 
 def _is_cuttable(batch: list[Any], count: int) -> bool:
-    import torch
 
     from grappe.private_api.torch import tree_leaves
 
     leaves = tree_leaves(batch)
     return bool(leaves) and all(
-        isinstance(one, torch.Tensor) and one.dim() and len(one) == count for one in leaves
+        isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count for leaf in leaves
     )
 
 
@@ -145,11 +152,11 @@ def _row(value: Any, row: int, count: int, name: str) -> Any:
             )
         return value[row]
     if isinstance(value, Mapping):
-        return {key: _row(one, row, count, name) for key, one in value.items()}
+        return {key: _row(part, row, count, name) for key, part in value.items()}
     if isinstance(value, list) and len(value) == count and not _is_cuttable(value, count):
         return value[row]
     if isinstance(value, tuple | list):
-        return [_row(one, row, count, name) for one in value]
+        return [_row(part, row, count, name) for part in value]
     return value  # a number or word of the whole batch
 
 
@@ -161,9 +168,9 @@ def as_json(prediction: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
         if getattr(value, "is_meta", False):
             raise TaskError(
@@ -181,9 +188,103 @@ def _plain(value: Any) -> Any:
 def _finite(value: Any) -> Any:
     """Replaces what JSON has no word for: a number that is not finite by None, a complex one by a pair."""
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(number) for number in value]
     if isinstance(value, complex):
         return [_finite(value.real), _finite(value.imag)]
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value
+
+
+SUFFIXES = (".npy", ".npz")
+
+
+def save(file: Path, predictions: Iterable[Any]) -> None:
+    """Writes predictions [N, ...]: to a .npy file where each is a tensor, to a .npz file where each is a dict.
+
+    The file appears once all are written; in memory is one row at a time. A name of another ending gets
+    .npy, as numpy.save's does; of a link what it leads to is written.
+
+    Raises:
+        DataError: there is none.
+        UsageError: they are neither, or of several shapes; or `file` is a folder, or in none.
+    """
+    target = (file if file.suffix in SUFFIXES else Path(f"{file}.npy")).resolve()
+    if file.is_dir() or target.is_dir():
+        raise UsageError(f"--out {file}: it is a folder: give a file in it, as {file}/predictions.npy")
+    if not target.parent.is_dir():
+        raise UsageError(f"--out {file}: there is no folder {target.parent}")
+    remaining = iter(predictions)
+    first = next(remaining, None)
+    if first is None:
+        raise DataError(f"--out {file}: there is no sample")
+    names = tuple(first) if isinstance(first, dict) else ("",)
+    if names != ("",) and file.suffix != ".npz":
+        raise UsageError(f"--out {file}: predictions have {', '.join(names)}: give a file that ends in .npz")
+    with tempfile.TemporaryDirectory(prefix=".grappe-predict-", dir=target.parent) as folder:
+        parts = {name: Path(folder) / f"{number}.npy" for number, name in enumerate(names)}
+        with contextlib.ExitStack() as stack:
+            columns = {name: _Column(stack.enter_context(part.open("wb"))) for name, part in parts.items()}
+            _write(first, columns, file)
+            for row in remaining:
+                _write(row, columns, file)
+            for column in columns.values():
+                column.finish()
+        made = parts[""] if names == ("",) and file.suffix != ".npz" else _zipped(parts, Path(folder))
+        made.replace(target)
+
+
+class _Column:
+    """An .npy file that is written by row; its header is written again once the number of rows is known."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._rows = stream, 0
+        self._kind: tuple[np.dtype, tuple[int, ...]] | None = None
+
+    def append(self, row: Any) -> None:
+        """Writes a row.
+
+        Raises:
+            TypeError, ValueError: it is no array of numbers of the first row's type and shape.
+        """
+        tensor = torch.as_tensor(row)
+        array = (
+            tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        ).numpy()  # NumPy has no bfloat16
+        if self._kind is None:
+            self._kind = array.dtype, array.shape
+            self._header()
+        if (array.dtype, array.shape) != self._kind:
+            raise ValueError(f"{array.dtype} {list(array.shape)} after {self._kind[0]} {list(self._kind[1])}")
+        self._stream.write(array.tobytes())
+        self._rows += 1
+
+    def finish(self) -> None:
+        """Writes the header with the number of rows."""
+        self._stream.seek(0)
+        self._header()
+
+    def _header(self) -> None:
+        assert self._kind is not None
+        kind, shape = self._kind
+        # Its length is one for any number of rows: NumPy leaves room for their digits.
+        header = {"descr": kind.str, "fortran_order": False, "shape": (self._rows, *shape)}
+        np.lib.format.write_array_header_1_0(self._stream, header)
+
+
+def _write(row: Any, columns: dict[str, _Column], file: Path) -> None:
+    try:
+        for name, column in columns.items():
+            column.append(row[name] if name else row)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise UsageError(
+            f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out away, and "
+            "keep the lines of JSON"
+        ) from error
+
+
+def _zipped(parts: dict[str, Path], folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "all.npz", "w") as archive:
+        for name, part in parts.items():
+            archive.write(part, f"{name or 'output'}.npy")
+    return folder / "all.npz"

@@ -15,8 +15,8 @@ from torch import nn
 
 from grappe.errors import DataError, TaskError
 from grappe.training.run import Run
-from grappe.verbs import predict as verb
-from grappe.verbs.prediction_files import save
+from grappe.verbs.predict import predict as verb
+from grappe.verbs.predict.predict import save
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 

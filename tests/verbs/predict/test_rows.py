@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from grappe.errors import TaskError, UsageError
-from grappe.verbs.predict import as_json, rows
-from grappe.verbs.prediction_files import save
+from grappe.verbs.predict.predict import as_json, rows, save
 
 A, B = torch.arange(6.0).view(3, 2), torch.arange(3)
 

@@ -1,0 +1,1 @@
+"""grappe predict: a run's predictions."""
