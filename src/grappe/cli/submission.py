@@ -11,7 +11,8 @@ from cyclopts import App, CycloptsError
 from grappe.cli.exit import usage_error
 from grappe.errors import UsageError
 from grappe.training.options import Options
-from grappe.verbs.submit.submission import SCRIPT, TPE, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.submit.submission import SCRIPT, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.tune.study import SearchOptions
 
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
@@ -64,6 +65,7 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
     values: dict[str, Any] = bound.arguments
     plans = values.get("plan") or ""
     data, options = values.get("data"), values.get("options")
+    search: SearchOptions = values.get("search") or SearchOptions()
     if words[0] == TUNE and getattr(values.get("job"), "site", None) is not None:
         raise UsageError(
             "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
@@ -81,8 +83,8 @@ def _command(words: list[str], job: JobOptions, app: App) -> Submission:
         run=values.get("run"),
         epochs_done=values.get("epochs_done") or 0,
         data=str(data) if data is not None else None,
-        parallel=values.get("parallel", 1),
-        sampler=values.get("sampler", TPE) if words[0] == TUNE else "",
+        parallel=search.parallel,
+        sampler=search.sampler if words[0] == TUNE else "",
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),
