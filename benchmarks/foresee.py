@@ -30,7 +30,7 @@ from grappe.foresight.sketch import Sketch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
-from grappe.training.evaluation import Evaluation
+from grappe.training.loop import Training
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
@@ -98,7 +98,7 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     """
     count_all_threads()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler, noting(Evaluation, "run", EVALUATION), noting(Snapshots, "take", SAVE):
+    with profiler, noting(Training, "_evaluate", EVALUATION), noting(Snapshots, "take", SAVE):
         result = train_worker(request, process, rendezvous_folder)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"

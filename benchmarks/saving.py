@@ -133,10 +133,10 @@ def grappe(steps: int, folder: Path, clock: Clock) -> None:
     from grappe import Arrays, Task
     from grappe.launch.world import ProcessRank
     from grappe.plan import as_plan
+    from grappe.training.loop import Training
     from grappe.training.options import Options
     from grappe.training.request import Request
     from grappe.training.task_reference import TaskReference
-    from grappe.training.training import Training
     from grappe.training.worker import worker
 
     class Wide(Task):

@@ -32,7 +32,7 @@ COMMON = {
 GRAPPE = {
     "backward": ("grappe.engines.native.whole:backward",),
     "feed": (
-        "grappe.training.training:Training._timed.__next__",
+        "grappe.training.loop:Training._timed.__next__",
         "grappe.data.loader:BatchLoader._microbatch",
     ),
     "ledger": ("grappe.data.order:SampleOrder.ids",),
@@ -54,7 +54,10 @@ GRAPPE = {
         "grappe.step.reduction:PiggybackReduction.sums",
     ),
     "read the sums": ("grappe.step.reduction:Sums.read",),
-    "after's own": ("grappe.training.training:Training.after", "grappe.training.training:Training._settle"),
+    "after's own": (
+        "grappe.training.loop:Training.after",
+        "grappe.training.loop:Training._read_previous_step",
+    ),
     "console": ("grappe.training.watchers.console:Console.stepped",),
     "console: draw": ("grappe.training.watchers.console:Console._refresh",),
     "curves": ("grappe.training.watchers.curves:Curves.stepped",),

@@ -14,10 +14,10 @@ from benchmarks.tiny_task import TinyTask
 from grappe.launch.rank import ProcessRank
 from grappe.plan import as_plan
 from grappe.step.result import StepResult
+from grappe.training.loop import Training
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
-from grappe.training.training import Training
 from grappe.training.worker import worker
 
 NEVER = 10**9
@@ -58,7 +58,7 @@ def with_behind_each_step(tick: Callable[[], bool]) -> None:
         if tick():
             # The others' turns are no step of ours: as one, they would bring forward what is drawn and
             # written every so many seconds, out of the steps that are timed.
-            self.chronometer.begin()
+            self.session.clock.begin()
         return stop
 
     Training.after = paced  # type: ignore[method-assign]

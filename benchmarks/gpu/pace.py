@@ -16,10 +16,10 @@ from benchmarks.gpu.training import plan_on
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.step.result import StepResult
+from grappe.training.loop import Training
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
-from grappe.training.training import Training
 from grappe.training.worker import worker
 
 

@@ -25,10 +25,10 @@ from grappe.plan import Plan
 from grappe.step.result import StepResult
 from grappe.task import Task
 from grappe.training import worker as verb
+from grappe.training.loop import Training
 from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
-from grappe.training.training import Training
 from tests.faults.trace import Recorder, recording
 from tests.parity.tasks import Images
 
@@ -98,7 +98,7 @@ def part(
             mine = (happenings or {}).get((process.rank, step))
             if step == dies_at or any(at == step for _, at in happenings or ()):
                 # Else it were chance what is saved by then.
-                self.saving.wait()
+                self.wait_for_save()
             if mine is not None:
                 mine()
             if step == dies_at:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from grappe import engines
 from grappe.checkpoint.foreign_training import Begin
@@ -14,8 +17,10 @@ from grappe.checkpoint.model_weights import ModelWeights
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
-from grappe.data.prepare import prepare
+from grappe.data.order import SampleOrder
+from grappe.data.prepare import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.rand_like import inside
+from grappe.data.workers import explaining_ended_workers
 from grappe.engines.base import EngineSetup
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
@@ -25,6 +30,7 @@ from grappe.launch.preload import import_quietly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
+from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer, waits_counted
 from grappe.profiling.memory import keep_freed_memory, resident
 from grappe.step.noise_scale import NoiseScale
@@ -33,27 +39,22 @@ from grappe.step.observers import Observers
 from grappe.step.training_scores import TrainingScores
 from grappe.task import Task, overrides
 from grappe.training.average import WeightAverage
-from grappe.training.datasets import Data, loaders, read
-from grappe.training.evaluation import Evaluation
-from grappe.training.facts import note_optimizer, start_facts
 from grappe.training.first_step import naming_overwritten
-from grappe.training.gradients import GradientsHook
 from grappe.training.headspace import headspace
+from grappe.training.loop import Session, Training
 from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
 from grappe.training.out_of_memory import Short, advised, explained
-from grappe.training.reporting import announce, report, reporting
+from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
 from grappe.training.sample_log import SampleLog
-from grappe.training.saving import Saving, resume
-from grappe.training.training import Training
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.noise import NoiseWatcher
-from grappe.training.watchers.watcher_list import WatcherList
+from grappe.training.watchers.watcher_list import GradientsHook, WatcherList
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
@@ -68,7 +69,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
         short = error
     if request.options.steps_only:  # a measurement, which tries what fits
         raise OutOfMemory(str(short))
-    # Here nothing keeps the training's memory any more.
+    # Outside `except`, so that no traceback keeps the training's tensors alive.
     raise advised(short, request.task.resolve(), request.plan, request.data) from None
 
 
@@ -81,7 +82,9 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     stop_signal = StopSignal(options.time_limit)
     stop_signal.install()  # not while the others are waited for: there is nothing to save yet
     engine_class = engines.check(plan)
-    task = _task(request)
+    task = request.task.resolve()
+    if options.noise_scale:
+        refuse_noise_scale(task, plan)
     own_watchers = find.make(request.watchers) if world.rank == 0 else []
     prepare(task, request.data, world)
     data = read(task, request.data, world)
@@ -90,15 +93,15 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         if process.launcher == "grappe":
             log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
-        memory, baseline = explained(process.rank), _resident_before_model(task, options)
-        chronometer = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        loading = loaders(task, data, plan, world, opened, None if options.steps_only else chronometer)
-        watched = waits_counted(chronometer)
+        memory = explained(process.rank)
+        baseline = _resident_before_model(task, options)
+        clock = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
+        loading = loaders(task, data, plan, world, opened, None if options.steps_only else clock)
         with (
             naming_user_line(task),
             memory as first_use,
-            chronometer,
-            watched,
+            clock,
+            waits_counted(clock),
             inside(None),
             loading as (batches, validation),
         ):
@@ -106,10 +109,11 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             if terminal is not None:
                 announce(terminal, task, info, plan, opened, world)
 
-            batches.phase = chronometer.switch
+            batches.phase = clock.switch
             tensors = opened.checkpoint.read_tensors()
             average = WeightAverage(task.ema)
-            _settle_heap(request)
+            if options.steps_only:
+                _set_heap_limits(plan)
 
             example = batches.example()
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
@@ -124,9 +128,9 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     total_steps=info.total_steps,
                     stop_requested=stop_signal.flag,
                     observers=Observers(
-                        phase=[chronometer.switch, *([noise.on_phase] if noise else ())],
+                        phase=[clock.switch, *([noise.on_phase] if noise else ())],
                         optimizer=[
-                            chronometer.on_optimizer,
+                            clock.on_optimizer,
                             average.watch,
                             functools.partial(note_optimizer, facts),
                             *([noise.on_optimizer] if noise else ()),
@@ -145,7 +149,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
 
             meter = Meter(
                 world,
-                chronometer,
+                clock,
                 per_device=plan.per_device,
                 began=began,
                 baseline=baseline,
@@ -159,63 +163,49 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     meter,
                     sample_log,
                     *own_watchers,
-                    *_also(request, chronometer),
+                    *_with_clock(request.also, clock),
                 ]
             )
-            watchdog = Watchdog(
-                rank=world.rank,
-                size=world.size,
-                folder=info.folder / "logs",
-                token=opened.token,
-                limit=options.stall_limit,
-                end=functools.partial(end_now, rendezvous_folder, process),
-                phase=lambda: chronometer.phase,
-                writing=lambda: terminal is not None and terminal.writing,
-            )
-            saver = Saver(
-                opened.run.checkpoints,
-                world,
-                opened.token,
-                Keep(last=options.keep),
-                opened.check_lease,
-                run=info.description.get("id", ""),
-            )
-            saving = Saving(engine, saver, info, options, watchers, chronometer, stop_signal, average)
-            evaluation = Evaluation(
-                engine,
-                sample_log.logged(validation, "evaluation"),
-                info,
-                options,
-                watchers,
-                chronometer,
-                watchdog,
-                average,
-                training_scores,
-                task,
-            )
-            if info.start:
-                resume(engine, evaluation, info, opened.checkpoint, tensors, average)
-
-            training = Training(
-                engine=engine,
-                loader=sample_log.logged(batches, "step"),
+            session = Session(
+                task=task,
+                options=options,
                 info=info,
                 world=world,
-                evaluation=evaluation,
-                saving=saving,
+                engine=engine,
+                batches=sample_log.logged(batches, "step"),
+                validation=sample_log.logged(validation, "evaluation"),
+                clock=clock,
                 watchers=watchers,
-                chronometer=chronometer,
-                watchdog=watchdog,
+                watchdog=Watchdog(
+                    rank=world.rank,
+                    size=world.size,
+                    folder=info.folder / "logs",
+                    token=opened.token,
+                    limit=options.stall_limit,
+                    end=functools.partial(end_now, rendezvous_folder, process),
+                    phase=lambda: clock.phase,
+                    writing=lambda: terminal is not None and terminal.writing,
+                ),
                 stop_signal=stop_signal,
+                saver=Saver(
+                    opened.run.checkpoints,
+                    world,
+                    opened.token,
+                    Keep(last=options.keep),
+                    opened.check_lease,
+                    run=info.description.get("id", ""),
+                ),
                 average=average,
                 training_scores=training_scores,
-                print_every=options.print_every,
-                headspace=lambda timing: headspace(
+                loading_cost=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.sources.tuned
                 ),
                 first_use=first_use,
             )
-            hook = GradientsHook(watchers, lambda: training.step, chronometer)
+            training = Training(session)
+            if info.start:
+                training.resume(opened.checkpoint, tensors)
+            hook = GradientsHook(watchers, lambda: training.step, clock)
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
@@ -226,14 +216,6 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
 
 
-def _also(request: Request, chronometer: Chronometer) -> tuple[Watcher, ...]:
-    """Returns the request's watchers for every process, with the clock for those that read it."""
-    for watcher in request.also:
-        if isinstance(watcher, ClockWatcher):
-            watcher.chronometer = chronometer
-    return request.also
-
-
 def _resident_before_model(task: Task, options: Options) -> int:
     """Returns the bytes of this process, with the library of metrics: 145 MB that are no part of what a model takes."""
     if not options.steps_only and overrides(task, "metrics"):
@@ -241,24 +223,77 @@ def _resident_before_model(task: Task, options: Options) -> int:
     return resident()
 
 
-def _settle_heap(request: Request) -> None:
-    """Leaves the heap of a bare training as others have it, by the evaluation that they try before their first step."""
-    if request.options.steps_only and not request.plan.saves_memory:
+def _set_heap_limits(plan: Plan) -> None:
+    """Sets glibc's limits as the first evaluation of a training does: without one, steps would be slower."""
+    if not plan.saves_memory:
         with keep_freed_memory():
             pass
 
 
-def _task(request: Request) -> Task:
-    task = request.task.resolve()
-    if request.options.noise_scale:
-        refuse_noise_scale(task, request.plan)
-    return task
+def _with_clock(watchers: tuple[Watcher, ...], clock: Chronometer) -> tuple[Watcher, ...]:
+    for watcher in watchers:
+        if isinstance(watcher, ClockWatcher):
+            watcher.chronometer = clock
+    return watchers
+
+
+class Data(NamedTuple):
+    """The task's datasets."""
+
+    train: Any
+    validation: Any
+    order: SampleOrder
+    """Of the training samples."""
+
+
+def read(task: Task, folder: Path, world: World) -> Data:
+    """Makes the task's datasets, and the order of its training samples. Collective."""
+    train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
+    refuse_differing_lengths(world, {"training": len(train), "validation": len(validation)})
+    with naming_user_line(task):
+        order = loader.training_order(task, train)
+    return Data(train=train, validation=validation, order=order)
+
+
+@contextlib.contextmanager
+def loaders(
+    task: Task, data: Data, plan: Plan, world: World, opened: Opened, chronometer: Chronometer | None
+) -> Iterator[tuple[loader.BatchLoader, loader.BatchLoader]]:
+    """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
+    batches = loader.training_loader(task, data.train, plan, world, data.order)
+    validation = loader.evaluation_loader(task, data.validation, plan, world)
+
+    def chosen(loading: Mapping[str, Any]) -> None:
+        if world.rank == 0:
+            opened.check_lease()
+            with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
+                opened.run.describe(loading=dict(loading))
+
+    if chronometer is not None and batches.loading is not None:
+        batches.sources.tune(chronometer.spent, opened.run.read_description().get("loading"), chosen)
+        validation.sources.like = batches.sources
+    try:
+        with explaining_ended_workers():
+            yield batches, validation
+    finally:
+        batches.sources.close()
+        validation.sources.close()
 
 
 def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
     drawn = data.order.sampling if world.rank == 0 else None
     with naming_user_line(task):
         dataset = fingerprint(data.train) if world.rank == 0 else ""
+    begin = None
+    if request.weights is not None:
+        begin = Begin(
+            source=request.weights,
+            with_optimizer=request.with_optimizer,
+            epochs_done=request.epochs_done,
+            epochs=task.epochs,
+            steps_per_epoch=data.order.steps_per_epoch,
+            engine=request.plan.engine,
+        )
     return OpenRequest(
         name=request.task.name,
         task=task,
@@ -266,22 +301,9 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
         folder=request.run,
         base=request.base,
         data=request.data,
-        begin=_begin(request, task, data),
+        begin=begin,
         dataset=dataset,
         sampling="" if drawn is None else drawn.fingerprint,
-    )
-
-
-def _begin(request: Request, task: Task, data: Data) -> Begin | None:
-    if request.weights is None:
-        return None
-    return Begin(
-        source=request.weights,
-        with_optimizer=request.with_optimizer,
-        epochs_done=request.epochs_done,
-        epochs=task.epochs,
-        steps_per_epoch=data.order.steps_per_epoch,
-        engine=request.plan.engine,
     )
 
 
@@ -311,7 +333,7 @@ def _run_info(
 
 
 def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:
-    """Makes the meter of the noise scale: on process 0 alone, whose slices are as good as others'."""
+    """Creates the meter of the noise scale on process 0 only: one process's slices suffice for the estimate."""
     if not options.noise_scale or world.rank:
         return None
     return NoiseScale(

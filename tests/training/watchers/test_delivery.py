@@ -9,7 +9,7 @@ import pytest
 from grappe.errors import DivergedError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.training import training
+from grappe.training import loop
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.run import Run
@@ -67,7 +67,7 @@ def train(folder: Path, watcher: Watcher, task: Images | None = None, **options:
 def test_every_step_comes_in_order_and_before_what_follows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Calls], seconds: float
 ) -> None:
-    monkeypatch.setattr(training, "DELIVERY_SECONDS", seconds)
+    monkeypatch.setattr(loop, "DELIVERY_SECONDS", seconds)
     calls = kind()
     train(tmp_path / "run", calls, evaluate_every=2, save_every=4, steps=5)
     assert calls.found == [
@@ -82,7 +82,7 @@ def test_every_step_comes_in_order_and_before_what_follows_it(
 def test_after_an_error_watchers_have_seen_every_step_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "DELIVERY_SECONDS", 1e9)
+    monkeypatch.setattr(loop, "DELIVERY_SECONDS", 1e9)
     calls = Calls()
     with pytest.raises(DivergedError) as error:
         train(tmp_path / "run", calls, Poisoned(epochs=2, batch_size=2))

@@ -15,7 +15,7 @@ from grappe.launch.world import World, cores
 from grappe.profiling import energy, memory
 from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.scores import Scores
-from grappe.training.facts import device_name
+from grappe.training.reporting import device_name
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.words import host_name
 

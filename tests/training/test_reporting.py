@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grappe.training.facts import lines
+from grappe.training.reporting import lines
 from grappe.training.run import Run
 from tests.training.test_training import train
 

@@ -1,0 +1,405 @@
+"""The loop of a training: steps, evaluations, saves and watchers, until the last step or a stop.
+
+Numbers of a step are read one step late, when the device has computed them, so that no step waits for its loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from grappe.checkpoint.format import Checkpoint
+from grappe.checkpoint.saver import SAMPLES, Saver
+from grappe.checkpoint.weights import Weights
+from grappe.data.batch import Batch
+from grappe.data.loader import BatchLoader
+from grappe.engines.base import Engine, SavedState
+from grappe.errors import DivergedError, GrappeError, RunError, TaskError
+from grappe.errors.user_code import is_users, sentence
+from grappe.launch.signals import StopSignal
+from grappe.launch.world import World
+from grappe.profiling import memory, phases
+from grappe.profiling.chronometer import Chronometer, StepTimes
+from grappe.step.host_copy import HostCopy
+from grappe.step.result import StepResult
+from grappe.step.scores import Scores
+from grappe.step.training_scores import Slice, TrainingScores
+from grappe.task import Task
+from grappe.training.average import WeightAverage
+from grappe.training.first_step import refusing_late_parameters
+from grappe.training.headspace import Headspace
+from grappe.training.options import Options
+from grappe.training.run import Run
+from grappe.training.sample_log import LoggedLoader
+from grappe.training.watchdog import Watchdog
+from grappe.training.watchers.base import Outcome, Record, RunInfo
+from grappe.training.watchers.watcher_list import WatcherList
+
+DELIVERY_SECONDS = 0.1  # quick steps are given to the watchers in groups: a step pays for none of them then
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """One start of a training in one process: its parts, made before the first step."""
+
+    task: Task
+    options: Options
+    info: RunInfo
+    world: World
+    engine: Engine
+    batches: BatchLoader | LoggedLoader
+    """The training batches."""
+    validation: BatchLoader | LoggedLoader
+    clock: Chronometer
+    watchers: WatcherList
+    watchdog: Watchdog
+    stop_signal: StopSignal
+    saver: Saver
+    average: WeightAverage
+    training_scores: TrainingScores
+    loading_cost: Callable[[StepTimes], Headspace]
+    """Computes what waiting for samples has cost. Collective."""
+    first_use: Callable[[], AbstractContextManager[None]]
+    """Context of the first evaluation, which measures the memory that libraries keep."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Progress:
+    """What a training has reached, as far as each checkpoint stores it beside the engine's state."""
+
+    best_loss: float = math.inf
+    since_best: int = 0
+    """Evaluations since the one with the lowest loss."""
+    evaluation_pending: bool = False
+    """Whether a signal came before the evaluation that was due: it is made when the training resumes."""
+    scores: Scores | None = None
+    """Of the last evaluation of this start."""
+    evaluated_step: int = -1
+
+    def note(self, step: int, scores: Scores) -> None:
+        """Notes the evaluation after `step`."""
+        self.scores, self.evaluated_step = scores, step
+        if scores.loss < self.best_loss:
+            self.best_loss, self.since_best = scores.loss, 0
+        else:
+            self.since_best += 1
+
+    def as_json(self, step: int) -> dict[str, Any]:
+        """Returns JSON for the checkpoint of `step`."""
+        best = self.best_loss if math.isfinite(self.best_loss) else None
+        return {
+            "patience": {"best": best, "since": self.since_best},
+            "evaluation_owed": self.evaluation_pending,
+            "validation_loss": self.scores.loss if self.scores and self.evaluated_step == step else None,
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Restores a checkpoint's JSON."""
+        saved = values.get("patience", {})
+        best = saved.get("best")
+        self.best_loss, self.since_best = (
+            math.inf if best is None else float(best),
+            int(saved.get("since", 0)),
+        )
+        self.evaluation_pending = values.get("evaluation_owed") is True
+
+
+class Pending(NamedTuple):
+    """A step whose numbers are still on the device."""
+
+    result: StepResult
+    seconds: float
+    count: HostCopy | None
+    """The loss's divisor, if it is on the device: the number of counted targets."""
+    norm: HostCopy | None
+    scores: Slice | None
+    """Of training batches, if they are shown after this step."""
+
+
+class Training:
+    """The loop over a session's steps, the same for every engine."""
+
+    def __init__(self, session: Session) -> None:
+        options, info = session.options, session.info
+        self.session = session
+        self.progress = Progress()
+        self.step = info.start
+        """Optimizer steps done, in earlier starts too."""
+        self._evaluates = not options.steps_only
+        self._evaluate_every = options.evaluations_every(info.steps_per_epoch) or math.inf
+        self._save_every = options.saves_every(info.steps_per_epoch) or math.inf
+        self._print_every = options.print_every or math.inf
+        self._pending: Pending | None = None
+        self._undelivered: list[Record] = []  # not yet given to the watchers
+        self._undelivered_seconds = 0.0
+        self._delivery_seconds = 0.0 if session.watchers.prompt else DELIVERY_SECONDS
+        self._stop: str | None = None
+        self._saved_step = -1
+
+    def resume(self, checkpoint: Checkpoint, tensors: Weights) -> None:
+        """Resumes from the checkpoint whose weights the engine was made with. Collective.
+
+        Args:
+            tensors: the checkpoint's tensors; the engine has the model's already, which are not read again.
+
+        Raises:
+            RunError: the checkpoint verifies, but has content that no training of grappe wrote.
+        """
+        session, info = self.session, self.session.info
+        values = checkpoint.read_values()
+        here = samples_seen(info, checkpoint.step)
+        if values.get(SAMPLES, here) != here:
+            raise RunError(
+                f"{checkpoint.folder} was saved behind {values[SAMPLES]} samples, and step {checkpoint.step} of this "
+                f"training is behind {here}: it is not where it belongs. Start a new run from its weights: "
+                f"--from {info.folder}"
+            )
+        try:
+            saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
+            # The optimizer's state means something to the engine that saved it only.
+            same_engine = values.get("engine_name") == info.engine
+            session.engine.restore(saved if same_engine else saved.weights_only())
+            self.progress.restore(values)
+            session.average.restore(tensors)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise RunError(
+                f"{checkpoint.folder} verifies, but its state is not one that a training can go on from "
+                f"({type(error).__name__}: {error}). Start a new run from its weights: --from {info.folder}"
+            ) from error
+
+    def run(self) -> Outcome:
+        """Trains until the last step, or until a signal, a limit or patience stops it. Collective.
+
+        Raises:
+            DivergedError: the loss is not a number any more.
+        """
+        session, clock, engine = self.session, self.session.clock, self.session.engine
+        start = session.info.start
+        session.watchers.started(session.info)
+        clock.begin()
+        session.watchdog.start(start)
+        outcome = None
+        try:
+            if self.progress.evaluation_pending:
+                self._evaluate(start)
+            elif not start:
+                with session.first_use():
+                    self._rehearse_evaluation()
+            self._take_steps()
+            clock.finish()
+            self._read_previous_step()
+            self._notify_watchers()
+            self._commit_last_save()
+            timing = clock.timing()
+            outcome = Outcome(
+                status=self._stop or ("finished" if self.step >= session.info.total_steps else "paused"),
+                step=self.step,
+                scores=self.progress.scores,
+                peaks=session.world.gather({**memory.peak(session.world.device), **clock.held}),
+                timing=timing,
+                headspace=session.loading_cost(timing),
+                remarks=engine.remarks(),
+            )
+        finally:
+            session.watchdog.stop()
+            session.saver.close()
+            try:
+                self._notify_watchers()
+            finally:
+                session.watchers.ended(outcome)
+        return outcome
+
+    def _take_steps(self) -> None:
+        engine, info = self.session.engine, self.session.info
+        batches = self._timed(self.session.batches.batches(info.start, info.last_step))
+        if engine.owns_loop:
+            engine.train(batches, self.after)
+            return
+        for batch in batches:
+            result = engine.step(batch)
+            if self.after(result):
+                return
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields the same batches; the wait for each counts as data, the time after it as forward."""
+        switch = self.session.clock.switch
+        switch(phases.DATA)
+        for batch in batches:
+            switch(phases.FORWARD)
+            yield batch
+            switch(phases.DATA)
+        switch(phases.WATCHING)
+
+    def after(self, result: StepResult) -> bool:
+        """Evaluates, saves and reports after a step; returns True when the training should stop."""
+        session = self.session
+        seconds = session.clock.end_step()
+        self._read_previous_step()
+        if session.average.kept and not result.skipped:
+            session.average.update()
+        batch, norm = result.batch, result.norm
+        count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
+        self.step = session.watchdog.step = step = batch.step + 1
+        scores = None if step % self._print_every else session.training_scores.copied()
+        self._pending = Pending(result, seconds, count, None if norm is None else HostCopy(norm), scores)
+        session.watchdog.marks += 1
+        last = step == session.info.last_step and self._evaluates
+        evaluate = last or not step % self._evaluate_every
+        save = last or not step % self._save_every
+        if not (evaluate or save or self._stop is not None):
+            return False
+        self._read_previous_step()
+        self._notify_watchers()
+        # A signal does not wait for an evaluation: it stays pending, and is made when the training resumes.
+        self.progress.evaluation_pending = evaluate and self._stop is not None
+        if evaluate and not self.progress.evaluation_pending:
+            self._evaluate(step)
+        if save or self._stop is not None:
+            self._save(step)
+        return self._stop is not None
+
+    def _read_previous_step(self) -> None:
+        """Reads the numbers of the step before: one step late, when the device has computed them."""
+        if self._pending is None:
+            return
+        (result, seconds, count, norm, scores), self._pending = self._pending, None
+        batch, info, watchdog = result.batch, self.session.info, self.session.watchdog
+        watchdog.waiting = True
+        total, flag = result.sums.read()
+        metrics = {} if scores is None else self.session.training_scores.so_far(scores)
+        watchdog.waiting = False
+        step, epoch = batch.step, batch.epoch
+        loss = total / float(batch.count if count is None else count.read())
+        within = (step % info.steps_per_epoch + 1) * info.batch_size
+        samples = epoch * info.samples + min(within, info.samples)
+        size = None if norm is None else float(norm.read())
+        # By position, as names take a microsecond.
+        # A schedule of NumPy's numbers makes the rate one of them, which JSON does not know.
+        rate = float(result.lr)
+        record = Record(step + 1, epoch, samples, loss, rate, seconds, size, result.skipped, flag, metrics)
+        if not (math.isfinite(loss) or record.skipped):
+            order = self.session.batches.order
+            ids = order.samples(order.ids(epoch, step % info.steps_per_epoch))
+            shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
+            raise DivergedError(
+                f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step} (sample ids {shown}). "
+                "No checkpoint was overwritten: the last one is from an earlier step. "
+                "Try a lower lr, clip=1, or look at those samples"
+            )
+        self._undelivered.append(record)
+        self._undelivered_seconds += seconds
+        if self._undelivered_seconds > self._delivery_seconds:
+            self._notify_watchers()
+        if flag > 0 and self._stop is None:
+            self._stop = "interrupted"
+
+    def _notify_watchers(self) -> None:
+        """Passes to the watchers the steps that they have not seen."""
+        if not self._undelivered:
+            return
+        records, self._undelivered, self._undelivered_seconds = self._undelivered, [], 0.0
+        self.session.stop_signal.reserve(step=max(record.seconds for record in records))
+        self.session.watchers.stepped(records)
+
+    def _evaluate(self, step: int) -> None:
+        """Evaluates after `step`; stops the training when patience is exhausted. Collective."""
+        session = self.session
+        order = session.validation.order
+        batches = session.watchdog.counted(session.validation.batches(0, order.steps_per_epoch))
+        weights = session.engine.evaluated_weights()
+        with session.clock.during(phases.EVALUATION), weights, session.average.in_place():
+            scores = session.engine.evaluate(batches, order.length)
+            scores = session.training_scores.joined(scores)
+        self.progress.note(step, scores)
+        session.watchers.evaluated(step, scores)
+        patience = session.options.patience
+        if patience is not None and self.progress.since_best >= patience:  # the same on every process
+            self._stop = "stopped"
+
+    def _rehearse_evaluation(self) -> None:
+        """Evaluates one batch and forgets it, so that an error of evaluation alone shows now. Collective.
+
+        Raises:
+            TaskError: something in the task fails in evaluation.
+        """
+        if not self._evaluates:
+            return
+        session = self.session
+        order = session.validation.order
+        batches = session.watchdog.counted(session.validation.rehearsed())
+        try:
+            with session.clock.during(phases.EVALUATION), refusing_late_parameters():
+                session.engine.evaluate(batches, min(order.batch_size, order.length))
+        except Exception as error:
+            if isinstance(error, GrappeError) or not is_users(error):
+                raise  # what a task's part must give is said without where it was seen first
+            raise TaskError(
+                f"evaluation fails (one batch of it is tried before the first step): {sentence(error, session.task)}"
+            ) from error
+
+    def _save(self, step: int) -> None:
+        """Saves the state after `step`, unless it is saved already; mostly in the background. Collective.
+
+        Raises:
+            RunError: the save before this one failed, with `stop_on_failed_save`.
+        """
+        if step == self._saved_step:
+            return
+        session, info = self.session, self.session.info
+        began = time.perf_counter()
+        with session.clock.during(phases.CHECKPOINT):
+            session.watchers.saving(step)
+            state = session.engine.state()
+            values: dict[str, Any] = {
+                "engine_name": info.engine,
+                "engine": dict(state.values),
+                **self.progress.as_json(step),
+                SAMPLES: samples_seen(info, step),
+            }
+            averages, stream = session.average.tensors(), state.stream
+            if stream is not None and averages:
+                engines = stream
+                stream = lambda: itertools.chain(engines(), averages.items())  # noqa: E731
+            problem = session.saver.save(step, {**state.tensors, **averages}, state.local, values, stream)
+            self._saved_step = step
+            self._report_failed_save(problem)
+        session.stop_signal.reserve(saving=time.perf_counter() - began)
+
+    def wait_for_save(self) -> None:
+        """Waits for the running save, if there is one. Collective.
+
+        Raises:
+            RunError: the save failed, with `stop_on_failed_save`.
+        """
+        self._report_failed_save(self.session.saver.wait())
+
+    def _report_failed_save(self, problem: str | None) -> None:
+        if problem is None:
+            return
+        folder = self.session.info.folder
+        if not Run.is_run(folder):
+            raise RunError(
+                f"{problem}. The run's folder {folder} is gone or was moved, so nothing can be "
+                "saved any more: if it was moved, move it back, and start again"
+            )
+        if self.session.options.stop_on_failed_save:
+            raise RunError(f"{problem}. The checkpoint before it is whole")
+        self.session.watchers.failed_to_save(problem)
+
+    def _commit_last_save(self) -> None:
+        """Waits until the last save is committed, so that the end of a training loses nothing. Collective."""
+        with self.session.clock.during(phases.CHECKPOINT):
+            problem = self.session.saver.wait()
+        if problem is not None:
+            raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
+
+
+def samples_seen(info: RunInfo, step: int) -> int:
+    """Returns the position in the data behind `step`: training samples seen, over all epochs."""
+    epoch, within = divmod(step, info.steps_per_epoch)
+    return epoch * info.samples + within * info.batch_size
