@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grappe.sites.wheel import packed
+from grappe.sites.environment import packed
 
 NAME = re.compile(r"[\w.-]+")
 SEPARATORS = re.compile(r"[-_.]+")

@@ -20,8 +20,7 @@ from grappe.cli.help import TranslatedHelp
 from grappe.errors.remedies import REMEDIES
 from grappe.language import catalogue_of
 from grappe.plan import Plan
-from grappe.verbs.catalogue import support
-from grappe.verbs.sites import described_facts
+from grappe.verbs.catalogue import described_facts, support
 
 DOCS = Path(__file__).parents[1]
 LISTED = ("commands/index.md", "plan/index.md", "docs/api.md", "sites/index.md", "errors.md")

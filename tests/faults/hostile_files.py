@@ -21,8 +21,8 @@ from grappe import sites
 from grappe.checkpoint.initial import take_over
 from grappe.data.formats import cifar10_binary, cifar10_python, mnist
 from grappe.sites.script import render
+from grappe.verbs.catalogue import site_list
 from grappe.verbs.predict import predict
-from grappe.verbs.sites import listing as site_listing
 from tests.checkpoint import test_foreign as foreign
 from tests.faults import test_fuzz as fuzzer
 from tests.faults.fuzz import ESCAPES, FILES, KINDS, damage
@@ -124,7 +124,7 @@ def site_files(rng: random.Random, honest: Path, place: Path) -> Iterator[Callab
     (folder / "mine.toml").write_bytes(content)
     if rng.random() < 0.5:
         _damage(rng, folder / "mine.toml")
-    yield lambda: fuzzer.printed(site_listing())
+    yield lambda: fuzzer.printed(site_list())
     yield lambda: render(fuzzer._with(sites.find("mine")))
 
 

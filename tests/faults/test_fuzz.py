@@ -36,11 +36,10 @@ from grappe.sites.script import render
 from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import evaluate, follow, logs, predict, prune, runs
+from grappe.verbs.catalogue import site_facts, site_list
 from grappe.verbs.curves import write_csv
 from grappe.verbs.load import choose, load
 from grappe.verbs.report.gather import gather, html
-from grappe.verbs.sites import facts
-from grappe.verbs.sites import listing as site_listing
 from grappe.verbs.submit.submission import JobOptions
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
 from tests.parity.tasks import Images
@@ -415,10 +414,10 @@ def test_sites(changes: dict[str, Any], extra: bytes) -> None:
             with contextlib.suppress(ValueError):  # integers of thousands of digits
                 lines.append(f"{key} = {toml(value)}")
         (folder / "mine.toml").write_bytes("\n".join(lines).encode(errors="surrogateescape") + extra)
-        printed(site_listing())
+        printed(site_list())
         with contextlib.suppress(GrappeError):
             mine = sites.find("mine")
-            printed(facts("mine"))
+            printed(site_facts("mine"))
             text = render(_with(mine))
             expected = render(script(sites.find("narval"), "1-node"))
             assert text.isprintable() or text.replace("\n", "").isprintable()

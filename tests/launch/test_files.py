@@ -61,7 +61,7 @@ ELSEWHERE = {
     "profiling/energy.py": "/sys/class/powercap",
     "profiling/memory.py": "/proc",
     "sites/__init__.py": "site files of the installation and the user",
-    "sites/wheel.py": "the installation's own files",
+    "sites/environment.py": "the installation's own files",
     "slurm.py": "lists runs and their logs, to name them",
     "tasks/__init__.py": "the task's file that the user names",
     "tasks/pysource.py": "the user's data sets",

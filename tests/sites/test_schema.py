@@ -13,7 +13,7 @@ from grappe import sites
 from grappe.errors import UsageError
 from grappe.launch.safe_console import SafeConsole
 from grappe.sites.script import render
-from grappe.verbs.sites import listing
+from grappe.verbs.catalogue import site_list
 from tests.sites.golden import script
 
 GOOD = """title = "Mine"
@@ -134,7 +134,7 @@ def test_what_is_no_file_is_not_waited_for(own: Path, kind: str) -> None:
     with pytest.raises(UsageError, match=r"mine\.toml (is no regular file|cannot be read)"):
         sites.find("mine")
     stream = io.StringIO()
-    SafeConsole(stream, width=300).print(listing())
+    SafeConsole(stream, width=300).print(site_list())
     assert "narval" in stream.getvalue()
     assert "cannot be used: " in stream.getvalue()
     assert sites.current({"CC_CLUSTER": "narval"}) == "narval"

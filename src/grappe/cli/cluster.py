@@ -163,9 +163,9 @@ def cancel(*runs: RunFolder) -> int:
 
 def sites(name: Annotated[str | None, Parameter(help="A site, to show all its facts.")] = None, /) -> int:
     """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
-    from grappe.verbs.sites import facts, listing
+    from grappe.verbs.catalogue import site_facts, site_list
 
-    show(facts(name) if name else listing())
+    show(site_facts(name) if name else site_list())
     return EXIT_OK
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
 from grappe.launch import files
-from grappe.launch.failure import lost_another
 from grappe.launch.files import IN_PART
+from grappe.launch.local_process import lost_another
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.words import host_name
 

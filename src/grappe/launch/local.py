@@ -20,8 +20,7 @@ from typing import Any
 import cloudpickle
 
 from grappe.errors import TaskError
-from grappe.launch.failure import explanation
-from grappe.launch.local_process import NAME, LocalProcess, without_main
+from grappe.launch.local_process import NAME, LocalProcess, explanation, without_main
 from grappe.launch.openmp import sleeping_threads
 from grappe.launch.orphan import parent_pipe_in_environment
 from grappe.launch.rank import ProcessRank

@@ -1,20 +1,22 @@
-"""Renders the batch script of a job: a pure function of the submission and of the site."""
+"""Renders the batch script of a job: a pure function of the submission and of the site.
+
+The bash parts that are the same in every script, and the quoting of words for a shell, stand at the end.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.plan import Plan
 from grappe.sites import environment
-from grappe.sites import script_parts as parts
 from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
-from grappe.sites.quoting import command_words, expanded, literal
 from grappe.sites.sbatch import merged
 from grappe.sites.schema import GPUS, MODULE, Site
 
@@ -88,9 +90,9 @@ def render(script: Script) -> str:
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
         f"run={shlex.quote(str(script.run))}",
-        parts.FINISHED + (parts.CHAINED if script.chain else parts.FRESH),
+        FINISHED + (CHAINED if script.chain else FRESH),
         _environment(script),
-        parts.STEPS,
+        STEPS,
         _command(script),
         _steps(script),
         _over(script),
@@ -101,10 +103,10 @@ def render(script: Script) -> str:
 def _over(script: Script) -> str:
     """Renders the requeueing at the end; after a kill only what resumes is requeued."""
     if script.chain:
-        part = parts.CHAIN_END if script.resumes else parts.CHAIN_END_SAVED
+        part = CHAIN_END if script.resumes else CHAIN_END_SAVED
         return part.format(chain=script.chain)
-    again = parts.AGAIN if script.resumes else parts.AGAIN_SAVED
-    return again + parts.REQUEUE.format(restarts=script.restarts)
+    again = AGAIN if script.resumes else AGAIN_SAVED
+    return again + REQUEUE.format(restarts=script.restarts)
 
 
 def notice(seconds: int) -> int:
@@ -266,22 +268,20 @@ def _steps(script: Script) -> str:
         steps.insert(0, "meet")
     if script.doctor:
         task = ' "${task[@]}"' if script.task else ""
-        steps.insert(0, parts.DOCTOR.format(task=task))
+        steps.insert(0, DOCTOR.format(task=task))
     text = ""
     if script.own_script:
         words = " ".join(map(expanded, script.arguments))
-        text = parts.MEET + parts.START.format(
-            torchrun=parts.TORCHRUN if script.torchrun else "", words=words
-        )
+        text = MEET + START.format(torchrun=TORCHRUN if script.torchrun else "", words=words)
     if once := _once(script):
-        text += parts.ONCE.format(body="\n".join(once))
-        steps.insert(0, parts.ON_EACH_NODE)
+        text += ONCE.format(body="\n".join(once))
+        steps.insert(0, ON_EACH_NODE)
     text += " &&\n    ".join(steps) + "\ncode=$?\n"
     if script.own_script:
-        text += parts.FIRST
+        text += FIRST
     if not script.training:
-        text += parts.IS_DONE
-    return text + '[ ! -e "$run/done" ] || end 0\n' + parts.FAILED
+        text += IS_DONE
+    return text + '[ ! -e "$run/done" ] || end 0\n' + FAILED
 
 
 def _once(script: Script) -> list[str]:
@@ -325,3 +325,219 @@ def _command(script: Script) -> str:
         words += ['--run "$run"', "--data", data]
     lines.append(f'command=("${{grappe[@]}}" {" ".join(words)})')
     return "\n".join(lines)
+
+
+FINISHED = """\
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+export GRAPPE_FAILURE=$run/logs/job-$job.failed
+
+# A finished run ends at once, however often it is started.
+if [ -e "$run/done" ]; then
+    echo "$run is finished: nothing to do"
+    rm -f "$run/logs/job-$job.end" # it may be a link of somebody else's
+    echo 0 > "$run/logs/job-$job.end"
+    exit 0
+fi"""
+
+FRESH = """
+rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why\""""
+
+CHAINED = """
+# A chain whose job failed by itself is over.
+if [ -e "$run/logs/job-$job.failed" ]; then
+    echo "an earlier job of this chain failed: nothing to do"
+    exit "$(cat "$run/logs/job-$job.failed")"
+fi
+# The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
+while [ -e "$run/lease.json" ] && [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
+    sleep 5
+done"""
+
+STEPS = """\
+# srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
+# USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
+# TERM comes when Slurm ends the job: there is a moment left to save.
+told=0 ended=0 step=
+# shellcheck disable=SC2317
+pass_on() {
+    told=1
+    [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
+}
+trap pass_on USR2
+trap 'ended=1; pass_on' TERM
+
+# bash runs a trap only between commands, so srun runs behind it; a wait that a signal ended begins again.
+run_step() {
+    [ "$told" = 0 ] || return 75
+    srun "$@" &
+    step=$!
+    while :; do
+        wait "$step"
+        kill -0 "$step" 2>/dev/null || break
+    done
+    wait "$step"
+    code=$?
+    step=
+    return "$code"
+}
+
+# Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
+end() {
+    [ "$ended" = 1 ] || { rm -f "$run/logs/job-$job.end" && echo "$1" > "$run/logs/job-$job.end"; }
+    exit "$1"
+}"""
+
+ONCE = """\
+# Once on every node, on its local scratch.
+read -r -d '' once <<'END'
+set -u
+{body}
+END
+"""
+
+ON_EACH_NODE = """\
+run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once\""""
+
+# What is wrong with these nodes is said now, in seconds.
+DOCTOR = (
+    "run_step --kill-on-bad-exit=1 --wait=60 "
+    '"${{grappe[@]}}" doctor{task} --job --plan "$plan" --folder "$run"'
+)
+
+FAILED = """\
+# srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
+[ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")\""""
+
+MEET = """\
+# Where the script's processes meet: on this node, that of process 0, at a port that is free now.
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+meet() {
+    MASTER_ADDR=$(hostname)
+    MASTER_PORT=$("${python[@]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    export MASTER_ADDR MASTER_PORT
+    [ -n "$MASTER_PORT" ]
+}
+"""
+
+START = """\
+# What each process runs. Its first failure leaves its code; after 75 srun must not end the others, which may be saving.
+export first=$run/logs/job-$job.first
+rm -f "$first"
+read -r -d '' start <<'END'
+{torchrun}trap : USR2 # which is for the program
+"$@" {words}
+code=$?
+if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
+    echo "$code" > "$first"
+fi
+[ "$code" != 75 ] || code=0
+exit "$code"
+END
+"""
+
+TORCHRUN = """\
+# As torchrun says it.
+export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
+"""
+
+FIRST = """\
+[ ! -e "$first" ] || code=$(cat "$first")
+"""
+
+IS_DONE = """\
+[ "$code" != 0 ] || : > "$run/done"
+"""
+
+CHAIN_END = """\
+# The next job of the chain goes on, if this one saved, or if something was killed.
+if {{ [ "$code" = 75 ] || [ "$code" -gt 128 ]; }} && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
+    exit "$code"
+fi
+end "$code\""""
+
+CHAIN_END_SAVED = """\
+# The next job of the chain goes on, if this one saved and ended with 75.
+if [ "$code" = 75 ] && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
+    exit "$code"
+fi
+end "$code\""""
+
+AGAIN = """\
+# 75: saved, and there is more to do. Above 128: killed, three times at most; 140 is USR2 before training began.
+again=no
+if [ "$code" = 75 ] || [ "$code" = 140 ]; then
+    again=yes
+elif [ "$code" -gt 128 ]; then
+    echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
+    [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -gt 3 ] || again=yes
+fi
+"""
+
+AGAIN_SAVED = """\
+# 75: saved, and there is more to do. All else would begin anew.
+again=no
+[ "$code" != 75 ] || again=yes
+"""
+
+REQUEUE = """\
+# A job that is being cancelled, or requeued by Slurm itself, is not running any more.
+if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ] &&
+    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+    echo "back into the queue after restart ${{SLURM_RESTART_COUNT:-0}}, exit code $code"
+    trap - TERM
+    refused=0
+    scontrol requeue "$SLURM_JOB_ID" || refused=$?
+    # Slurm ends this script now, one process after the other: it leaves no exit code.
+    # A code above 128: scontrol was ended first.
+    if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
+        sleep 60
+        exit "$code"
+    fi
+fi
+end "$code\""""
+
+
+VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+OF_ONE_PROCESS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "RANK", "LOCAL_RANK")
+EMPTY = "is empty on this node, and an argument of the job needs it"
+
+
+def literal(word: str) -> str:
+    """Quotes a word for bash."""
+    return f"'{word}'" if "," in word and "'" not in word else shlex.quote(word)
+
+
+def expanded(word: str) -> str:
+    """Quotes a word for bash, except `$NAME` and `${NAME}`, which bash expands; an empty variable ends the shell.
+
+    All else that bash would take for code stays text: `$(…)`, quotes, semicolons.
+    """
+    pieces, at = [], 0
+    for match in VARIABLE.finditer(word):
+        pieces += [literal(word[at : match.start()])] if match.start() > at else []
+        pieces.append(f'"${{{match[1] or match[2]}:?{EMPTY}}}"')
+        at = match.end()
+    if at < len(word) or not pieces:
+        pieces.append(literal(word[at:]))
+    return "".join(pieces)
+
+
+def command_words(words: Sequence[str]) -> Iterator[str]:
+    """Yields the quoted words of a command of grappe; a plan keeps its variables, since each process expands them.
+
+    Raises:
+        UsageError: a variable is that of one process, and the shell is none.
+    """
+    before = ""
+    for word in words:
+        is_plan = before == "--plan" or word.startswith("--plan=")
+        names = {match[1] or match[2] for match in VARIABLE.finditer(word)}
+        if not is_plan and (wrong := sorted(names & {*OF_ONE_PROCESS})):
+            raise UsageError(
+                f"{word}: ${wrong[0]} is another for each process: only a script's arguments take it"
+            )
+        yield literal(word) if is_plan else expanded(word)
+        before = word

@@ -1,14 +1,20 @@
-"""grappe tasks, grappe engines: lists tasks, and the keys of a plan with the engines that support them."""
+"""grappe tasks, engines, sites: lists tasks, keys of a plan and the engines that support them, and clusters."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
-from grappe import engines, fields, tasks
+from grappe import engines, fields, sites, tasks
+from grappe.errors import UsageError
 from grappe.plan import Plan
+from grappe.sites.schema import Node, Site
+from grappe.sites.storage import described
+from grappe.words import plain_table
 
 
 def support() -> list[tuple[str, str, str, list[bool]]]:
@@ -26,7 +32,7 @@ def support() -> list[tuple[str, str, str, list[bool]]]:
 def plan_table() -> Table:
     """Makes the table of the plan keys and of the engines that support them."""
     names = engines.names()
-    table = Table("key", "default", "what it is", *names, box=None, padding=(0, 2, 0, 0))
+    table = plain_table("key", "default", "what it is", *names)
     for key, default, meaning, able in support():
         table.add_row(key, default.lower(), meaning, *["yes" if supported else "" for supported in able])
     return table
@@ -44,7 +50,7 @@ def plan_markdown() -> str:
 
 def task_list() -> Table:
     """Makes the table of shipped tasks."""
-    table = Table("task", "what it learns", box=None, padding=(0, 2, 0, 0))
+    table = plain_table("task", "what it learns")
     for name in tasks.names():
         table.add_row(name, tasks.describe(tasks.find(name)))
     return table
@@ -53,7 +59,74 @@ def task_list() -> Table:
 def task_fields(name: str) -> Group:
     """Describes a task: its docstring, its fields and their defaults."""
     cls = tasks.find(name)
-    table = Table("field", "default", box=None, padding=(0, 2, 0, 0))
+    table = plain_table("field", "default")
     for field, default in tasks.defaults(cls).items():
         table.add_row(field, str(default))
     return Group(tasks.describe(cls), table)
+
+
+def site_list() -> Table:
+    """Makes the table of all sites."""
+    table = plain_table("site", "where", "node", "at most")
+    for name in sites.files():
+        try:
+            site = sites.find(name)
+        except UsageError as error:  # one wrong file hides no other
+            table.add_row(name, f"cannot be used: {error}", "", "")
+            continue
+        hours = site.ask.max_hours or max((queue.max_hours or 0 for queue in site.queue), default=0)
+        longest = f"{hours:g} h" if hours else ""
+        table.add_row(
+            name, site.title, _node(site.node), f"retired: {site.retired}" if site.retired else longest
+        )
+    return table
+
+
+def site_facts(name: str) -> Table:
+    """Lists all facts of one site; unconfirmed facts are marked."""
+    table = plain_table("fact", "value", "source")
+    for row in described_facts(sites.find(name)):
+        table.add_row(*row)
+    return table
+
+
+def described_facts(site: Site) -> Iterator[tuple[str, str, str]]:
+    """Yields each fact of a site as (key, value, source)."""
+    for key, value in _flat("", dataclasses.asdict(site), site):
+        top = key.partition(".")[0]
+        if top in ("sources", "unconfirmed", "name"):
+            continue
+        why = _marked(site.unconfirmed, key)
+        origin = f"UNCONFIRMED, {why}" if why else _marked(site.sources, key) or f"{site.source}, {site.date}"
+        yield key, str(value), "" if top in ("source", "date", "title", "probe") else origin
+
+
+def _marked(marks: Mapping[str, str], key: str) -> str:
+    """Returns the mark of a fact, or of the table that contains it."""
+    return next((why for fact, why in marks.items() if key == fact or key.startswith(f"{fact}.")), "")
+
+
+def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{path}{key}.", value, site)
+        elif path == "" and key == "queue":
+            for queue in value:
+                limits = [
+                    f"{part} {it}" for part, it in queue.items() if part != "name" and it not in (None, False)
+                ]
+                yield f"queue.{queue['name']}", ", ".join(limits)
+        elif path == "" and key == "storage":
+            for storage in site.storage:
+                holds = f"for {', '.join(storage.holds)}; " if storage.holds else ""
+                yield f"storage.{storage.place}", f"{holds}{described(storage)}"
+        elif value not in (None, "", (), []):
+            yield f"{path}{key}", ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
+
+
+def _node(node: Node | None) -> str:
+    if node is None:
+        return "as sinfo says"
+    memory = f", {node.memory_gb} GB" if node.memory_gb else ""
+    gpus = f"{node.gpus} x {node.gpu}, " if node.gpus else ""
+    return f"{gpus}{node.cores} cores{memory}"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from grappe.errors import RunError
 from grappe.sites import slurm
-from grappe.verbs import logs, runs, sites
+from grappe.verbs import catalogue, logs, runs
 from grappe.verbs.submit import jobs
 
 
@@ -105,7 +105,7 @@ def test_refusals_say_what_to_change(said: str, advice: str) -> None:
 
 
 def test_sites_are_listed_with_the_source_of_each_fact() -> None:
-    assert "retired: replaced by fir" in shown(sites.listing())
-    said = shown(sites.facts("jean-zay-a100")).splitlines()
+    assert "retired: replaced by fir" in shown(catalogue.site_list())
+    said = shown(catalogue.site_facts("jean-zay-a100")).splitlines()
     assert any("node.cores " in line and "UNCONFIRMED, seen in users' scripts only" in line for line in said)
     assert any("node.gpus " in line and "idris.fr" in line and "2026-11-20" in line for line in said)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import UsageError
-from grappe.sites.wheel import own_wheel
+from grappe.sites.environment import own_wheel
 from grappe.verbs.submit.packages import Unresolvable, Wheelhouse, resolve
 from tests.wheelhouse import wheel, wheelhouse
 

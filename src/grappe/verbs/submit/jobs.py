@@ -15,6 +15,7 @@ from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.sites import slurm
 from grappe.training.run import DONE
+from grappe.words import plain_table
 
 JOBS = "jobs.jsonl"
 FILE_SECONDS = 1.0  # between reads of the run's folder
@@ -71,7 +72,7 @@ def queue(base: Path) -> Table | str:
     if not entries:
         return "no job of yours is in the queue"
     runs = runs_of(base)
-    table = Table("job", "run", "state", "reason", "starts", "left", "nodes", box=None, padding=(0, 2, 0, 0))
+    table = plain_table("job", "run", "state", "reason", "starts", "left", "nodes")
     for entry in entries:
         run = runs.get(entry.job.partition("_")[0])
         reason = entry.reason if entry.reason != "None" else ""

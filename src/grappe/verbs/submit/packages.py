@@ -22,9 +22,8 @@ from grappe import tasks
 from grappe.errors import UsageError
 from grappe.launch import command
 from grappe.plan import Plan
-from grappe.sites.environment import MADE_ON_NODES, Packages, packages
+from grappe.sites.environment import MADE_ON_NODES, Packages, own_wheel, packages, packed
 from grappe.sites.schema import Site
-from grappe.sites.wheel import own_wheel, packed
 from grappe.training.run import Run
 from grappe.verbs.submit.submission import TPE, Submission
 

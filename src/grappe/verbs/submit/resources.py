@@ -9,7 +9,7 @@ from grappe import engines, sites
 from grappe.errors import PlanError, UsageError
 from grappe.fields import seconds
 from grappe.plan import Plan
-from grappe.sites import sbatch, sinfo, slurm
+from grappe.sites import sbatch, slurm
 from grappe.sites.layout import Layout, ResourceRequest, fit, layout
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
@@ -181,6 +181,6 @@ def _site(submission: Submission, plan: Plan) -> Site:
         site = sites.find(site.cpu)
     if not site.probe:
         return site
-    partitions = slurm.sinfo(sinfo.FORMAT)
+    partitions = slurm.sinfo(slurm.SINFO_FORMAT)
     partition = submission.job.partition or submission.job.queue
-    return sinfo.probed(site, partitions, partition, wants_gpus=plan.device != "cpu")
+    return slurm.probed(site, partitions, partition, wants_gpus=plan.device != "cpu")

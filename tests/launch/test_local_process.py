@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from grappe.launch.child import Report
-from grappe.launch.failure import explanation
-from grappe.launch.local_process import hint
+from grappe.launch.local_process import explanation, hint
 from grappe.profiling import limits
 from grappe.profiling.limits import ControlGroup
 

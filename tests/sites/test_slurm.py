@@ -6,7 +6,7 @@ import pytest
 
 from grappe import sites
 from grappe.errors import UsageError
-from grappe.sites.sinfo import probed, rows
+from grappe.sites.slurm import probed, rows
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100
 gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12
