@@ -13,8 +13,7 @@ from torch import nn
 import grappe
 from grappe.checkpoint.initial import built
 from grappe.errors import OutOfMemory, TaskError
-from grappe.launch.fork import run_in_fork
-from grappe.launch.limits import LimitReached, Limits
+from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.parallel.materialise import on_meta
 from tests.parity.tasks import Tokens
 

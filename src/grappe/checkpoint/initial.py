@@ -28,8 +28,7 @@ from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call
 from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
-from grappe.launch.fork import run_in_fork
-from grappe.launch.limits import LimitReached, Limits
+from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.task import Task
 from grappe.words import format_bytes
 

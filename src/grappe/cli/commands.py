@@ -1,4 +1,4 @@
-"""Defines the commands that train, evaluate and list, and registers the others; each command calls one verb."""
+"""Defines the commands on tasks and runs, and registers the others; each command calls one verb."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, exporting, fetching, foreseeing, images, learning, measuring, tuning, verify
+from grappe.cli import cluster, foreseeing, images, learning, measuring, tuning, verify
 from grappe.cli import exit as entry_point
 from grappe.cli.application import app
 from grappe.cli.arguments import (
+    OPTIONS,
     SWITCH,
     BaseFolder,
     CheckpointName,
@@ -25,9 +26,10 @@ from grappe.cli.arguments import (
     TaskName,
 )
 from grappe.cli.exit import show
-from grappe.cli.training import train
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.launch.terminal import say
+from grappe.fields import split
+from grappe.launch.terminal import complain, progress, say
+from grappe.training.options import Options
 from grappe.words import plain_table
 
 Trained = Annotated[
@@ -35,8 +37,77 @@ Trained = Annotated[
     SWITCH,
     Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
 ]
+DEFAULTS = Options()
 
-app.command(train)
+
+@app.command
+def train(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: PlanText = "",
+    run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
+    data: DataFolder = None,
+    from_: Annotated[
+        Path | None,
+        Parameter(
+            name="--from",
+            help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
+        ),
+    ] = None,
+    with_optimizer: Annotated[
+        bool,
+        SWITCH,
+        Parameter(help="Take the optimizer's state and the number of epochs done from the --from file, too."),
+    ] = False,
+    epochs_done: Annotated[
+        int | None,
+        Parameter(
+            help="Epochs that the training of --from has done: begin behind them. Default: what the file says."
+        ),
+    ] = None,
+    watch: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="", help="A watcher (callback) of your own: file.py:Class or module:Class. Repeatable."
+        ),
+    ] = None,
+    options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
+    smoke: Annotated[
+        bool, SWITCH, Parameter(help="Test one step, evaluation, save and resume under this plan.")
+    ] = False,
+) -> int:
+    """Train a task under a plan, or resume a run."""
+    from grappe.cli.preflight import preflight
+    from grappe.launch.exit import interrupted
+
+    texts = split(fields)
+    preflight([plan], task, run, once=not smoke)
+    from grappe.plan import as_plan
+    from grappe.training.request import Request, checked_watchers, data_folder
+    from grappe.training.task_reference import TaskReference
+    from grappe.verbs import train as verb
+
+    request = Request(
+        task=TaskReference.of(task, texts),
+        plan=as_plan(plan),
+        run=run,
+        data=data_folder(data),
+        weights=from_,
+        with_optimizer=with_optimizer,
+        epochs_done=epochs_done,
+        options=options,
+        watchers=checked_watchers(watch or ()),
+    )
+    if smoke:
+        from grappe.verbs.smoke import smoke as check
+
+        show(check(request))
+        return EXIT_OK
+    result = verb.run_training(request)
+    if result.status == "finished before":
+        show(f"{result.run} is finished (step {result.step}): nothing to do")
+    return interrupted() if result.status == "interrupted" else EXIT_OK
 
 
 @app.command
@@ -223,14 +294,99 @@ def engines() -> int:
     return EXIT_OK
 
 
+@app.command
+def export(
+    run: RunFolder,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="A new folder to write.")],
+    format: Annotated[
+        Literal["program", "safetensors", "transformers", "onnx", "torchscript"],
+        Parameter(
+            help="A C++ program with the compiled model; the weights alone with the task's fields; a folder for "
+            "from_pretrained of transformers; ONNX (needs grappe[onnx]); or TorchScript, which is deprecated."
+        ),
+    ] = "program",
+    task: RunTask = None,
+    checkpoint: CheckpointName = None,
+    data: DataFolder = None,
+    no_build: Annotated[
+        bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
+    ] = False,
+    operators: Annotated[
+        list[Path] | None,
+        Parameter(help="A C++ file that registers operators of the model's own; once for each file."),
+    ] = None,
+    weights_for: Annotated[
+        Path | None,
+        Parameter(
+            help="The folder of an exported program: write weights alone, which it takes without being compiled again."
+        ),
+    ] = None,
+    trained: Trained = False,
+) -> int:
+    """Write a run's model as a C++ program, weights, or ONNX; proven on the whole validation split, or not written."""
+    from grappe.verbs.export.exchange import DEPRECATED
+    from grappe.verbs.export.export import export as verb
+    from grappe.verbs.export.folder import check_target
+
+    check_target(to)
+    done = verb(
+        run,
+        to,
+        checkpoint=checkpoint,
+        task=task,
+        data=data,
+        format=format,
+        build=not no_build,
+        sources=operators or (),
+        weights_for=weights_for,
+        trained=trained,
+        progress=progress,
+    )
+    progress("")
+    if format == "torchscript":
+        complain(f"grappe: {DEPRECATED}")
+    proof, table = done.proof, plain_table("", "")
+    table.add_row("written", str(done.folder))
+    table.add_row("checkpoint", done.checkpoint)
+    sizes = ", ".join(map(str, proof.batch_sizes))
+    table.add_row("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time")
+    table.add_row("largest difference", f"{proof.largest_difference:.1e} of a row")
+    if format == "program":
+        table.add_row("C++ program", f"not built: {done.cpp}" if done.cpp else "built and proven")
+    table.add_row("how to use it", f"{done.folder}/README.md")
+    show(table)
+    return EXIT_OK
+
+
+@app.command
+def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
+    """Download a task's data, on a machine with internet: cifar10, fashion_mnist, mnist, or what your task names.
+
+    Over https alone, from the addresses in the task's file; each file is checked by its size
+    and checksum. What was interrupted goes on when the same command is started again.
+    """
+    from grappe.training.request import data_folder
+    from grappe.verbs.fetch.fetch import fetch as verb
+
+    folder = data_folder(data)
+    done = verb(task, folder)
+    table = plain_table("", "")
+    for file in done:
+        words = "was there" if file.was_there else f"{file.size / 1e6:,.1f} MB"
+        table.add_row(file.name, words)
+    table.add_row("folder", str(folder.absolute()))
+    show(table)
+    return EXIT_OK
+
+
 foreseeing.register(app)
 measuring.register(app)
 verify.register(app)
 learning.register(app)
 tuning.register(app)
-exporting.register(app)
 images.register(app)
-fetching.register(app)
 cluster.register(app)
 
 

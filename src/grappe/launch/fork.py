@@ -1,17 +1,22 @@
-"""Calls a function in a forked process, whose memory is freed when it ends."""
+"""Calls a function in a forked process, whose memory is freed when it ends, under limits of memory and time."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import os
+import resource
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from grappe import errors
 from grappe.errors import GrappeError, OutOfMemory, TaskError, user_code
 from grappe.errors.refused_memory import is_out_of_memory
-from grappe.launch.limits import Limits
 from grappe.launch.orphan import end_with_forking_parent
 
 DONE = "done"  # written by the child, as an exit code alone may be the task's own
@@ -40,7 +45,7 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     else:
         end_with_forking_parent(parent)
         os.close(reader)
-        message = _message_of(work if limits is None else lambda: _limited(work, limits))
+        message = _message_of(work, limits)
         os.write(writer, message.encode()[:60_000])
         os._exit(0 if message.startswith(DONE) else 1)
     os.close(writer)
@@ -61,11 +66,6 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     raise getattr(errors, name, TaskError)(text)
 
 
-def _limited(work: Callable[[], str | None], limits: Limits) -> str | None:
-    limits.apply()
-    return work()
-
-
 def exit_code_in_fork(work: Callable[[], None]) -> int:
     """Calls `work` in a silent forked process; returns 0, 1 where `work` raised, or -N where signal N killed it."""
     parent = os.getpid()
@@ -82,9 +82,11 @@ def exit_code_in_fork(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _message_of(work: Callable[[], str | None]) -> str:
-    """Calls `work`; returns DONE and what `work` returned, or the error's class and message."""
+def _message_of(work: Callable[[], str | None], limits: Limits | None) -> str:
+    """Calls `work` under `limits`; returns DONE and what `work` returned, or the error's class and message."""
     try:
+        if limits is not None:
+            limits.apply()
         message = f"{DONE}\n{work() or ''}"
     except GrappeError as error:
         message = f"{type(error).__name__}\n{error}"
@@ -100,3 +102,71 @@ def _message_of(work: Callable[[], str | None]) -> str:
         sys.stdout.flush()
         sys.stderr.flush()
     return message
+
+
+POLL_SECONDS = 0.02
+PAGE = resource.getpagesize()
+
+
+class LimitReached(GrappeError):
+    """The process needed more than it may have; the message says of what, and how much that is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most that a process may take beyond what it has when it is forked."""
+
+    memory: int
+    """Bytes of its own."""
+    mapped: int
+    """Bytes of files that it maps into its address space, which cost no memory."""
+    seconds: int
+    """Of computing. A machine that is busy does not use them up."""
+
+    def apply(self) -> None:
+        """Limits this process."""
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: self.seconds,
+            resource.RLIMIT_AS: _statm()[0] * PAGE + self.memory + self.mapped,
+        }
+        for kind, value in limits.items():
+            hard = resource.getrlimit(kind)[1]
+            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            with contextlib.suppress(OSError, ValueError):  # not every system has every limit
+                resource.setrlimit(kind, (most, hard))
+
+    def watch(self, pid: int, pipe: int) -> bool:
+        """Waits until the process says something on `pipe`; kills it, and returns True, where it takes too much.
+
+        The limit of the address space cannot tell mapped files from memory: so memory is looked at, too.
+        """
+        begin = _own_memory(os.getpid())  # a forked process begins with its parent's
+        while not select.select([pipe], [], [], POLL_SECONDS)[0]:
+            if _own_memory(pid) - begin > self.memory:
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
+
+    def reached(self, exit_code: int, killed: bool) -> LimitReached | None:
+        """Returns the limit that ended a process that said nothing; None where it was no limit."""
+        if killed or exit_code == -signal.SIGABRT:  # how C++ ends where memory is refused
+            return LimitReached(f"it needs more than {self.memory / 1e6:,.0f} MB of memory")
+        if exit_code == -signal.SIGXCPU:
+            return LimitReached(f"reading it takes longer than {self.seconds} s")
+        return None
+
+
+def _own_memory(pid: int) -> int:
+    """Bytes that a process holds and that are neither files nor shared; 0 where that cannot be known."""
+    resident, shared = _statm(pid)[1:3]
+    return (resident - shared) * PAGE
+
+
+def _statm(pid: int | str = "self") -> tuple[int, int, int]:
+    """Pages of address space, of memory, and of memory that is files' or shared."""
+    try:
+        size, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
+    except (OSError, ValueError):  # not on macOS
+        return 0, 0, 0
+    return int(size), int(resident), int(shared)

@@ -170,7 +170,7 @@ class Launch:
         """Kills what is left, and removes the rendezvous folder."""
         for process in self._mine:
             process.kill()
-        self._all[:] = [launch for launch in self._all if launch not in self._mine]
+        self._all[:] = [process for process in self._all if process not in self._mine]
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -218,7 +218,7 @@ def _context(processes: int) -> BaseContext:
     A server costs the start of another interpreter, which pays off for processes that share its imports, now or
     later in this command.
     """
-    if processes == 1 and _is_clean() and not _server_runs():
+    if processes == 1 and _is_clean() and not forkserver_is_running():
         return multiprocessing.get_context("fork")
     start_server()
     return multiprocessing.get_context("forkserver")
@@ -231,7 +231,3 @@ def _is_clean() -> bool:
     except OSError:  # not on macOS, whose libraries do not bear a fork either
         return False
     return threads == 1 and "torch" not in sys.modules
-
-
-def _server_runs() -> bool:
-    return forkserver_is_running()

@@ -21,8 +21,7 @@ def in_limited_process(work: Callable[[], str]) -> str:
     Raises:
         TaskError: the process took longer, or more memory; and what `work` raises.
     """
-    from grappe.launch.fork import run_in_fork
-    from grappe.launch.limits import LimitReached, Limits
+    from grappe.launch.fork import LimitReached, Limits, run_in_fork
 
     def limited() -> str:
         forget_forkserver()
