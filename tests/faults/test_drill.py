@@ -114,5 +114,5 @@ def test_each_file_is_opened_once_however_many_tensors_it_holds(
         return safe_open(file, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tensor_file, "safe_open", counting)
-    assert drill.difference(a, b, whole=True) == 0
+    assert drill.difference(a, b, every_tensor=True) == 0
     assert len(opened) == len(set(opened)) == 4

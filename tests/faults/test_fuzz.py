@@ -128,7 +128,7 @@ def followed(folder: Path) -> None:
 
 
 def live(folder: Path) -> None:
-    view = follow.View(Run(folder))
+    view = follow.RunView(Run(folder))
     view.update()
     printed(view.table())
 

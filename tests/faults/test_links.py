@@ -13,7 +13,7 @@ from grappe.checkpoint.lease import Lease
 from grappe.errors import GrappeError
 from grappe.training.run import Run
 from grappe.training.watchers.tensorboard_log import TensorBoard
-from grappe.verbs.follow import View
+from grappe.verbs.follow import RunView
 from grappe.verbs.load import load
 from grappe.verbs.prune import prune
 from grappe.verbs.report.report import report
@@ -128,7 +128,7 @@ def test_reading_follows_no_link_either(run: Path, outside: Path, verb) -> None:
 
 def test_following_reads_no_other_file(run: Path, outside: Path) -> None:
     plant(run / "metrics.jsonl", outside / "other/metrics.jsonl")
-    refused(run / "metrics.jsonl", lambda: View(Run(run)).update())
+    refused(run / "metrics.jsonl", lambda: RunView(Run(run)).update())
 
 
 def test_a_lease_or_a_job_is_written_to_no_other_file(run: Path, outside: Path) -> None:

@@ -15,7 +15,7 @@ from grappe.launch.terminal import say
 from grappe.words import plain_table
 
 if TYPE_CHECKING:
-    from grappe.verbs.lr_find.lr_find import Found
+    from grappe.verbs.lr_find.lr_find import LearningRates
 
 
 def register(app: App) -> None:
@@ -67,8 +67,8 @@ def lr_find(
     return EXIT_OK if result.advice.band is not None else EXIT_FAILURE
 
 
-def _show(result: Found) -> None:
-    from grappe.verbs.lr_find.plot import plot
+def _show(result: LearningRates) -> None:
+    from grappe.verbs.lr_find.lr_find import plot
 
     for line in plot(result):
         say(line)

@@ -61,9 +61,9 @@ def evaluate(
     if split not in SPLITS:
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
     reference = resolve_task(run, task)
-    found, chosen = choose(run, checkpoint)
-    if found.passed_over and is_main_process():
-        complain(f"grappe: {run.folder}: {found}")
+    choice, chosen = choose(run, checkpoint)
+    if choice.passed_over and is_main_process():
+        complain(f"grappe: {run.folder}: {choice}")
     request = EvaluateRequest(
         run=run.folder,
         task=reference,
@@ -74,7 +74,7 @@ def evaluate(
         trained=trained,
     )
     scores = start("grappe.verbs.evaluate:worker", request, request.plan, run=run.folder)
-    return dataclasses.replace(scores, checkpoint=str(found))
+    return dataclasses.replace(scores, checkpoint=str(choice))
 
 
 def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Path) -> Scores:

@@ -12,7 +12,6 @@ from typing import IO, Any
 
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number
@@ -21,6 +20,7 @@ from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
 from grappe.training.watchers.meter import USAGE
+from grappe.words import plain_table
 
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 120.0
@@ -41,15 +41,13 @@ class Tail:
     def new(self) -> Iterator[dict[str, Any]]:
         """Yields the records since the last call; leaves an incomplete line for the next call."""
         try:
-            found = self._file.lstat()
+            status = self._file.lstat()
         except OSError:
             return
-        if not (
-            stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
-        ):  # a link is refused by name, below
-            return
-        if found.st_ino != self._identity or found.st_size < self._offset:
-            self._identity, self._offset, self._rest = found.st_ino, 0, ""
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+            return  # a link is refused by name, below
+        if status.st_ino != self._identity or status.st_size < self._offset:
+            self._identity, self._offset, self._rest = status.st_ino, 0, ""
             self._text.reset()
         with files.reader(self._file) as stream:
             stream.seek(self._offset)
@@ -65,7 +63,7 @@ class Tail:
                 yield record
 
 
-class View:
+class RunView:
     """Collects a run's records so far."""
 
     def __init__(self, run: Run) -> None:
@@ -106,7 +104,7 @@ class View:
     def table(self) -> Group:
         """Draws the run: a table of figures, and a bar of the time by phase."""
         step, used = self._step, self._used
-        rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        rows = plain_table()
         rows.add_row("run", str(self.run.folder))
         rows.add_row("status", self.status())
         epoch = number(step.get("epoch")) + 1
@@ -125,8 +123,8 @@ class View:
         return Group(rows, time_bar(phases if isinstance(phases, dict) else {}))
 
 
-def _sum(found: object) -> float:
-    return sum(map(number, found.values())) if isinstance(found, dict) else 0.0
+def _sum(values: object) -> float:
+    return sum(map(number, values.values())) if isinstance(values, dict) else 0.0
 
 
 def spark(values: list[float], width: int = WIDTH) -> str:
@@ -145,8 +143,10 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 def time_bar(phases: Mapping[str, Any]) -> str:
     """Draws the time by phase of the last second."""
     seconds = {name: number(phases.get(name)) for name in PHASES}
-    total = sum(number(one) for one in phases.values())
-    parts = [f"{name} {one / total:.0%}" for name, one in seconds.items() if total and one / total > 0.005]
+    total = sum(map(number, phases.values()))
+    parts = [
+        f"{name} {spent / total:.0%}" for name, spent in seconds.items() if total and spent / total > 0.005
+    ]
     return "time        " + ", ".join(parts) if parts else ""
 
 
@@ -163,7 +163,7 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
     Raises:
         RunError: there is no such run.
     """
-    view = View(Run(place))
+    view = RunView(Run(place))
     console = SafeConsole(stream)
     if not console.is_terminal:
         return _lines(view, console, sleep)
@@ -177,7 +177,7 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
             sleep(POLL_SECONDS)
 
 
-def _lines(view: View, console: SafeConsole, sleep: Callable[[float], None]) -> str:
+def _lines(view: RunView, console: SafeConsole, sleep: Callable[[float], None]) -> str:
     while True:
         over = _over(view)
         for record in view.update():
@@ -188,7 +188,7 @@ def _lines(view: View, console: SafeConsole, sleep: Callable[[float], None]) -> 
         sleep(POLL_SECONDS)
 
 
-def _over(view: View) -> str:
+def _over(view: RunView) -> str:
     """Returns the run's outcome; "" while the run continues."""
     status = view.status()
     if status in ENDED:

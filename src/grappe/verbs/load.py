@@ -48,15 +48,14 @@ def load(
 
     run = run if isinstance(run, Run) else Run(run)
     made = resolve_task(run, task).resolve()
-    found = taken(run, checkpoint)
+    chosen = taken(run, checkpoint)
     with naming_user_line(made):
         if torch.get_default_device().type == "meta":
-            return model_of(
-                made
-            ).eval()  # a part of another task's model, whose own checkpoint has the values
+            # A part of another task's model, whose own checkpoint has the values.
+            return model_of(made).eval()
         model = on_meta(made)  # without values: a folder of pretrained ones need not be here any more
-    fill(model, found.read_model(averaged=not trained), torch.device("cpu"))
-    model.grappe_checkpoint = str(found.folder)  # pyrefly: ignore
+    fill(model, chosen.read_model(averaged=not trained), torch.device("cpu"))
+    model.grappe_checkpoint = str(chosen.folder)  # pyrefly: ignore
     return model.eval()
 
 
@@ -78,15 +77,15 @@ def load_models(
 
     from grappe.parallel.materialise import fill
 
-    found = select(Path(folder) / "checkpoints", checkpoint)
-    if found.checkpoint is None:
+    choice = select(Path(folder) / "checkpoints", checkpoint)
+    if choice.checkpoint is None:
         raise RunError(f"{folder} has no checkpoint that verifies: is it the run= of a grappe.Loop?")
-    if found.passed_over:
-        complain(f"grappe: {folder}: {found}")
+    if choice.passed_over:
+        complain(f"grappe: {folder}: {choice}")
     for model in models:
         model.to("cpu").eval()
     numbered = nn.ModuleDict({str(number): model for number, model in enumerate(models)})
-    fill(numbered, found.checkpoint.read_model(), torch.device("cpu"))
+    fill(numbered, choice.checkpoint.read_model(), torch.device("cpu"))
     return models
 
 
@@ -96,9 +95,9 @@ def taken(run: Run, which: int | str | None = None) -> Checkpoint:
     Raises:
         RunError: there is none that verifies, or not the one that is asked for.
     """
-    found, checkpoint = choose(run, which)
-    if found.passed_over:
-        complain(f"grappe: {run.folder}: {found}")
+    choice, checkpoint = choose(run, which)
+    if choice.passed_over:
+        complain(f"grappe: {run.folder}: {choice}")
     return checkpoint
 
 
@@ -108,16 +107,16 @@ def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint
     Raises:
         RunError: there is no such checkpoint.
     """
-    found = run.choose(which)
-    if found.checkpoint is None:
-        why = "".join(f"; {one}" for one in found.passed_over)
+    choice = run.choose(which)
+    if choice.checkpoint is None:
+        why = "".join(f"; {reason}" for reason in choice.passed_over)
         raise RunError(
             f"{run.folder} has no checkpoint that verifies{why}: train it first, or look with: grappe runs RUN"
         )
-    return found, found.checkpoint
+    return choice, choice.checkpoint
 
 
-def data_of(run: Run, given: Path | str | None) -> Path:
-    """Returns the folder of a run's data: the one that is given, else the one that its description names."""
+def data_of(run: Run, folder: Path | str | None) -> Path:
+    """Returns the folder of a run's data: `folder`, else the one that its description names."""
     named = run.read_description().get("data")
-    return Path(given or (named if isinstance(named, str) and named else "data"))
+    return Path(folder or (named if isinstance(named, str) and named else "data"))

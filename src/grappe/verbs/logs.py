@@ -29,16 +29,16 @@ def log_files(run: Path) -> list[Path]:
         there = sorted(files.names(logs, IN_RUN), key=lambda name: (len(name), name))
     except OSError:
         there = []
-    found = [
+    paths = [
         logs / name
         for pattern in ("job-*.out", "rank-*.log")
         for name in fnmatch.filter(there, pattern)
         if files.kind(logs / name) in ("file", "link")  # a link is refused by name when it is read
     ]
-    if not found:
+    if not paths:
         waits = "; its job has not begun: grappe queue" if submitted(run) else ""
         raise RunError(f"{run} has no log{waits}")
-    return found
+    return paths
 
 
 def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterator[str]:
@@ -47,19 +47,19 @@ def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterat
     Raises:
         RunError: there is no such log.
     """
-    known = log_files(run)
+    logs = log_files(run)
     own = run / "logs" / f"rank-{rank}.log"
-    jobs = [file for file in known if file.name.startswith("job-")]
-    if rank is None or own in known:
-        yield from _read(run, own if own in known else (jobs or known)[-1 if jobs else 0], follow)
+    jobs = [file for file in logs if file.name.startswith("job-")]
+    if rank is None or own in logs:
+        yield from _read(run, own if own in logs else (jobs or logs)[-1 if jobs else 0], follow)
         return
     # srun --label puts each process's number before its lines.
     label = re.compile(rf" *{rank}: ?")
     any_line = False
     for line in _read(run, jobs[-1], follow) if jobs else ():
-        if found := label.match(line):
+        if match := label.match(line):
             any_line = True
-            yield line[found.end() :]
+            yield line[match.end() :]
     if not any_line:
         raise RunError(
             f"{run} has no line of process {rank}: has its plan so many processes (grappe runs {run})?"
@@ -67,7 +67,7 @@ def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterat
 
 
 def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
-    """Yields whole lines as they are written."""
+    """Yields complete lines as they are written."""
     jobs = submitted(run)
     end = run / "logs" / f"job-{jobs[-1]['job'] if jobs else 0}.end"
     rest = ""
@@ -75,10 +75,10 @@ def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:
     with files.reader(file, IN_PART) as stream:
         while True:
             ended = not follow or end.exists() or (run / DONE).exists()
-            *whole, rest = (rest + text.decode(stream.read())).splitlines(keepends=True) or [""]
+            *complete, rest = (rest + text.decode(stream.read())).splitlines(keepends=True) or [""]
             if rest.endswith("\n"):
-                whole, rest = [*whole, rest], ""
-            yield from whole
+                complete, rest = [*complete, rest], ""
+            yield from complete
             if ended:
                 if rest:
                     yield rest

@@ -48,9 +48,15 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
 def _unneeded(run: Run, keep: int) -> list[Path]:
     run_id = run.id
     # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
-    whole = [one for one in list_checkpoints(run.checkpoints) if verify(one.folder, run_id) is None]
+    verified = [
+        checkpoint
+        for checkpoint in list_checkpoints(run.checkpoints)
+        if verify(checkpoint.folder, run_id) is None
+    ]
     # One in which a user keeps something is left alone.
-    free = [one.folder for one in superfluous(whole, keep) if not strangers(one.folder)]
+    free = [
+        checkpoint.folder for checkpoint in superfluous(verified, keep) if not strangers(checkpoint.folder)
+    ]
     return [*leftovers(run.checkpoints), *free]
 
 

@@ -6,13 +6,15 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Literal
 
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import number
 from grappe.training.run import Run, all_runs
+from grappe.words import plain_table, plan_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 By = Literal["time", "samples", "gpu-hours", "core-hours", "energy"]
 
@@ -32,7 +34,7 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class BoardEntry:
     """A run on the board."""
 
     run: str
@@ -53,43 +55,43 @@ def target_of(text: str) -> Target:
     """
     name, _, value = text.partition("=")
     try:
-        found = float(value)
+        goal = float(value)
     except ValueError:
-        found = math.nan
+        goal = math.nan
     sign, name = name[-1:], name.rstrip("<> ").strip()
-    if not name or not math.isfinite(found):
+    if not name or not math.isfinite(goal):
         raise UsageError(
             f"--race={text}: give a score and a number that it is to reach, as in accuracy=0.97 or 'perplexity<=20'"
         )
     falls = sign == "<" or (sign != ">" and name.removeprefix("training_").startswith("loss"))
-    return Target(name=name, value=found, falls=falls)
+    return Target(name=name, value=goal, falls=falls)
 
 
-def race(base: Path, target: Target) -> list[Entry]:
+def race(base: Path, target: Target) -> list[BoardEntry]:
     """Returns an entry for each run under `base` whose evaluations have the score.
 
     Raises:
         RunError: none has it.
     """
-    known: set[str] = set()
-    entries = [entry for run in all_runs(base) if (entry := _entry(run, target, known)) is not None]
+    names: set[str] = set()
+    entries = [entry for run in all_runs(base) if (entry := _entry(run, target, names)) is not None]
     if not entries:
-        names = ", ".join(sorted(known - {"kind", "step", "samples", "count"}))
+        scores = ", ".join(sorted(names - {"kind", "step", "samples", "count"}))
         raise RunError(
             f"no run in {base} has a score called '{target.name}': "
-            + (f"there are {names}" if names else "none has been evaluated")
+            + (f"there are {scores}" if scores else "none has been evaluated")
         )
     return entries
 
 
-def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
+def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
     try:
         about = run.read_description()
     except RunError:
         return None
     scored = []
     for record in run.records("evaluation"):
-        known.update(record)
+        names.update(record)
         step, score = record.get("step"), record.get(target.name)
         if (
             isinstance(step, int)
@@ -103,10 +105,10 @@ def _entry(run: Run, target: Target, known: set[str]) -> Entry | None:
     crossing = _crossing(scored, target)
     processes = about.get("processes") or 1
     scores = [score for _, score in scored]
-    return Entry(
+    return BoardEntry(
         run=run.folder.name,
         task=Path(str(about.get("task"))).stem,
-        plan=str(about.get("plan") or "one process"),
+        plan=plan_name(about.get("plan")),
         hardware=f"{processes} x {about.get('processor') or about.get('device')}",
         best=min(scores) if target.falls else max(scores),
         costs=None if crossing is None else _costs(run, about, crossing),
@@ -133,19 +135,21 @@ def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:
 
 def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float | None]:
     """Returns what the run took until step `crossing`; of hours and joules, its share by the seconds of steps."""
-    until = whole = samples = 0.0
+    until = total = samples = 0.0
     for record in run.records("step"):
         step, seconds = number(record.get("step")), number(record.get("seconds"))
         share = min(1.0, max(0.0, crossing - (step - 1)))  # of this step's work
-        until, whole = until + share * seconds, whole + seconds
+        until, total = until + share * seconds, total + seconds
         if share == 1.0:
             samples = number(record.get("samples"))
     used: Any = about.get("used")
     used = used if isinstance(used, dict) else {}
-    part = until / whole if whole else 0.0
+    part = until / total if total else 0.0
     joules = used.get("joules")
     measured = (
-        [one for one in joules.values() if isinstance(one, int | float)] if isinstance(joules, dict) else []
+        [value for value in joules.values() if isinstance(value, int | float)]
+        if isinstance(joules, dict)
+        else []
     )
     return {
         "time": until,
@@ -156,15 +160,15 @@ def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float 
     }
 
 
-def board(entries: list[Entry], target: Target, by: By) -> Table:
+def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
     """Makes the board: those that reached the target by their costs, then the others by their best score."""
     sign = "<=" if target.falls else ">="
-    table = Table(
+    table = plain_table(
         "", "run", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours", "core-hours",
-        "energy", "plan", "hardware", box=None, padding=(0, 2, 0, 0),
+        "energy", "plan", "hardware",
     )  # fmt: skip
 
-    def order(entry: Entry) -> tuple[bool, float]:
+    def order(entry: BoardEntry) -> tuple[bool, float]:
         if entry.costs is None:
             return True, entry.best if target.falls else -entry.best
         cost = entry.costs[by]

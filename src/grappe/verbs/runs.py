@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import list_checkpoints
@@ -13,6 +11,10 @@ from grappe.errors import RunError
 from grappe.errors.foreign_text import number
 from grappe.training.run import Run, all_runs
 from grappe.verbs.submit.jobs import submitted
+from grappe.words import plain_table, plan_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def listing(base: Path) -> Table | str:
@@ -20,10 +22,10 @@ def listing(base: Path) -> Table | str:
     runs, waiting = all_runs(base), _submitted(base)
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
-    table = Table("run", "status", "step", "plan", "validation", box=None, padding=(0, 2, 0, 0))
+    table = plain_table("run", "status", "step", "plan", "validation")
     for run in runs:
         try:
-            known = run.read_description()
+            description = run.read_description()
         except RunError:
             table.add_row(run.folder.name, "run.json cannot be read", "", "", "")
             continue
@@ -31,9 +33,9 @@ def listing(base: Path) -> Table | str:
         step = evaluation.get("step", "")
         table.add_row(
             run.folder.name,
-            _status(run, known),
+            _status(run, description),
             str(step),
-            known.get("plan") or "one process",
+            plan_name(description.get("plan")),
             _scores(evaluation),
         )
     for run, job in waiting.items():
@@ -45,23 +47,23 @@ def _submitted(base: Path) -> dict[Path, str]:
     """Finds the runs under `base` whose job has not begun, with its id."""
     if not base.is_dir():
         return {}
-    found = {entry: submitted(entry) for entry in sorted(base.iterdir()) if not Run.is_run(entry)}
-    return {entry: str(jobs[-1]["job"]) for entry, jobs in found.items() if jobs}
+    submissions = {entry: submitted(entry) for entry in sorted(base.iterdir()) if not Run.is_run(entry)}
+    return {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
 
 
 def describe(folder: Path) -> Table:
     """Describes one run in full."""
     run = Run(folder)
-    known = run.read_description()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    description = run.read_description()
+    table = plain_table()
     table.add_row("run", str(run.folder))
-    table.add_row("task", str(known.get("task")))
-    table.add_row("fields", _pairs(known.get("fields"), "="))
-    table.add_row("plan", str(known.get("plan") or "one process"))
-    table.add_row("status", f"{_status(run, known)}, restarts {known.get('restarts', 0)}")
-    table.add_row("started", f"{known.get('started')} on {known.get('host')}")
-    table.add_row("versions", _pairs(known.get("versions"), " "))
-    for change in known.get("changes") or []:
+    table.add_row("task", str(description.get("task")))
+    table.add_row("fields", _pairs(description.get("fields"), "="))
+    table.add_row("plan", plan_name(description.get("plan")))
+    table.add_row("status", f"{_status(run, description)}, restarts {description.get('restarts', 0)}")
+    table.add_row("started", f"{description.get('started')} on {description.get('host')}")
+    table.add_row("versions", _pairs(description.get("versions"), " "))
+    for change in description.get("changes") or []:
         table.add_row("changed", str(change))
     step = _last(run, "step")
     if step:
@@ -71,12 +73,12 @@ def describe(folder: Path) -> Table:
     if evaluation := _last(run, "evaluation"):
         where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
         table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
-    if isinstance(known.get("used"), dict):
-        table.add_row("used", _used(known["used"]))
+    if isinstance(description.get("used"), dict):
+        table.add_row("used", _used(description["used"]))
     for checkpoint in list_checkpoints(run.checkpoints):
         table.add_row(
             "checkpoint",
-            f"{checkpoint.folder.name}: {verify(checkpoint.folder, str(known.get('id') or '')) or 'verified'}",
+            f"{checkpoint.folder.name}: {verify(checkpoint.folder, str(description.get('id') or '')) or 'verified'}",
         )
     return table
 
@@ -108,8 +110,8 @@ def _pairs(named: Any, between: str) -> str:
     return " ".join(f"{name}{between}{value}" for name, value in named.items())
 
 
-def _status(run: Run, known: dict[str, Any]) -> str:
-    return "done" if run.is_finished() else str(known.get("status", "unknown"))
+def _status(run: Run, description: dict[str, Any]) -> str:
+    return "done" if run.is_finished() else str(description.get("status", "unknown"))
 
 
 def _last(run: Run, kind: str) -> dict[str, Any]:

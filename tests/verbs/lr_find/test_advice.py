@@ -5,20 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grappe.verbs.lr_find.advice import advise, band_of
-from grappe.verbs.lr_find.curve import Curve, Stop, noise, smoothed
+from grappe.verbs.lr_find.advice import DivergenceTest, LossCurve, advise, band_of, noise, smoothed
 
 STEPS = 120
 RATES = np.geomspace(1e-4, 10, STEPS)
 
 
-def curve(seed: int = 0, falls_at: float = 0.01, rises_at: float = 0.5, scatter: float = 0.02) -> Curve:
+def curve(seed: int = 0, falls_at: float = 0.01, rises_at: float = 0.5, scatter: float = 0.02) -> LossCurve:
     """A loss of 2 that falls to 1 around `falls_at` and rises beyond `rises_at`, until it has diverged."""
     random = np.random.default_rng(seed)
     losses = 2 - 1 / (1 + (falls_at / RATES) ** 2) + (RATES / rises_at) ** 3 * 0.2
     losses += random.normal(0, scatter, STEPS)
     end = next((step for step, loss in enumerate(losses) if loss > 7), STEPS)
-    return Curve(seed=seed, lr=tuple(RATES[:end]), loss=tuple(losses[:end]), diverged=end < STEPS)
+    return LossCurve(seed=seed, lr=tuple(RATES[:end]), loss=tuple(losses[:end]), diverged=end < STEPS)
 
 
 def test_the_band_is_where_the_loss_falls_fastest_and_where_it_turns() -> None:
@@ -57,10 +56,10 @@ def test_what_only_rises_gives_no_suggestion() -> None:
 
 
 def test_what_diverges_at_once_gives_no_suggestion() -> None:
-    found = band_of(Curve(seed=0, lr=(1.0, 2.0), loss=(2.0, 5.0), diverged=True), STEPS)
+    found = band_of(LossCurve(seed=0, lr=(1.0, 2.0), loss=(2.0, 5.0), diverged=True), STEPS)
     assert isinstance(found, str)
     assert "it diverged within 2 steps, from lr=1 on: give a smaller --lowest" in found
-    assert "within 0 steps" in str(band_of(Curve(seed=0, lr=(), loss=(), diverged=True), STEPS))
+    assert "within 0 steps" in str(band_of(LossCurve(seed=0, lr=(), loss=(), diverged=True), STEPS))
 
 
 def test_seeds_that_disagree_give_no_suggestion() -> None:
@@ -76,6 +75,6 @@ def test_the_noise_is_the_smoothed_curves() -> None:
 
 def test_it_stops_at_what_is_not_finite_or_far_above_the_best() -> None:
     for last, stops in ((float("nan"), True), (float("inf"), True), (7.9, True), (3.0, False)):
-        stop = Stop()
+        stop = DivergenceTest()
         assert not any([stop(2.0), stop(1.9), stop(1.8)])
         assert stop(last) is stops

@@ -11,10 +11,8 @@ import pytest
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.lr_find.advice import advise
-from grappe.verbs.lr_find.curve import Curve
-from grappe.verbs.lr_find.lr_find import Found, LRFindRequest, lr_find, worker
-from grappe.verbs.lr_find.plot import COLUMNS, plot
+from grappe.verbs.lr_find.advice import LossCurve, advise
+from grappe.verbs.lr_find.lr_find import COLUMNS, LearningRates, LRFindRequest, lr_find, plot, worker
 from grappe.verbs.lr_find.ramp import Ramp
 from tests.faults.test_resume import run as train
 from tests.parity.optimizers import TunedTokens
@@ -28,7 +26,9 @@ def searched(process: ProcessRank, rendezvous_folder: Path, request: LRFindReque
     return worker(request, process, rendezvous_folder)
 
 
-def found(pool: Pool, plan: str, task: Images, ramp: Ramp = RAMP) -> tuple[float, bool, tuple[Curve, ...]]:
+def found(
+    pool: Pool, plan: str, task: Images, ramp: Ramp = RAMP
+) -> tuple[float, bool, tuple[LossCurve, ...]]:
     wanted = Plan.parse(f"{plan},threads=1" if plan else "threads=1")
     request = LRFindRequest(task=TaskReference.of(task), plan=wanted, data=Path(), ramp=ramp)
     everyone = pool.run(f"{__name__}:searched", wanted.processes, request)
@@ -37,7 +37,7 @@ def found(pool: Pool, plan: str, task: Images, ramp: Ramp = RAMP) -> tuple[float
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> tuple[float, bool, tuple[Curve, ...]]:
+def alone(pool: Pool) -> tuple[float, bool, tuple[LossCurve, ...]]:
     return found(pool, "", Images(dropout=0.0))
 
 
@@ -81,9 +81,9 @@ def test_a_run_is_not_touched_and_nothing_is_left(
     assert "resuming from step 2" in train(pool, Images(), "", tmp_path / "run", save_every=2)
 
 
-def shown(curves: tuple[Curve, ...], ramp: Ramp) -> Found:
+def shown(curves: tuple[LossCurve, ...], ramp: Ramp) -> LearningRates:
     advice = advise(curves, ramp.steps)
-    return Found(task="x", plan="", own=0.1, is_field=True, ramp=ramp, curves=curves, advice=advice)
+    return LearningRates(task="x", plan="", own=0.1, is_field=True, ramp=ramp, curves=curves, advice=advice)
 
 
 def test_the_plot_fits_a_terminal_and_the_file_is_json(alone: tuple) -> None:
@@ -92,4 +92,4 @@ def test_the_plot_fits_a_terminal_and_the_file_is_json(alone: tuple) -> None:
     assert max(map(len, lines)) <= COLUMNS + 11
     assert sum("•" in line for line in lines) > 3
     json.loads(json.dumps(one.as_json(), allow_nan=False))
-    assert list(plot(shown((Curve(seed=0, lr=(), loss=(), diverged=True),), RAMP))) == []
+    assert list(plot(shown((LossCurve(seed=0, lr=(), loss=(), diverged=True),), RAMP))) == []

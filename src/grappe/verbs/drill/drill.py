@@ -9,8 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from grappe.checkpoint.names import MODEL
 from grappe.errors import GrappeError, UsageError
@@ -24,6 +23,10 @@ from grappe.training.watchers.base import Watcher
 from grappe.verbs.drill import faults
 from grappe.verbs.drill.faults import FaultInjector, Stopwatch
 from grappe.verbs.train import run_training
+from grappe.words import first_line, plain_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 STEPS, SAVE_EVERY, HURT_AT = 10, 2, 5
 LEAST_STEPS = HURT_AT + 2
@@ -44,7 +47,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class FaultResult:
     """The effect of a fault on a training, and the training's recovery."""
 
     fault: str
@@ -56,7 +59,7 @@ class Finding:
     weights: str = ""
 
 
-def drill(request: Request, note: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:
+def drill(request: Request, note: Callable[[str], None] = lambda words: None) -> Iterator[FaultResult]:
     """Injects faults into trainings of a few steps, in a temporary folder; yields a finding for each fault.
 
     Args:
@@ -129,19 +132,19 @@ def _train(request: Request, run: Path, also: tuple[Watcher, ...] = (), options:
     return run_training(dataclasses.replace(request, run=run, also=also, options=options)).run
 
 
-def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> Finding:
+def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> FaultResult:
     done = _disturb(fault, request, run)
     if done is None:
-        return Finding(fault=fault.name, recovered=False, weights="the fault had no effect")
+        return FaultResult(fault=fault.name, recovered=False, weights="the fault had no effect")
     began = time.time()
     try:
         _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, (Stopwatch(),))
         resumed = json.loads(files.read_text(run / faults.RESUMED))
     except (GrappeError, OSError) as error:
-        return Finding(fault=fault.name, recovered=False, weights=str(error).splitlines()[0])
-    gap = difference(reference, run, whole=fault.plan is None)
+        return FaultResult(fault=fault.name, recovered=False, weights=first_line(error))
+    gap = difference(reference, run, every_tensor=fault.plan is None)
     words = "the same bits" if gap == 0 else f"{gap:.1g} away"
-    return Finding(
+    return FaultResult(
         fault=fault.name,
         recovered=gap == 0 or fault.plan is not None,
         lost=max(0, done - resumed["from"]),
@@ -165,19 +168,19 @@ def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
     return json.loads(files.read_text(run / faults.DISTURBED))["step"]
 
 
-def difference(a: Path, b: Path, *, whole: bool) -> float:
+def difference(a: Path, b: Path, *, every_tensor: bool) -> float:
     """Computes the largest |a - b| / |a| over the tensors of two runs' newest checkpoints; 0: the same bits.
 
     Args:
-        whole: whether to include optimizer state and buffers, besides the model's parameters.
+        every_tensor: whether to include optimizer state and buffers, besides the model's parameters.
     """
     import torch
 
-    one, other = (Run(run).latest() for run in (a, b))
-    if one is None or other is None or one.step != other.step:
+    first, second = (Run(run).latest() for run in (a, b))
+    if first is None or second is None or first.step != second.step:
         return float("inf")
-    ours, theirs = one.read_tensors(), other.read_tensors()
-    names = [name for name in ours if whole or name.startswith(MODEL)]
+    ours, theirs = first.read_tensors(), second.read_tensors()
+    names = [name for name in ours if every_tensor or name.startswith(MODEL)]
     worst = 0.0
     for name in names:
         if name not in theirs:
@@ -189,13 +192,11 @@ def difference(a: Path, b: Path, *, whole: bool) -> float:
     return worst
 
 
-def table(findings: list[Finding]) -> Table:
+def table(findings: list[FaultResult]) -> Table:
     """Formats findings as a table."""
-    shown = Table(
-        "fault", "recovered", "steps lost", "seconds to next step", "weights", box=None, padding=(0, 2, 0, 0)
-    )
-    for one in findings:
-        lost = "" if one.lost is None else str(one.lost)
-        seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
-        shown.add_row(one.fault, "yes" if one.recovered else "NO", lost, seconds, one.weights)
-    return shown
+    rows = plain_table("fault", "recovered", "steps lost", "seconds to next step", "weights")
+    for result in findings:
+        lost = "" if result.lost is None else str(result.lost)
+        seconds = "" if result.seconds is None else f"{result.seconds:.1f}"
+        rows.add_row(result.fault, "yes" if result.recovered else "NO", lost, seconds, result.weights)
+    return rows

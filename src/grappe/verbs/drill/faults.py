@@ -36,7 +36,7 @@ class FaultInjector(Watcher):
 
     def started(self, info: RunInfo) -> None:
         last = info.world_size - 1
-        self._mine = {"all": True, "first": info.rank == 0, "last": info.rank == last}[self.ranks]
+        self._is_hurt = {"all": True, "first": info.rank == 0, "last": info.rank == last}[self.ranks]
         self._folder, self._rank = info.folder, info.rank
 
     def stepped(self, record: Record) -> None:
@@ -45,7 +45,7 @@ class FaultInjector(Watcher):
         self.done = True
         if self._rank == 0:
             write_record(self._folder / DISTURBED, {"step": record.step})
-        if not self._mine or self.fault == "save":
+        if not self._is_hurt or self.fault == "save":
             return
         if self.fault == "disk":
             # For this process no file can grow any more: what a full disk is to it, without being root.
@@ -59,7 +59,7 @@ class FaultInjector(Watcher):
             os.kill(os.getpid(), getattr(signal, self.fault))
 
     def saving(self, step: int) -> None:
-        if self.fault == "save" and self._mine and step >= self.step:
+        if self.fault == "save" and self._is_hurt and step >= self.step:
             threading.Thread(target=self._kill_in_save, args=(step,), daemon=True).start()
 
     def _kill_in_save(self, step: int) -> None:

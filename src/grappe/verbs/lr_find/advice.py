@@ -1,4 +1,4 @@
-"""Advice: what the curves say, a band of learning rates, or why there is none."""
+"""Loss curves over a rising learning rate, and the advice that follows from them: a band, or why there is none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grappe.verbs.lr_find.curve import Curve, noise, smoothed
-
+WIDTH = 0.025
+"""Standard deviation of the smoothing window, as a part of the ramp."""
+DIVERGED = 3.0
+"""A training ends when its loss is above the best by this many times the first."""
+FIRST = 5
 SURE = 6.0
 """Standard errors that the loss must fall by."""
 RISE = 0.1
@@ -17,6 +20,53 @@ RISE = 0.1
 SPREAD = 10.0
 """How far apart the seeds' learning rates may be."""
 SHORT = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossCurve:
+    """One training's steps."""
+
+    seed: int
+    lr: tuple[float, ...]
+    loss: tuple[float, ...]
+    """Of the step's batch, before the update with the step's learning rate."""
+    diverged: bool
+    """Whether it ended before the ramp did."""
+
+
+class DivergenceTest:
+    """Says after each loss whether the training has diverged."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+
+    def __call__(self, loss: float) -> bool:
+        before, self._losses = self._losses, [*self._losses, loss]
+        if not math.isfinite(loss) or not before:
+            return not math.isfinite(loss)
+        first = abs(float(np.mean(before[:FIRST])))
+        return loss > min(before) + DIVERGED * max(first, 1e-12)
+
+
+def smoothed(values: Sequence[float], steps: int) -> np.ndarray:
+    """Smooths by a Gaussian window centred on each value, so that nothing is shifted.
+
+    An exponential moving average, which others use, lags: its steepest point is at too high a learning rate.
+
+    Args:
+        steps: of the full ramp.
+    """
+    width = max(1.0, WIDTH * steps)
+    places = np.arange(len(values))
+    weights = np.exp(-0.5 * ((places[:, None] - places[None]) / width) ** 2)
+    return weights @ np.asarray(values, dtype=float) / weights.sum(1)
+
+
+def noise(values: Sequence[float], steps: int) -> float:
+    """The standard error of the smoothed values, from how far neighbours differ before anything is learned."""
+    early = np.asarray(values[: max(8, steps // 5)], dtype=float)
+    scatter = float(np.median(np.abs(np.diff(early)))) / (0.6745 * math.sqrt(2)) if len(early) > 1 else 0.0
+    return scatter / math.sqrt(2 * math.sqrt(math.pi) * max(1.0, WIDTH * steps))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +95,18 @@ class Advice:
     """Empty where there is a band."""
 
 
-def advise(curves: Sequence[Curve], steps: int) -> Advice:
+def advise(curves: Sequence[LossCurve], steps: int) -> Advice:
     """The band of all seeds together: the median of the steepest, the least of the largest stable.
 
     Args:
-        steps: of the whole ramp.
+        steps: of the full ramp.
     """
     bands = []
     for curve in curves:
-        found = band_of(curve, steps)
-        if isinstance(found, str):
-            return Advice(band=None, reason=f"seed {curve.seed}: {found}")
-        bands.append(found)
+        band = band_of(curve, steps)
+        if isinstance(band, str):
+            return Advice(band=None, reason=f"seed {curve.seed}: {band}")
+        bands.append(band)
     for name in ("steepest", "largest_stable"):
         values = [getattr(band, name) for band in bands]
         if max(values) > SPREAD * min(values):
@@ -72,7 +122,7 @@ def advise(curves: Sequence[Curve], steps: int) -> Advice:
     return Advice(band=Band(steepest=steepest, largest_stable=stable, reaches_the_end=reaches), reason="")
 
 
-def band_of(curve: Curve, steps: int) -> Band | str:
+def band_of(curve: LossCurve, steps: int) -> Band | str:
     """One seed's band, or why it has none."""
     if len(curve.loss) < SHORT:
         lowest = curve.lr[0] if curve.lr else 0.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,15 @@ from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.lr_find.advice import Advice, advise
-from grappe.verbs.lr_find.curve import Curve, Stop
+from grappe.verbs.lr_find.advice import Advice, DivergenceTest, LossCurve, advise, smoothed
 from grappe.verbs.lr_find.ramp import Ramp, ramped
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
     from grappe.step.result import StepResult
+
+COLUMNS, ROWS = 64, 14
+DOTS = "•×+∘"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class LRFindRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class LearningRates:
     """The curves, and what they say."""
 
     task: str
@@ -44,7 +47,7 @@ class Found:
     is_field: bool
     """Whether it is the task's field `lr`."""
     ramp: Ramp
-    curves: tuple[Curve, ...]
+    curves: tuple[LossCurve, ...]
     advice: Advice
 
     def as_json(self) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def lr_find(
     ramp: Ramp | None = None,
     fields: Mapping[str, str] | None = None,
     data: Path | str | None = None,
-) -> Found:
+) -> LearningRates:
     """Trains the task from new weights for each seed, the learning rate rising; reads no run and writes none.
 
     Raises:
@@ -79,7 +82,7 @@ def lr_find(
     reference = TaskReference.of(task, fields)
     request = LRFindRequest(task=reference, plan=as_plan(plan), data=data_folder(data), ramp=ramp)
     own, is_field, curves = start("grappe.verbs.lr_find.lr_find:worker", request, request.plan)
-    return Found(
+    return LearningRates(
         task=reference.name,
         plan=str(request.plan),
         own=own,
@@ -92,22 +95,19 @@ def lr_find(
 
 def worker(
     request: LRFindRequest, process: ProcessRank, rendezvous_folder: Path
-) -> tuple[float, bool, tuple[Curve, ...]]:
+) -> tuple[float, bool, tuple[LossCurve, ...]]:
     """Runs one process of a search: the task's own learning rate, whether it is a field, the curves. Collective."""
     from grappe.errors.user_code import naming_user_line
-    from grappe.launch.world import join
+    from grappe.launch.world import joined
 
     task = request.task.resolve()
     own = _own_rate(task)
     request.ramp.ends(own)
-    world = join(request.plan, process, rendezvous_folder)
-    with naming_user_line(task):
+    with joined(request.plan, process, rendezvous_folder) as world, naming_user_line(task):
         curves = tuple(
             _curve(request, dataclasses.replace(task, seed=task.seed + number), world)
             for number in range(request.ramp.seeds)
         )
-    world.barrier()
-    world.leave()
     return own, getattr(task, "lr", None) == own, curves
 
 
@@ -118,7 +118,7 @@ def _own_rate(task: Task) -> float:
     return float(task.optimizer(trained_parameters(on_meta(task))).param_groups[0]["lr"])
 
 
-def _curve(request: LRFindRequest, task: Task, world: World) -> Curve:
+def _curve(request: LRFindRequest, task: Task, world: World) -> LossCurve:
     from grappe import engines
     from grappe.checkpoint.initial import built
     from grappe.data import loader
@@ -134,29 +134,61 @@ def _curve(request: LRFindRequest, task: Task, world: World) -> Curve:
         world=world,
         weights=built(task),
         total_steps=request.ramp.steps,
-        stop_requested=lambda: 0.0,
         sample_inputs=batches.example(),
         samples=len(dataset),
     )
-    engine = engines.check(request.plan)(setup)
     rates: list[float] = []
     losses: list[float] = []
-    stop = Stop()
+    is_diverged = DivergenceTest()
 
     def after(result: StepResult) -> bool:
         total, _ = result.sums.read()
         loss = total / float(result.batch.count)
-        if stop(loss):  # alike on every process: the loss is the global batch's
+        if is_diverged(loss):  # alike on every process: the loss is the global batch's
             rates.append(float("nan"))
             return True
         rates.append(float(result.lr))
         losses.append(loss)
         return False
 
-    try:
-        engine.train(batches.batches(0, request.ramp.steps), after)
-        diverged = len(rates) > len(losses)
-    except DivergedError:  # DeepSpeed looks at the gradient, too
-        diverged = True
-    engine.close()
-    return Curve(seed=task.seed, lr=tuple(rates[: len(losses)]), loss=tuple(losses), diverged=diverged)
+    with engines.running(setup) as engine:
+        try:
+            engine.train(batches.batches(0, request.ramp.steps), after)
+            diverged = len(rates) > len(losses)
+        except DivergedError:  # DeepSpeed looks at the gradient, too
+            diverged = True
+    return LossCurve(seed=task.seed, lr=tuple(rates[: len(losses)]), loss=tuple(losses), diverged=diverged)
+
+
+def plot(result: LearningRates) -> Iterator[str]:
+    """Lines of text: the loss over the learning rate."""
+    low, high = result.ramp.ends(result.own)
+    logarithmic = result.ramp.kind == "exponential"
+
+    def column(rate: float) -> int:
+        part = math.log(rate / low) / math.log(high / low) if logarithmic else (rate - low) / (high - low)
+        return min(COLUMNS - 1, max(0, round(part * (COLUMNS - 1))))
+
+    curves = [(curve.lr, smoothed(curve.loss, result.ramp.steps)) for curve in result.curves if curve.loss]
+    if not curves:
+        return
+    bottom = min(float(values.min()) for _, values in curves)
+    top = max(float(values[: max(3, len(values) // 10)].max()) for _, values in curves)
+    top += 0.15 * (top - bottom) or 1.0
+    grid = [[" "] * COLUMNS for _ in range(ROWS)]
+    if result.advice.band is not None:
+        for rate in (result.advice.band.steepest, result.advice.band.largest_stable):
+            for line in grid:
+                line[column(rate)] = "│"
+    for number, (rates, values) in enumerate(curves):
+        for rate, value in zip(rates, values, strict=True):
+            if value <= top:
+                row = round((top - float(value)) / (top - bottom) * (ROWS - 1))
+                grid[row][column(rate)] = DOTS[number % len(DOTS)]
+    for row, line in enumerate(grid):
+        value = top - (top - bottom) * row / (ROWS - 1)
+        label = f"{value:.4g}" if row % 4 == 0 or row == ROWS - 1 else ""
+        yield f"{label:>9} ┤{''.join(line).rstrip()}"
+    yield f"{'':>9} └{'─' * COLUMNS}"
+    ends, space = (f"{low:.2g}", f"{high:.2g}"), COLUMNS
+    yield f"{'':>10} {ends[0]}{'learning rate':^{space - len(ends[0]) - len(ends[1])}}{ends[1]}"

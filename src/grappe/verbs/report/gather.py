@@ -16,24 +16,16 @@ from grappe.launch import files
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 from grappe.verbs.foresee.history import compared
-from grappe.verbs.report.study import gather_study
+from grappe.verbs.tune.sampler import importance
+from grappe.verbs.tune.space import Choices, Range, Space, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
+from grappe.verbs.tune.study import Study, Trial, best_of, open_study
 
 POINTS = 800  # of a curve; a screen has no more
-NOT_CURVES = frozenset(
-    {
-        "kind",
-        "step",
-        "epoch",
-        "samples",
-        "count",
-        "seconds",
-        "skipped",
-    }
-)
+NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
 
-Curve = list[tuple[float, float | None]]
+Points = list[tuple[float, float | None]]
 
 
 def gather(places: Sequence[Path]) -> dict[str, Any]:
@@ -47,17 +39,17 @@ def gather(places: Sequence[Path]) -> dict[str, Any]:
         if files.kind(place / STUDY) == "file":
             studies.append(gather_study(place))
         elif place.is_file() and place.suffix == ".json":
-            known = _written(place)
-            (searches if known["kind"] == "lr-find" else measurements).append(known)
+            content = _written(place)
+            (searches if content["kind"] == "lr-find" else measurements).append(content)
         else:
             runs.append(_run(Run(place)))
     return {"runs": runs, "measurements": measurements, "learning_rates": searches, "studies": studies}
 
 
 def _run(run: Run) -> dict[str, Any]:
-    known = run.read_description()
-    steps: dict[str, Curve] = {}
-    evaluations: dict[str, Curve] = {}
+    description = run.read_description()
+    steps: dict[str, Points] = {}
+    evaluations: dict[str, Points] = {}
     last = 0
     for record in run.records():
         kind = str(record.get("kind"))
@@ -72,22 +64,22 @@ def _run(run: Run) -> dict[str, Any]:
                 curves.setdefault(name, []).append((step, _rounded(value)))
     return {
         "name": run.folder.resolve().name,
-        "status": _status(run, known),
+        "status": _status(run, description),
         "step": last,
-        "description": {name: value for name, value in known.items() if name not in ("costs", "used")},
+        "description": {name: value for name, value in description.items() if name not in ("costs", "used")},
         "training": {name: thinned(curve) for name, curve in steps.items()},
         "validation": {name: thinned(curve) for name, curve in evaluations.items()},
         "usage": _thinned_usage(_usage(run)),
-        "processes": known.get("costs") if isinstance(known.get("costs"), list) else [],
-        "used": known.get("used") if isinstance(known.get("used"), dict) else {},
+        "processes": description.get("costs") if isinstance(description.get("costs"), list) else [],
+        "used": description.get("used") if isinstance(description.get("used"), dict) else {},
         "foreseen": compared(run).as_json(),
     }
 
 
-def _status(run: Run, known: dict[str, Any]) -> str:
+def _status(run: Run, description: dict[str, Any]) -> str:
     if run.is_finished():
         return "finished"
-    status = str(known.get("status") or "")
+    status = str(description.get("status") or "")
     return status if status in ("paused", "interrupted", "stopped") else "still going, or ended unexpectedly"
 
 
@@ -96,7 +88,7 @@ def _usage(run: Run) -> list[dict[str, Any]]:
         lines = files.read_text(run.folder / USAGE).splitlines()
     except OSError:
         return []
-    found = []
+    records = []
     for line in lines:
         try:
             record = json.loads(line)
@@ -107,8 +99,8 @@ def _usage(run: Run) -> list[dict[str, Any]]:
             and isinstance(record.get("phases"), dict)
             and _is_number(record.get("time"))
         ):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _thinned_usage(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,21 +130,21 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def thinned(curve: Curve, points: int = POINTS) -> Curve:
+def thinned(curve: Points, points: int = POINTS) -> Points:
     """Thins a curve to about `points`: keeps the lowest and highest point of each piece, and every gap."""
     if len(curve) <= points:
         return curve
     size = math.ceil(2 * len(curve) / points)
-    kept: Curve = []
+    kept: Points = []
     for begin in range(0, len(curve), size):
         piece = curve[begin : begin + size]
-        known = [point for point in piece if point[1] is not None]
-        if not known:
+        finite = [point for point in piece if point[1] is not None]
+        if not finite:
             kept.append(piece[0])
             continue
-        chosen = {min(known, key=_value), max(known, key=_value)}
+        chosen = {min(finite, key=_value), max(finite, key=_value)}
         kept += sorted(chosen)
-        if len(known) < len(piece):
+        if len(finite) < len(piece):
             kept.append((piece[-1][0], None))
     if kept[-1] != curve[-1]:
         kept.append(curve[-1])
@@ -163,6 +155,70 @@ def _value(point: tuple[float, float | None]) -> float:
     return point[1] or 0.0
 
 
+def gather_study(folder: Path) -> dict[str, Any]:
+    """Gathers a study as plain JSON: its axes, and its trials with their places between 0 and 1.
+
+    Raises:
+        RunError: the folder is no study, or a damaged one.
+    """
+    study = open_study(folder)
+    trials, search = study.trials, study.search
+    space = of_texts(search.space)
+    best = best_of(search, trials)
+    values = [trial.rungs[-1] for trial in trials if trial.rungs]
+    low, high = (min(values), max(values)) if values else (0.0, 0.0)
+    return {
+        "name": folder.resolve().name,
+        "task": search.task,
+        "metric": search.metric,
+        "maximize": search.maximize,
+        "axes": [{"name": name, "ends": list(_ends(axis))} for name, axis in space.items()],
+        "ends": [low, high],
+        "trials": [_row(study, trial, space, low, high, is_best=trial is best) for trial in trials],
+        "importance": importance(study, space),
+    }
+
+
+def _row(
+    study: Study, trial: Trial, space: Space, low: float, high: float, *, is_best: bool
+) -> dict[str, Any]:
+    value = trial.rungs[-1] if trial.rungs else None
+    return {
+        "number": trial.number,
+        "state": trial.state,
+        "reason": trial.reason,
+        "value": value,
+        "at_value": None if value is None else (value - low) / (high - low) if high > low else 0.5,
+        "rungs": f"{len(trial.rungs)} of {study.search.rungs}",
+        "texts": [trial.fields[name] for name in space],
+        "at": [_place(axis, trial.fields[name]) for name, axis in space.items()],
+        "best": is_best,
+    }
+
+
+def _place(axis: Range | Choices, text: str) -> float | None:
+    """The place of a value on its axis, from 0 to 1; None: it is not on it."""
+    if isinstance(axis, Choices):
+        if text not in axis.texts:
+            return None
+        return axis.texts.index(text) / max(1, len(axis.texts) - 1)
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    low, high = axis.low, axis.high
+    if axis.log:
+        low, high, value = (math.log(end) if end > 0 else -math.inf for end in (low, high, value))
+    place = (value - low) / (high - low)
+    return min(1.0, max(0.0, place)) if math.isfinite(place) else None
+
+
+def _ends(axis: Range | Choices) -> tuple[str, str]:
+    if isinstance(axis, Choices):
+        return axis.texts[0], axis.texts[-1]
+    return axis.text(axis.low), axis.text(axis.high)
+
+
 WRITTEN = {"measurement": "points", "lr-find": "curves"}
 """By kind of file: the list that it has."""
 
@@ -171,15 +227,15 @@ def _written(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST_JSON:
             raise RunError(f"{file} is larger than any that grappe measure writes")
-        known = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
-    kind = known.get("kind") if isinstance(known, dict) else None
-    if kind not in WRITTEN or not isinstance(known.get(WRITTEN[kind]), list):
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if kind not in WRITTEN or not isinstance(content.get(WRITTEN[kind]), list):
         raise RunError(
             f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one, and so does grappe lr-find"
         )
-    return {**known, "name": file.stem}
+    return {**content, "name": file.stem}
 
 
 def html(gathered: dict[str, Any], title: str) -> str:
@@ -191,7 +247,7 @@ def html(gathered: dict[str, Any], title: str) -> str:
     data = json.dumps(_finite(gathered), separators=(",", ":")).replace("<", "\\u003c")
     parts = {"TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
     return re.sub(
-        "@@([A-Z]+)@@", lambda found: parts[found[1]], page
+        "@@([A-Z]+)@@", lambda match: parts[match[1]], page
     )  # in one pass: data is not looked through
 
 
@@ -200,11 +256,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {printable(name): _finite(one) for name, one in value.items()}
+        return {printable(name): _finite(entry) for name, entry in value.items()}
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Iterable):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return value
 
 
