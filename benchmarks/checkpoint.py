@@ -24,7 +24,7 @@ from benchmarks.commands import ROOT, output
 from benchmarks.figures import machine, spread, table
 from benchmarks.saving import CONTENDERS, EVERY, network
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
 from grappe.launch.world import ProcessRank, World
@@ -72,7 +72,7 @@ def parts(folder: Path, rounds: int) -> list[dict[str, float]]:
     copies = {name: torch.empty_like(value) for name, value in tensors.items()}
     world = World(process=ProcessRank(), device=torch.device("cpu"))
     (folder / "saves").mkdir()
-    saver = Saver(folder / "saves", world, "bench", Keep(last=1), lambda: None)
+    saver = Saver(folder / "saves", world, "bench", Retention(last=1), lambda: None)
     pieces = [Piece(name, value, tuple(value.shape), (0,) * value.dim()) for name, value in tensors.items()]
     found = []
     for number in range(rounds + 1):

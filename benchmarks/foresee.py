@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks import shipped_data
-from grappe.checkpoint.snapshot import Snapshots
+from grappe.checkpoint.saver import Snapshots
 from grappe.errors import GrappeError
 from grappe.fields import split
 from grappe.foresight import compose

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDERS = (
-    "checkpoint/test_pieces.py",
+    "checkpoint/test_saver_pieces.py",
     "checkpoint/test_saver.py",
     "cli/test_bad_input.py",
     "data/images/test_training.py",

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.pace import give_memory_back, train_here
 from benchmarks.gpu.part import Aim, Part
 from benchmarks.gpu.tasks import Tokens
-from grappe.checkpoint.snapshot import Snapshots
+from grappe.checkpoint.saver import Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.profiling import limits
 from grappe.training.options import Options

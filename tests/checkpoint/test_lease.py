@@ -15,8 +15,8 @@ import torch
 
 from grappe.checkpoint import lease as module
 from grappe.checkpoint.format import list_checkpoints
-from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.lease import FILE, STALE_SECONDS, Lease
+from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World
@@ -147,7 +147,7 @@ def test_a_taken_lease_stops_the_next_commit(tmp_path) -> None:
     lease = Lease(tmp_path)
     lease.take()
     world = World(process=ProcessRank(), device=torch.device("cpu"))
-    saver = Saver(tmp_path / "checkpoints", world, lease.token, Keep(), lease.check)
+    saver = Saver(tmp_path / "checkpoints", world, lease.token, Retention(), lease.check)
     saver.save(1, {"model.w": torch.ones(2)}, {}, {})
     assert saver.wait() is None
     held(tmp_path)

@@ -14,10 +14,8 @@ import torch
 
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import latest, list_checkpoints
-from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.leftovers import leftovers
-from grappe.checkpoint.saver import Saver
-from grappe.checkpoint.snapshot import Snapshots
+from grappe.checkpoint.retention import Retention, leftovers
+from grappe.checkpoint.saver import Saver, Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World, join
@@ -29,7 +27,7 @@ ALONE = World(process=ProcessRank(), device=torch.device("cpu"))
 
 
 def saver(folder: Path, may_commit: Callable[[], None] = lambda: None, keep: int = 3) -> Saver:
-    return Saver(folder, ALONE, "token", Keep(last=keep), may_commit)
+    return Saver(folder, ALONE, "token", Retention(last=keep), may_commit)
 
 
 def save(to: Saver, step: int, **values: Any) -> str | None:
@@ -154,7 +152,7 @@ def test_a_folder_that_vanished_does_not_come_back_in_part(tmp_path) -> None:
 
 def test_a_folder_that_vanishes_while_others_are_waited_for_ends_the_wait(tmp_path) -> None:
     waiting = World(process=ProcessRank(size=2), device=torch.device("cpu"))
-    to = Saver(tmp_path, waiting, "token", Keep(), lambda: None)
+    to = Saver(tmp_path, waiting, "token", Retention(), lambda: None)
     thread = threading.Thread(target=to._write, args=(1, [], {}), daemon=True)
     thread.start()
     until((tmp_path / ".step-000001.token/rank-0.safetensors.done").exists, "its own part is written")
@@ -166,7 +164,7 @@ def test_a_folder_that_vanishes_while_others_are_waited_for_ends_the_wait(tmp_pa
 
 def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:
     waiting = World(process=ProcessRank(size=2), device=torch.device("cpu"))
-    to = Saver(tmp_path, waiting, "token", Keep(), lambda: None)
+    to = Saver(tmp_path, waiting, "token", Retention(), lambda: None)
     to._thread = threading.Thread(target=to._write, args=(1, [], {}), daemon=True)
     to._thread.start()
     to.close()
@@ -177,7 +175,7 @@ def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:
 def two_save(process: ProcessRank, rendezvous_folder: Path, folder: Path, failing: int) -> list[str | None]:
     """Three saves of which the second fails on the process `failing`; what each wait told."""
     world = join(Plan.parse(f"replicate={process.size},threads=1"), process, rendezvous_folder)
-    to = Saver(folder, world, "token", Keep(), lambda: None)
+    to = Saver(folder, world, "token", Retention(), lambda: None)
     told = []
     for step in (1, 2, 3):
         if step == 2 and process.rank == failing:
@@ -231,7 +229,7 @@ def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_pat
 def two_stream(process: ProcessRank, rendezvous_folder: Path, folder: Path, failing: int) -> list[str | None]:
     """As two_save, of values that both must be there for."""
     world = join(Plan.parse(f"replicate={process.size},threads=1"), process, rendezvous_folder)
-    to = Saver(folder, world, "token", Keep(), lambda: None)
+    to = Saver(folder, world, "token", Retention(), lambda: None)
     names = [f"model.{index}" for index in range(5)]
 
     def stream():

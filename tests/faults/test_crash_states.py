@@ -15,10 +15,10 @@ import torch
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.checkpoint.format import STATE, latest, list_checkpoints
 from grappe.checkpoint.initial import _save
-from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.names import MODEL
+from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
+from grappe.checkpoint.weights import MODEL
 from grappe.launch.world import ProcessRank, World
 from tests.faults.conftest import END, PLANS
 from tests.faults.resume_cell import hashes, hashes_of
@@ -32,7 +32,7 @@ def save(folder: Path, step: int, size: int = 1, keep: int = 1) -> None:
     """A save of `size` processes, process 0 last, as the commit waits for the others."""
     for rank in reversed(range(size)):
         world = World(process=ProcessRank(rank=rank, size=size), device=torch.device("cpu"))
-        saver = Saver(folder, world, "token", Keep(last=keep), lambda: None)
+        saver = Saver(folder, world, "token", Retention(last=keep), lambda: None)
         pieces = [Piece(f"{MODEL}{rank}", torch.full((9,), float(step)), (9,), (0,))]
         saver._write(step, pieces, {"size": size})
         assert saver._error is None

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import latest, list_checkpoints
-from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.retention import Retention, leftovers
 from grappe.checkpoint.saver import Saver
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World
@@ -218,7 +217,7 @@ def limited(folder: Path) -> str | None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         saver = Saver(
-            folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Keep(), lambda: None
+            folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Retention(), lambda: None
         )
         told = [saver.save(1, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
         told += [saver.save(2, {"model.w": torch.ones(10_000)}, {}, {}) or saver.wait()]

@@ -17,7 +17,7 @@ from grappe import tasks
 from grappe.checkpoint.commit import json_hash
 from grappe.errors import TaskError
 from grappe.training.run import HASH, Run
-from grappe.training.task_record import ID
+from grappe.training.task_reference import ID
 from tests.cli.test_bad_input import TASK
 
 EVIL = "from pathlib import Path\n(Path(__file__).parents[{up}] / 'ran').touch()\n" + TASK.replace(

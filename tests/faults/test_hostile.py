@@ -23,7 +23,7 @@ from grappe.errors import GrappeError
 from grappe.launch.world import ProcessRank
 from grappe.plan import Plan
 from grappe.training.run import Run
-from grappe.training.task_record import resolve_task
+from grappe.training.task_reference import resolve_task
 from grappe.verbs import evaluate
 from grappe.verbs.load import choose, load
 from grappe.verbs.runs import describe, listing

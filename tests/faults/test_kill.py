@@ -14,8 +14,7 @@ import torch
 
 from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import Checkpoint, latest, list_checkpoints
-from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.retention import Retention, leftovers
 from grappe.checkpoint.saver import Saver
 from grappe.launch.world import ProcessRank, World
 
@@ -36,7 +35,7 @@ def save_until_killed(folder: Path, pipe: int) -> None:
     newest = latest(folder)
     step = newest.step if newest is not None else 0
     world = World(process=ProcessRank(), device=torch.device("cpu"))
-    saver = Saver(folder, world, f"start{os.getpid()}", Keep(last=KEPT), lambda: None)
+    saver = Saver(folder, world, f"start{os.getpid()}", Retention(last=KEPT), lambda: None)
     os.write(pipe, struct.pack("<q", step))
     while True:
         step += 1

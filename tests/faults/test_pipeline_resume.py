@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.names import LOCAL
+from grappe.checkpoint.weights import LOCAL
 from tests.faults.resume_cell import curves, hashes, samples
 from tests.faults.test_resume import BEYOND, model, run
 from tests.parity.cell import TOLERANCE, difference

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.names import LOCAL, MODEL
+from grappe.checkpoint.weights import LOCAL, MODEL
 from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.run import Run

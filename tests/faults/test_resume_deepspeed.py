@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.names import MODEL
+from grappe.checkpoint.weights import MODEL
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.training.options import Options

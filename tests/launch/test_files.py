@@ -66,7 +66,7 @@ ELSEWHERE = {
     "tasks/pysource.py": "the user's data sets",
     "training/own_loop.py": "the folder that the user names",
     "training/run.py": "the folder of runs, and new runs in it",
-    "training/task_record.py": "the task's file, of the user's own records",
+    "training/task_reference.py": "the task's file, of the user's own records",
     "training/watchers/profile.py": "gzip of a file that grappe.launch.files has made",
     "verbs/data/photos.py": "pictures of installed packages, and the new folder that the user names",
     "verbs/data/shard_writer.py": "the folder of shards that the user names, and a lock in it",

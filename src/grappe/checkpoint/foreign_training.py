@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grappe.checkpoint.foreign import not_plain, read_content, state_dict_of, wrapping
-from grappe.checkpoint.names import OPTIMIZER
 from grappe.checkpoint.tensor_file import Piece
+from grappe.checkpoint.weights import OPTIMIZER
 from grappe.errors import RunError
 from grappe.errors.foreign_text import printable
 

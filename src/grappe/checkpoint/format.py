@@ -1,18 +1,21 @@
-"""Finds checkpoints on disk and reads them: tensors in safetensors, everything else in JSON."""
+"""Finds checkpoints on disk, chooses one of them, and reads them: tensors in safetensors, all else in JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import MANIFEST, read_json, step_name, verify
+from grappe.errors import RunError
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_RUN
 
 if TYPE_CHECKING:
-    from grappe.checkpoint.model_weights import ModelWeights
     from grappe.checkpoint.tensor_file import TensorFiles
+    from grappe.checkpoint.weights import ModelWeights
 
 STATE = "state.json"
 
@@ -42,7 +45,7 @@ class Checkpoint:
         Args:
             averaged: take the moving averages of its parameters, where there are some.
         """
-        from grappe.checkpoint.model_weights import ModelWeights
+        from grappe.checkpoint.weights import ModelWeights
 
         return ModelWeights(self.read_tensors(), averaged=averaged)
 
@@ -87,3 +90,121 @@ def latest(folder: Path, run: str = "") -> Checkpoint | None:
 def step_folder(folder: Path, step: int) -> Path:
     """Returns the folder of the checkpoint of `step`."""
     return folder / step_name(step)
+
+
+LAST, BEST = "last", "best"
+DAMAGED = re.compile(r"damaged-step-\d{6,}-[0-9a-f]{8}", re.ASCII)  # renamed by a save of the same step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A checkpoint, and why it was taken."""
+
+    checkpoint: Checkpoint | None
+    """None: there is none that verifies."""
+    why: str = "the newest"
+    passed_over: tuple[str, ...] = ()
+    """Checkpoints that might be newer, and are not taken: a sentence each."""
+
+    def __str__(self) -> str:
+        taken = f"{self.checkpoint.folder.name} is taken" if self.checkpoint else "no checkpoint verifies"
+        return "; ".join((*self.passed_over, f"{taken}, {self.why}" if not self.passed_over else taken))
+
+
+def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
+    """Finds the newest checkpoint in `folder` that verifies, and says what was passed over.
+
+    Args:
+        run: the id of the run that it should be of; "": any.
+        saved: the step whose checkpoint the run's last start says that it saved.
+    """
+    newest_whole, passed_over = None, list[str]()
+    checkpoints = list_checkpoints(folder)
+    for checkpoint in checkpoints:
+        problem = verify(checkpoint.folder, run)
+        if problem is None:
+            newest_whole = checkpoint
+            break
+        passed_over.append(f"{checkpoint.folder.name} does not verify: skipped ({problem})")
+    newest = newest_whole.step if newest_whole else -1
+    if saved is not None and saved > newest and all(checkpoint.step != saved for checkpoint in checkpoints):
+        passed_over.insert(0, f"{step_name(saved)}, which run.json says was saved, is missing")
+    return Choice(checkpoint=newest_whole, passed_over=(*_strangers(folder, checkpoints), *passed_over))
+
+
+def select(folder: Path, which: int | str | None, *, run: str = "", saved: int | None = None) -> Choice:
+    """Finds the checkpoint `which` (a step, "last", "best"), and no other; None: as `choose` does.
+
+    Raises:
+        RunError: it is not there or does not verify; or which is the best cannot be known.
+    """
+    if which is None:
+        return choose(folder, run, saved)
+    if which == LAST:
+        choice = choose(folder, run, saved)
+        if choice.passed_over or choice.checkpoint is None:
+            raise RunError(
+                f"the last checkpoint of {folder.parent} cannot be read: {choice}. {_others(folder)}"
+            )
+        return choice
+    if which == BEST:
+        return _best(folder, run)
+    step = _step(which)
+    checkpoint = next((candidate for candidate in list_checkpoints(folder) if candidate.step == step), None)
+    if checkpoint is None:
+        raise RunError(f"{folder.parent} has no checkpoint of step {step}. {_others(folder)}")
+    problem = verify(checkpoint.folder, run)
+    if problem is not None:
+        raise RunError(f"{checkpoint.folder} does not verify: {problem}. {_others(folder)}")
+    return Choice(checkpoint=checkpoint, why="as asked for")
+
+
+def _step(which: int | str) -> int:
+    if isinstance(which, int) or (which.isascii() and which.isdecimal() and len(which) < 19):
+        return int(which)
+    raise RunError(f"--checkpoint={which}: give a step, last or best")
+
+
+def _best(folder: Path, run: str) -> Choice:
+    checkpoints = list_checkpoints(folder)
+    for checkpoint in checkpoints:
+        if (problem := verify(checkpoint.folder, run)) is not None:
+            raise RunError(
+                f"{checkpoint.folder} does not verify ({problem}), so nobody can say which is the best. "
+                f"{_others(folder)}"
+            )
+    best = min(checkpoints, key=validation_loss, default=None)
+    if best is None or validation_loss(best) == math.inf:
+        raise RunError(f"no checkpoint of {folder.parent} has a validation loss. {_others(folder)}")
+    return Choice(checkpoint=best, why=f"the best: validation loss {validation_loss(best):.6g}")
+
+
+def validation_loss(checkpoint: Checkpoint) -> float:
+    """Reads the validation loss that a checkpoint was saved with; infinite where there is none."""
+    try:
+        loss = checkpoint.read_values().get("validation_loss")
+    except RunError:
+        return math.inf
+    return float(loss) if isinstance(loss, float) and math.isfinite(loss) else math.inf
+
+
+def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
+    """Names what lies among the checkpoints and is none: a renamed or linked one may be the newest in truth."""
+    try:
+        names = files.names(folder)
+    except OSError:
+        return []
+    committed = {checkpoint.folder.name for checkpoint in checkpoints}
+    sentences = []
+    for name in names:
+        if name in committed or name.startswith(".") or DAMAGED.fullmatch(name):
+            continue
+        shown = name if name.isprintable() else repr(name)
+        what = "is a link" if files.kind(folder / name) == "link" else "is no checkpoint's name"
+        sentences.append(f"{shown} {what}: skipped")
+    return sentences
+
+
+def _others(folder: Path) -> str:
+    steps = ", ".join(str(checkpoint.step) for checkpoint in list_checkpoints(folder))
+    return f"There is: --checkpoint {steps}" if steps else "There is none"

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.choice import choose
 from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign import ALONE, foreign_weights
 from grappe.checkpoint.foreign_training import Begin, ForeignTraining, foreign_training
-from grappe.checkpoint.format import STATE, step_folder
-from grappe.checkpoint.names import LOCAL, MODEL
+from grappe.checkpoint.format import STATE, choose, step_folder
 from grappe.checkpoint.tensor_file import Piece
-from grappe.checkpoint.weights import InMemory, Weights, kind_of, named_tensors
+from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, kind_of, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call

@@ -13,7 +13,7 @@ from grappe.plan import Plan
 class Turns:
     """Processes that hold the same tensors, and write them by turns: each goes to the one with the fewest bytes so far.
 
-    As grappe.checkpoint.pieces chooses them, which counts a byte more for each tensor.
+    As grappe.checkpoint.saver chooses them, which counts a byte more for each tensor.
     """
 
     def __init__(self, processes: int) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from grappe.checkpoint.names import AVERAGE
-from grappe.checkpoint.weights import Weights, read_into
+from grappe.checkpoint.weights import AVERAGE, Weights, read_into
 from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor
 
 

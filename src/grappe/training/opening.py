@@ -19,7 +19,7 @@ from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.retention import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
@@ -29,8 +29,7 @@ from grappe.plan import Plan
 from grappe.task import Task
 from grappe.tasks import defaults
 from grappe.training.run import PARTS, Made, Run, new_folder
-from grappe.training.task_record import write_record
-from grappe.training.task_reference import field_texts, same_task, source_hash
+from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
 from grappe.words import host_name, processor_name
 
 ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length

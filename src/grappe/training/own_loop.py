@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from grappe.checkpoint.format import Checkpoint, latest
-from grappe.checkpoint.keep import Keep
 from grappe.checkpoint.lease import Lease
+from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch
@@ -233,7 +233,7 @@ class Loop:
                 raise RunError(
                     f"{self._folder} was trained with seed {seed}, not {self._seed}: its order would differ"
                 )
-        return lease, Saver(folder, self.world, token, Keep(), may_commit), checkpoint
+        return lease, Saver(folder, self.world, token, Retention(), may_commit), checkpoint
 
     def _after_a_step(self, last: bool) -> None:
         stop = self._stop_agreed()

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grappe.checkpoint.names import MODEL
-from grappe.checkpoint.weights import Weights
+from grappe.checkpoint.weights import MODEL, Weights
 from grappe.data.loading import Loading
 from grappe.launch.output import UserStream
 from grappe.launch.terminal import say

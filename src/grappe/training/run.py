@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grappe.checkpoint import format as checkpoint_format
-from grappe.checkpoint.choice import Choice, select
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
-from grappe.checkpoint.leftovers import leftovers
+from grappe.checkpoint.format import Choice, select
+from grappe.checkpoint.retention import leftovers
 from grappe.errors import RunError
 from grappe.errors.native_code import refuse_package
 from grappe.launch import files

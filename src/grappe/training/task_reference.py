@@ -1,17 +1,28 @@
-"""TaskReference: a task in a form that other processes can load."""
+"""TaskReference: a task that other processes can load; and the record of the task that each run was trained with.
+
+Records stand outside of all runs, as a run's own words are no reason to run code (decision 72): each is a file of the
+user's state folder, named by the run's id.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import inspect
+import json
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grappe import tasks
-from grappe.errors import TaskError
+from grappe.checkpoint.commit import read_json
+from grappe.errors import RunError, TaskError
+from grappe.launch import files
+from grappe.launch.folders import state_base, state_folder
 from grappe.task import Task, check_signatures, fields, overrides
+from grappe.training.run import DESCRIPTION, Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,3 +91,151 @@ def _absolute(name: str) -> str:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
+
+
+RECORDS = "tasks"
+ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+def write_record(run: str, name: str, task: Task) -> str | None:
+    """Writes down that the run of id `run` is trained with `task`, called `name`, in its file as it is now.
+
+    Returns:
+        Why later commands will ask for --task, for the user; None: they will not.
+    """
+    if tasks.shipped(name) is not None or name.startswith("__main__:"):
+        return None
+    place = name.partition(":")[0]
+    file = Path(place) if place.endswith(".py") else _file_of(place)
+    if file is None or run_around(file) is not None:
+        return f"the task {name} is in no file outside of runs: later commands will ask for --task"
+    folder = state_folder(RECORDS, make=True)
+    if folder is None:
+        where = state_base() or "the home folder"
+        return f"{where} cannot be written, so which task this run has is not kept: later commands will ask for --task"
+    record = {"task": name, "file": str(file), "sha256": _hash(file), "root": str(_root(place, file))}
+    try:
+        files.replace(folder / f"{run}.json", json.dumps(record, indent=1).encode(), mode=files.PRIVATE)
+    except (OSError, RunError) as error:
+        return f"which task this run has is not kept ({error}): later commands will ask for --task"
+    return None
+
+
+def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
+    """Returns the task that a run was trained with: a shipped one, or one that was trained here and has not changed.
+
+    Imports nothing.
+
+    Args:
+        asks: whether the command takes --task (task=… in Python), which errors then name.
+
+    Raises:
+        TaskError: the run is of neither kind: the user has to say which task it is.
+        RunError: the run's description is not usable.
+    """
+    description = run.read_description()
+    name, texts = description.get("task"), texts_of(description)
+    if not isinstance(name, str) or texts is None:
+        raise RunError(f"{run.folder}/{DESCRIPTION} does not say what its task is")
+    if (own := tasks.shipped(name)) is not None:
+        return TaskReference(name=own, texts=texts)
+    if name.startswith(
+        "__main__:"
+    ):  # in this very script or notebook, which runs already; other processes lack it
+        return TaskReference.of(tasks.make(tasks.find(name), texts))
+    record = _read(run.id)
+    if record is None:
+        shown = name if name.isprintable() and len(name) < 200 else repr(name[:200])
+        why = (
+            f"{run.folder} names the task {shown}, and was not trained here by you, as far as is known: grappe runs no "
+            "code because a run names it"
+        )
+        raise TaskError(
+            f"{why}. Say which task it is: --task path/to/file.py (task=… in Python)" if asks else why
+        )
+    file = Path(record["file"])
+    _check(run, record, file, asks)
+    if record["task"].partition(":")[0].endswith(".py"):
+        return TaskReference(name=record["task"], texts=texts)
+    return TaskReference(name=record["task"], texts=texts, root=record["root"])
+
+
+def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReference:
+    """Returns the task that the user gives for a run, with the run's fields where it is a name or a class.
+
+    Raises:
+        TaskError: it lies inside a run.
+    """
+    if task is None:
+        return reference_of(run)
+    if isinstance(task, Task):
+        return TaskReference.of(task)
+    texts = texts_of(run.read_description()) or {}
+    if isinstance(task, type):
+        return TaskReference.of(tasks.make(task, texts))
+    place = task.partition(":")[0]
+    tasks.check_name(task)
+    if place.endswith(".py") and (inside := run_around(Path(place))) is not None:
+        raise TaskError(
+            f"--task={task}: the file lies in the run {inside}, and grappe runs nothing that came with a run. "
+            "If it is yours, copy it to another folder first"
+        )
+    return TaskReference.of(task, texts)
+
+
+def texts_of(description: dict[str, Any]) -> dict[str, str] | None:
+    """Returns the texts of the task's fields in a run's description; None where it has none."""
+    values = description.get("fields")
+    if not isinstance(values, dict):
+        return None
+    return {field: "none" if value is None else str(value) for field, value in values.items()}
+
+
+def run_around(file: Path) -> Path | None:
+    """Finds the run's folder that a file lies in."""
+    for folder in file.resolve().parents:
+        if (folder / DESCRIPTION).exists():
+            return folder
+    return None
+
+
+def _check(run: Run, record: dict[str, str], file: Path, asks: bool) -> None:
+    if run_around(file) is not None or not file.is_file():
+        why = f"{run.folder} was trained with {file}, which is not there any more"
+        again = f"Say which task it is: --task path/to/file.py (task=… in Python) loads {run.folder} with it"
+        raise TaskError(f"{why}. {again}" if asks else why)
+    if _hash(file) != record["sha256"]:
+        why = f"{file} has changed since {run.folder} was trained with it"
+        again = (
+            f"If it is still the same task: --task {record['task']} (task=… in Python) takes it as it is now"
+        )
+        raise TaskError(f"{why}. {again}" if asks else f"{why}: train it again in another folder")
+
+
+def _read(run: str) -> dict[str, str] | None:
+    folder = state_folder(RECORDS, make=False)
+    if folder is None or not ID.fullmatch(run):
+        return None
+    try:
+        record = read_json(folder / f"{run}.json")
+    except RunError:
+        return None
+    keys = ("task", "file", "sha256", "root")
+    return record if all(isinstance(record.get(name), str) for name in keys) else None
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _file_of(module: str) -> Path | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
+
+
+def _root(place: str, file: Path) -> Path:
+    """The folder that the module `place` was imported from."""
+    if place.endswith(".py"):
+        return file.parent
+    depth = place.count(".") + (file.name == "__init__.py")
+    return file.parents[depth]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from grappe import engines
 from grappe.checkpoint.foreign_training import Begin
-from grappe.checkpoint.keep import Keep
-from grappe.checkpoint.model_weights import ModelWeights
+from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
+from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
 from grappe.data.fingerprint import fingerprint
 from grappe.data.order import SampleOrder
@@ -191,7 +191,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     opened.run.checkpoints,
                     world,
                     opened.token,
-                    Keep(last=options.keep),
+                    Retention(last=options.keep),
                     opened.check_lease,
                     run=info.description.get("id", ""),
                 ),

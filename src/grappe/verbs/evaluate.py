@@ -15,8 +15,7 @@ from grappe.plan import Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.training.run import Run
-from grappe.training.task_record import resolve_task
-from grappe.training.task_reference import TaskReference
+from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of
 
 

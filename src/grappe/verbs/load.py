@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe.checkpoint.choice import Choice, select
+from grappe.checkpoint.format import Choice, select
 from grappe.errors import RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.terminal import complain
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_record import resolve_task
+from grappe.training.task_reference import resolve_task
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.checkpoint.model_weights import ModelWeights
-from grappe.checkpoint.names import MODEL
-from grappe.checkpoint.weights import Weights
+from grappe.checkpoint.weights import MODEL, ModelWeights, Weights
 from grappe.engines.shared.state import OPTIMIZER, SavedState
 from grappe.private_api import deepspeed as private
 

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.checkpoint.model_weights import ModelWeights
-from grappe.checkpoint.names import LOCAL, MODEL, OPTIMIZER
-from grappe.checkpoint.weights import Weights, Without, full_tensor, read_into
+from grappe.checkpoint.weights import (
+    LOCAL,
+    MODEL,
+    OPTIMIZER,
+    ModelWeights,
+    Weights,
+    Without,
+    full_tensor,
+    read_into,
+)
 from grappe.launch.world import World
 from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between

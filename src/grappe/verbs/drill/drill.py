@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe.checkpoint.names import MODEL
+from grappe.checkpoint.weights import MODEL
 from grappe.errors import GrappeError, UsageError
 from grappe.launch import files
 from grappe.launch.rank import rank_from_environment

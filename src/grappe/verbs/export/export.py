@@ -10,7 +10,7 @@ from grappe.errors import UsageError
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_record import resolve_task
+from grappe.training.task_reference import resolve_task
 from grappe.verbs.export import exchange
 from grappe.verbs.export.folder import check_target, whole_or_nothing
 from grappe.verbs.export.proof import Proof

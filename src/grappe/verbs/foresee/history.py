@@ -18,8 +18,7 @@ from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.training.run import Run
-from grappe.training.task_record import reference_of
-from grappe.training.task_reference import TaskReference
+from grappe.training.task_reference import TaskReference, reference_of
 from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.foresee.run_time import (
     TimeSource,

@@ -12,7 +12,7 @@ from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_record import resolve_task
+from grappe.training.task_reference import resolve_task
 from grappe.verbs.load import data_of, load
 
 if TYPE_CHECKING:

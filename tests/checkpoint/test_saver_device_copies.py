@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grappe.checkpoint.device_copies import has_room
-from grappe.checkpoint.snapshot import Snapshots
+from grappe.checkpoint.saver import Snapshots, gpu_has_room
 from grappe.checkpoint.tensor_file import Piece
 from tests.gpu_stand_in import GPU, GpuStandIn, gpu_stand_in
 
@@ -83,6 +82,6 @@ def test_memory_that_runs_out_all_the_same_is_no_error(
 
 
 def test_what_a_step_needs_stays_free(gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert has_room(79_000, 1)
-    assert not has_room(81_000, 1)
-    assert not has_room(1, 2), "two processes share the GPU"
+    assert gpu_has_room(79_000, 1)
+    assert not gpu_has_room(81_000, 1)
+    assert not gpu_has_room(1, 2), "two processes share the GPU"

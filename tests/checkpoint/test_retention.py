@@ -9,7 +9,7 @@ import pytest
 
 from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.format import latest, list_checkpoints, step_folder
-from grappe.checkpoint.keep import Keep
+from grappe.checkpoint.retention import Retention
 
 
 def made(folder: Path, step: int, loss: object = None) -> None:
@@ -44,7 +44,7 @@ def steps(folder: Path) -> list[int]:
 def test_the_newest_and_the_best_stay(tmp_path, losses: list, last: int, kept: list[int]) -> None:
     for step, loss in enumerate(losses, start=1):
         made(tmp_path, step, loss)
-    removed = Keep(last=last).clean(tmp_path, len(losses))
+    removed = Retention(last=last).clean(tmp_path, len(losses))
     assert steps(tmp_path) == kept
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{n:06d}" for n in sorted(kept)]
     assert {one.name for one in removed} == {f"step-{n:06d}" for n in range(1, len(losses) + 1)} - {
@@ -59,7 +59,7 @@ def test_damaged_later_ones_do_not_push_out_what_is_whole(tmp_path, last: int) -
         made(tmp_path, step)
     for step in (6, 7, 9):
         (step_folder(tmp_path, step) / "state.json").write_text("{}")
-    Keep(last=last).clean(tmp_path, 4)
+    Retention(last=last).clean(tmp_path, 4)
     newest = latest(tmp_path)
     assert newest is not None
     assert newest.step == 4
@@ -69,7 +69,7 @@ def test_a_state_that_cannot_be_read_is_not_the_best(tmp_path) -> None:
     for step in (1, 2, 3):
         made(tmp_path, step, float(step))
     (step_folder(tmp_path, 1) / "state.json").write_text("damaged")
-    Keep(last=1).clean(tmp_path, 3)
+    Retention(last=1).clean(tmp_path, 3)
     assert steps(tmp_path) == [3, 2]
 
 
@@ -77,5 +77,5 @@ def test_what_holds_a_users_own_file_stays(tmp_path) -> None:
     for step in (1, 2, 3):
         made(tmp_path, step)
     (step_folder(tmp_path, 1) / "thesis.txt").write_text("mine")
-    assert Keep(last=1).clean(tmp_path, 3) == [step_folder(tmp_path, 2)]
+    assert Retention(last=1).clean(tmp_path, 3) == [step_folder(tmp_path, 2)]
     assert (step_folder(tmp_path, 1) / "thesis.txt").read_text() == "mine"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from grappe.checkpoint.pieces import pieces_to_write
+from grappe.checkpoint.saver import pieces_to_write
 from grappe.checkpoint.tensor_file import Piece
 from grappe.launch.world import ProcessRank, World, join
 from grappe.plan import Plan
@@ -70,7 +70,7 @@ def pieces(
 
 @pytest.mark.parametrize(("text", "size"), PLANS)
 def test_all_pieces_together_are_each_tensor_once(pool, text: str, size: int) -> None:
-    told = pool.run("tests.checkpoint.test_pieces:pieces", size, text)
+    told = pool.run("tests.checkpoint.test_saver_pieces:pieces", size, text)
     whole = told[0][0]
     for rank in range(size):
         whole[f"local.{rank}.count"] = torch.tensor(rank)
@@ -100,7 +100,7 @@ def loads(process: ProcessRank, rendezvous_folder: Path, text: str) -> int:
 
 @pytest.mark.parametrize("text", ["replicate=4", "replicate=2,shard=2", "replicate=2,tensor=2"])
 def test_what_all_have_is_written_by_all(pool, text: str) -> None:
-    written = pool.run("tests.checkpoint.test_pieces:loads", 4, text)
+    written = pool.run("tests.checkpoint.test_saver_pieces:loads", 4, text)
     assert sum(written) == sum(4 * ((index * 37) % 1000 + 1) for index in range(200))
     assert max(written) - min(written) <= 4000  # no more than the largest tensor apart
 

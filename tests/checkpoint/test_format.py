@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grappe.checkpoint.choice import select
 from grappe.checkpoint.commit import Origin, commit, write_new
-from grappe.checkpoint.format import step_folder
+from grappe.checkpoint.format import select, step_folder
 from grappe.errors import RunError
 
 
