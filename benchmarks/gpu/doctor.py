@@ -16,7 +16,7 @@ from benchmarks.gpu.training import plan_on, read_usage
 from grappe.profiling import energy
 from grappe.training.options import Options
 from grappe.verbs.doctor import on_device
-from grappe.verbs.doctor.checks.devices import Device, of_devices
+from grappe.verbs.doctor.checks.devices import VisibleGpu, of_devices
 from grappe.verbs.doctor.checks.torch_build import of_architectures
 
 
@@ -66,7 +66,7 @@ def _findings(part: Part) -> None:
     """The doctor's own functions find no fault with this device and this torch; a wrong one is found."""
     facts = torch.cuda.get_device_properties(0)
     capability = (facts.major, facts.minor)
-    device = Device(facts.name, facts.total_memory / 1e9, capability)
+    device = VisibleGpu(facts.name, facts.total_memory / 1e9, capability)
     listed, *others = of_devices([device], "bf16", torch.version.hip)
     right = facts.name in listed.what and (not others or capability < (8, 0))
     part.check("the doctor on bf16 here", right, "; ".join(one.what for one in (listed, *others)))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from grappe.verbs.doctor.on_device import Trial
+from grappe.verbs.doctor.on_device import DeviceTrial
 
 Verdict = Literal["passed", "failed", "measured", "not tried"]
 
@@ -95,7 +95,7 @@ class Part:
             figures |= {"aim": aim.figure, "against_aim": found}
         self.report(Row(name=name, verdict="measured", text=text, figures=figures))
 
-    def trial(self, trial: Trial) -> None:
+    def trial(self, trial: DeviceTrial) -> None:
         """Reports what `grappe doctor --gpu` has tried as well."""
         verdicts: dict[str, Verdict] = {
             "passed": "passed", "FAILED": "failed", "measured": "measured", "not tried": "not tried",

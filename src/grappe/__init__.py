@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
     if name == "optimizers":
         return importlib.import_module("grappe.optimizers")
     if name in _LAZY:
-        found = getattr(importlib.import_module(_LAZY[name]), name)
-        globals()[name] = found  # a task asks for grappe.draw at each step
-        return found
+        attribute = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = attribute  # a task asks for grappe.draw at each step
+        return attribute
     raise AttributeError(f"module 'grappe' has no attribute '{name}'")

@@ -38,16 +38,16 @@ def split(texts: Iterable[str]) -> dict[str, str]:
     Raises:
         UsageError: a text is empty, or a name is given twice.
     """
-    found: dict[str, str] = {}
+    texts_by_name: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         name, value = name.strip(), value.strip()
         if not name or (equals and not value):
             raise UsageError(f"'{text}' is not of the form name=value")
-        if name in found:
-            raise UsageError(f"{name} is given twice: {found[name]} and {value or 'true'}")
-        found[name] = value if equals else "true"
-    return found
+        if name in texts_by_name:
+            raise UsageError(f"{name} is given twice: {texts_by_name[name]} and {value or 'true'}")
+        texts_by_name[name] = value if equals else "true"
+    return texts_by_name
 
 
 def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
@@ -120,10 +120,10 @@ def check_choices(value: Any) -> None:
         UsageError: a field's value is not one of its choices.
     """
     for name, kind in hints(type(value)).items():
-        found = getattr(value, name)
-        if get_origin(kind) is Literal and found not in get_args(kind):
+        chosen = getattr(value, name)
+        if get_origin(kind) is Literal and chosen not in get_args(kind):
             raise UsageError(
-                f"{type(value).__name__}: {name}={found!r} is not one of {', '.join(map(str, get_args(kind)))}"
+                f"{type(value).__name__}: {name}={chosen!r} is not one of {', '.join(map(str, get_args(kind)))}"
             )
 
 
@@ -151,15 +151,15 @@ def seconds(text: str, name: str) -> float:
         UsageError: the text is no duration.
     """
     if plain := PLAIN.fullmatch(text.strip()):
-        found = float(plain[1]) * UNITS[plain[2]]
+        duration = float(plain[1]) * UNITS[plain[2]]
     elif clock := CLOCK.fullmatch(text.strip()):
         days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
-        found = days * 86400.0 + hours * 3600.0 + minutes * 60.0 + rest
+        duration = days * 86400.0 + hours * 3600.0 + minutes * 60.0 + rest
     else:
-        found = 0.0
-    if found <= 0:
+        duration = 0.0
+    if duration <= 0:
         raise UsageError(f"{name}={text}: give seconds, or a time like 90s, 30m, 2h or 02:30:00")
-    return found
+    return duration
 
 
 def part(text: str, name: str) -> float:
@@ -172,12 +172,12 @@ def part(text: str, name: str) -> float:
         UsageError: the text is no such part.
     """
     try:
-        found = float(Fraction(text.strip()))
+        fraction = float(Fraction(text.strip()))
     except (ValueError, ZeroDivisionError):
-        found = 0.0
-    if not 0 < found <= 1:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
         raise UsageError(f"{name}={text}: give a part of the whole, above 0 and at most 1: 0.5, 1/9")
-    return found
+    return fraction
 
 
 def with_variables(text: str) -> str:
@@ -187,8 +187,8 @@ def with_variables(text: str) -> str:
         UsageError: a variable is not set here, or empty.
     """
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
         if not os.environ.get(name):
             raise UsageError(f"${name} is empty on this machine")
         return os.environ[name]
@@ -230,8 +230,8 @@ Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(tex
 
 def text_form(kind: Any) -> TextForm | None:
     """Returns the form of an annotation like `Duration | None`; None if the type needs no special form."""
-    for one in (kind, *get_args(kind)):
-        for mark in getattr(one, "__metadata__", ()):
+    for annotation in (kind, *get_args(kind)):
+        for mark in getattr(annotation, "__metadata__", ()):
             if isinstance(mark, TextForm):
                 return mark
     return None

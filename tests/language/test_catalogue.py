@@ -201,13 +201,13 @@ def test_grappe_in_a_zip_speaks_english(tmp_path: Path) -> None:
 )
 def test_a_hostile_text_is_given_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a text is made, only so many of its parts are looked at."""
-    looked, whole = list[str](), _Message._whole
+    looked, whole = list[str](), _Message._by_one_template
 
     def counted(self: _Message, text: str, depth: int, least: int) -> tuple[int, str] | None:
         looked.append(text)
         return whole(self, text, depth, least)
 
-    monkeypatch.setattr(_Message, "_whole", counted)
+    monkeypatch.setattr(_Message, "_by_one_template", counted)
     assert len(SMALL.message(text)) >= len(text)
     assert len(looked) <= 4 * PLACES
 

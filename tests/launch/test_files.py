@@ -100,7 +100,7 @@ ELSEWHERE = {
     "verbs/tune/trainings.py": "/dev",
     "verbs/tune/study.py": "makes the folder of a study that is not there yet",
     "verbs/verify/runner.py": "a temporary folder of its own",
-    "verbs/verify/trial.py": "a temporary folder of its own",
+    "verbs/verify/trained_by_plan.py": "a temporary folder of its own",
 }
 """Files of the source that open something else than what is in a run, and what."""
 

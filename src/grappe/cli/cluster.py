@@ -207,7 +207,7 @@ def doctor(
     preflight([plan], task)
     from grappe.verbs.doctor import doctor as verb
 
-    request = verb.Request(
+    request = verb.DoctorRequest(
         plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, fields=split(fields)
     )
     findings = verb.doctor(request)

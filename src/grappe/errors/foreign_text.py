@@ -30,7 +30,13 @@ def printable(foreign: object, most: int = MOST) -> str:
         text, cut = text[:most], f"… ({len(text) - most:,} more characters)"
     if text.isprintable() and not UNSEEN.search(text):
         return text + cut
-    return "".join(one if one.isprintable() and not UNSEEN.match(one) else _escape(one) for one in text) + cut
+    return (
+        "".join(
+            character if character.isprintable() and not UNSEEN.match(character) else _escape(character)
+            for character in text
+        )
+        + cut
+    )
 
 
 def printable_lines(foreign: object, most: int = MOST_OF_LINES) -> str:
@@ -54,18 +60,18 @@ def spreadsheet_cell(value: Any) -> Any:
         return value
     if isinstance(value, list):
         text = " ".join(map(_text, value))
-        if all(isinstance(one, int | float) for one in value):
+        if all(isinstance(item, int | float) for item in value):
             return text
     else:
         text = _text(value)
     return FORMULA.sub(r"\1'\2", printable(text))
 
 
-def number(found: object) -> float:
+def number(value: object) -> float:
     """The number that a file has in a place; 0 where it has something else there, or nothing finite."""
-    if not isinstance(found, int | float) or not abs(found) <= sys.float_info.max:
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return 0.0
-    return float(found)
+    return float(value)
 
 
 def _text(foreign: object) -> str:

@@ -9,14 +9,14 @@ import traceback
 
 def broken_package(error: BaseException) -> str | None:
     """One line on the installed package in whose own import `error` was raised; None where it was in none."""
-    found: str | None = None
+    package: str | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "<module>":
-            found = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    if found in (None, "", "__main__", "grappe", "torch"):
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if package in (None, "", "__main__", "grappe", "torch"):
         return None
     with contextlib.suppress(Exception):  # metadata of whatever form
-        for name in importlib.metadata.packages_distributions().get(found, [found]):
+        for name in importlib.metadata.packages_distributions().get(package, [package]):
             text = str(error).strip().partition("\n")[0]
             version = importlib.metadata.version(name)
             return (

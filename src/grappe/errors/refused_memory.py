@@ -30,8 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    known = isinstance(error, RuntimeError | OSError) and not isinstance(error, GrappeError)
+    is_candidate = isinstance(error, RuntimeError | OSError) and not isinstance(error, GrappeError)
     # Without a limit of the address space, or of data, a thread's stack always has room: then it is threads that are
     # limited.
     words = (*WORDS, *WHERE_LIMITED) if limits_set() else WORDS
-    return known and any(one in str(error) for one in words)
+    return is_candidate and any(word in str(error) for word in words)

@@ -132,6 +132,6 @@ REMEDIES = tuple(
 def remedy(text: str) -> str:
     """Returns what to do about an exception that says `text`; "" where nothing is known."""
     for pattern, what in REMEDIES:
-        if found := pattern.search(text):
-            return found.expand(what) if "\\" in what else what
+        if match := pattern.search(text):
+            return match.expand(what) if "\\" in what else what
     return ""

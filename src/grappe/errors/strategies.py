@@ -46,8 +46,8 @@ def here(part: str) -> str | None:
     if equals and key != "strategy":
         return None
     name = value if equals else key
-    family = next((one for one in FAMILIES if name.startswith(f"{one}_")), "")
-    known = HERE.get(name, HERE.get(family))
-    if known is None and equals:
+    family = next((prefix for prefix in FAMILIES if name.startswith(f"{prefix}_")), "")
+    remedy = HERE.get(name, HERE.get(family))
+    if remedy is None and equals:
         return "the plan says how a step is spread, as in replicate=2 or shard=2 (see: grappe engines)"
-    return known
+    return remedy

@@ -101,8 +101,8 @@ def part_of(error: BaseException) -> str | None:
     places = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if WORKER.match(str(error)):
         places += [(file, name) for file, _, name in FRAME.findall(str(error))]
-    found = [PARTS.get((_room(file), name)) for file, name in places]
-    return next((part for part in reversed(found) if part), None)
+    parts = [PARTS.get((_room(file), name)) for file, name in places]
+    return next((part for part in reversed(parts) if part), None)
 
 
 def _room(file: str) -> str:
@@ -149,7 +149,7 @@ def _place(error: BaseException, task: object, part: str) -> str | None:
     """Describes where an exception came from that has no line of the user's: a layer of model(), or a part."""
     layer, part = layer_of(error), part or _part_in_backward(error) or ""
     defined = definition(task, part or "model") if layer or part else None
-    return ", ".join(str(one) for one in (layer, defined) if one) or part_of(error)
+    return ", ".join(str(place) for place in (layer, defined) if place) or part_of(error)
 
 
 def _part_in_backward(error: BaseException) -> str | None:

@@ -50,11 +50,11 @@ class Catalogue:
 
     @functools.cached_property
     def _templates(self) -> list[Template]:
-        found = list[Template]()
+        templates = list[Template]()
         for english, other in self._texts.items():
             with contextlib.suppress(ValueError):  # an entry of a damaged file
-                found.append(Template.of(english, other))
-        return found
+                templates.append(Template.of(english, other))
+        return templates
 
 
 class _Message:
@@ -74,13 +74,13 @@ class _Message:
         if THOUSANDS.fullmatch(text):
             return 0, text.replace(",", " ")
         if " " not in text.strip():
-            return (0, text) if least else (self._whole(text, depth, least) or (0, text))
+            return (0, text) if least else (self._by_one_template(text, depth, least) or (0, text))
         if depth > DEEPEST or len(self._found) > MOST:
             return 0, text
         if (text, least) not in self._found:
             self._found[text, least] = 0, text  # while it is looked for
             self._found[text, least] = (
-                self._whole(text, depth, least)
+                self._by_one_template(text, depth, least)
                 or self._capital(text, depth, least)
                 or self._sentences(text, depth)
                 or self._around_foreign(text, depth)
@@ -88,41 +88,47 @@ class _Message:
             )
         return self._found[text, least]
 
-    def _whole(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
+    def _by_one_template(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
         """The translation by one template; None: none is this text's."""
-        found = []
+        candidates = []
         for template in self._templates:
             values = template.values(text) if template.letters >= least else None
             if values is not None and not _is_foreign(template, values):
                 inside = self._inside(template, values, text, depth)
-                weight = template.weight + sum(known for known, _ in inside)
-                found.append((weight, template.filled([one for _, one in inside])))
-        return max(found, key=lambda one: one[0]) if found else None
+                weight = template.weight + sum(weight_inside for weight_inside, _ in inside)
+                candidates.append((weight, template.filled([text for _, text in inside])))
+        return max(candidates, key=lambda value: value[0]) if candidates else None
 
     def _inside(self, template: Template, values: list[str], text: str, depth: int) -> list[tuple[int, str]]:
         """The translations of a template's values; what others chose or say stays."""
-        found = []
+        translations = []
         for place, (start, value) in enumerate(zip(template.starts(values), values, strict=True)):
             if place in template.kept or FOREIGN.fullmatch(text, _word(text, start), start):
-                found.append((0, value))
+                translations.append((0, value))
             else:
-                found.append(self.best(value, depth + 1, 0 if place in template.open else FEW))
-        return found
+                translations.append(self.best(value, depth + 1, 0 if place in template.open else FEW))
+        return translations
 
     def _capital(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
         """The translation of a message that begins a sentence; None: there is none."""
-        found = self._whole(text[0].lower() + text[1:], depth, least) if text[:1].isupper() else None
-        return found and (found[0], found[1][:1].upper() + found[1][1:])
+        translation = (
+            self._by_one_template(text[0].lower() + text[1:], depth, least) if text[:1].isupper() else None
+        )
+        return translation and (translation[0], translation[1][:1].upper() + translation[1][1:])
 
     def _list(self, text: str, depth: int) -> tuple[int, str] | None:
         """The translation of parts with commas between; None: one of them is not known."""
         parts = text.split(", ")
         if not 1 < len(parts) <= PLACES:
             return None
-        known = [found for one in parts if (found := self._whole(one, depth + 1, 0)) is not None]
-        if len(known) < len(parts):
+        translations = [
+            translation
+            for part in parts
+            if (translation := self._by_one_template(part, depth + 1, 0)) is not None
+        ]
+        if len(translations) < len(parts):
             return None
-        return sum(weight for weight, _ in known), ", ".join(other for _, other in known)
+        return sum(weight for weight, _ in translations), ", ".join(other for _, other in translations)
 
     def _around_foreign(self, text: str, depth: int) -> tuple[int, str] | None:
         """The translation of what stands before and behind what others say; None: nothing of theirs is in it."""
@@ -135,14 +141,18 @@ class _Message:
             theirs = self._with_remedy(theirs, depth)
         head = text[: mark.start()].removesuffix(": ")
         between = text[len(head) : mark.start()]
-        known, ours = self.best(head, depth + 1, FEW)
+        weight, ours = self.best(head, depth + 1, FEW)
         more, behind = self.best(rest.lstrip(), depth + 1, FEW)
-        return known + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{behind}"
+        return weight + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{behind}"
 
     def _with_remedy(self, text: str, depth: int) -> str:
         """Translates only a remedy of many letters at the end of what an exception says."""
         for place, end in _ends(text):
-            remedy = self._whole(text[place + len(end) :], depth + 1, MANY) if end in (". ", "\n") else None
+            remedy = (
+                self._by_one_template(text[place + len(end) :], depth + 1, MANY)
+                if end in (". ", "\n")
+                else None
+            )
             if remedy is not None:
                 return f"{text[:place]}{end}{remedy[1]}"
         return text
@@ -156,16 +166,16 @@ class _Message:
             return listed
         for place, end in _ends(text[: mark.start()] if mark else text):
             head, tail = text[:place], text[place + len(end) :]
-            for known, other, is_head in ((tail, head, False), (head, tail, True)):
-                found = self._sentence(known, depth + 1) if " " in known else None
-                if found is not None:
+            for sentence, other, is_head in ((tail, head, False), (head, tail, True)):
+                translation = self._sentence(sentence, depth + 1) if " " in sentence else None
+                if translation is not None:
                     more, rest = self.best(other, depth + 1, FEW)
-                    parts = (found[1], rest) if is_head else (rest, found[1])
-                    return found[0] + more, end.join(parts)
+                    parts = (translation[1], rest) if is_head else (rest, translation[1])
+                    return translation[0] + more, end.join(parts)
         return None
 
     def _sentence(self, text: str, depth: int) -> tuple[int, str] | None:
-        return self._whole(text, depth, FEW) or self._capital(text, depth, FEW)
+        return self._by_one_template(text, depth, FEW) or self._capital(text, depth, FEW)
 
 
 def _is_foreign(template: Template, values: Sequence[str]) -> bool:
@@ -181,10 +191,10 @@ def _word(text: str, end: int) -> int:
 def read(language: str, encoding: str) -> Catalogue:
     """Returns a language's catalogue, its letters such as an encoding has; an empty one where its file is not whole."""
     try:
-        found = messages_of(Path(__file__).with_name(f"{language}.mo"))
+        texts = messages_of(Path(__file__).with_name(f"{language}.mo"))
     except Exception:  # of a file that is damaged anywhere: a translation is never worth a command
-        found = {}
-    return Catalogue({english: encodable(other, encoding) for english, other in found.items() if english})
+        texts = {}
+    return Catalogue({english: encodable(other, encoding) for english, other in texts.items() if english})
 
 
 def encodable(text: str, encoding: str) -> str:
@@ -202,8 +212,8 @@ def encodable(text: str, encoding: str) -> str:
 
 def _ends(text: str) -> Iterable[tuple[int, str]]:
     """The first places where a sentence may end, and what ends it."""
-    found = ((place, end) for end in ENDS for place in _places(text, end))
-    return sorted(found)[:PLACES]
+    places = ((place, end) for end in ENDS for place in _places(text, end))
+    return sorted(places)[:PLACES]
 
 
 def _places(text: str, end: str) -> Iterable[int]:

@@ -15,7 +15,7 @@ def chosen_language() -> str:
     """Returns "fr" or "en"."""
     if asked := os.environ.get(VARIABLE):
         return LANGUAGES.get(_code(asked), "en")
-    locale = next((found for name in LOCALE if (found := os.environ.get(name))), "")
+    locale = next((value for name in LOCALE if (value := os.environ.get(name))), "")
     return LANGUAGES.get(_code(locale), "en")
 
 

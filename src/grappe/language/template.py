@@ -51,8 +51,8 @@ class Template:
             open=frozenset(place for place, name in enumerate(names) if OPEN.fullmatch(name)),
             one_word=frozenset(place for place, name in enumerate(names) if ONE_WORD.fullmatch(name)),
             longest=max(texts, key=len),
-            weight=sum(LETTER if one.isalnum() else 1 for text in texts for one in text),
-            letters=sum(one.isalpha() for text in texts for one in text),
+            weight=sum(LETTER if character.isalnum() else 1 for text in texts for character in text),
+            letters=sum(character.isalpha() for text in texts for character in text),
             other=tuple(pieces(other)),
         )
 
@@ -66,24 +66,24 @@ class Template:
         end = len(text) - len(last)
         if not text.endswith(last) or end < len(first):
             return None
-        found, place = list[str](), len(first)
+        values, place = list[str](), len(first)
         for number, fixed in enumerate(self.texts[1:-1]):
-            known = self._known(number, found)
+            earlier = self._earlier_value(number, values)
             adjacent = (
-                known if not fixed and text.startswith(known, place) else ""
+                earlier if not fixed and text.startswith(earlier, place) else ""
             )  # one more of a name known before
             there = text.find(fixed, place + len(adjacent), end)
             if there < 0:
                 return None
-            found.append(text[place:there])
+            values.append(text[place:there])
             place = there + len(fixed)
-        found.append(text[place:end])
-        given = dict(zip(self.names, found, strict=True))
-        if found != [given[name] for name in self.names] or any(
-            " " in found[place] for place in self.one_word
+        values.append(text[place:end])
+        by_name = dict(zip(self.names, values, strict=True))
+        if values != [by_name[name] for name in self.names] or any(
+            " " in values[place] for place in self.one_word
         ):
             return None
-        return found
+        return values
 
     def starts(self, values: Sequence[str]) -> list[int]:
         """Returns where the placeholders' values begin in the text that they were found in."""
@@ -92,15 +92,15 @@ class Template:
         )
         return [end - len(value) for end, value in zip(lengths, values, strict=True)]
 
-    def _known(self, number: int, found: list[str]) -> str:
+    def _earlier_value(self, number: int, values: list[str]) -> str:
         """The value of an earlier placeholder of the same name; "" without one."""
         names = self.names[:number]
-        return found[names.index(self.names[number])] if self.names[number] in names else ""
+        return values[names.index(self.names[number])] if self.names[number] in names else ""
 
     def filled(self, values: Sequence[str]) -> str:
         """Returns the translation with the placeholders' values."""
-        given = dict(zip(self.names, values, strict=True))
-        return "".join(text + (given.get(name, "") if name else "") for text, name in self.other)
+        by_name = dict(zip(self.names, values, strict=True))
+        return "".join(text + (by_name.get(name, "") if name else "") for text, name in self.other)
 
 
 def pieces(template: str) -> list[tuple[str, str | None]]:

@@ -14,6 +14,8 @@ from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor import checks
 from grappe.verbs.doctor.checks import (
+    Finding,
+    Machine,
     allocation,
     cpp_errors,
     cpus,
@@ -29,7 +31,6 @@ from grappe.verbs.doctor.checks import (
     torch_build,
     wheelhouse,
 )
-from grappe.verbs.doctor.finding import Finding, Machine
 
 
 def machine(plan: str = "device=cpu", *, process: ProcessRank | None = None, **changes) -> Machine:
@@ -181,22 +182,24 @@ def test_this_machine_can_train() -> None:
 @pytest.mark.parametrize(
     ("precision", "device", "level", "words"),
     [
-        ("bf16", devices.Device("V100", 32, (7, 0)), "warning", "precision=bf16 on V100"),
-        ("tf32", devices.Device("P100", 16, (6, 0)), "warning", "precision=tf32 on P100"),
-        ("fp16", devices.Device("P100", 16, (6, 0)), "warning", "precision=fp16 on P100"),
-        ("fp16", devices.Device("V100", 32, (7, 0)), "note", "0: V100, 32 GB, compute capability 7.0"),
-        ("bf16", devices.Device("A100", 40, (8, 0)), "note", "0: A100"),
-        ("fp32", devices.Device("P100", 16, (6, 0)), "note", "0: P100"),
+        ("bf16", devices.VisibleGpu("V100", 32, (7, 0)), "warning", "precision=bf16 on V100"),
+        ("tf32", devices.VisibleGpu("P100", 16, (6, 0)), "warning", "precision=tf32 on P100"),
+        ("fp16", devices.VisibleGpu("P100", 16, (6, 0)), "warning", "precision=fp16 on P100"),
+        ("fp16", devices.VisibleGpu("V100", 32, (7, 0)), "note", "0: V100, 32 GB, compute capability 7.0"),
+        ("bf16", devices.VisibleGpu("A100", 40, (8, 0)), "note", "0: A100"),
+        ("fp32", devices.VisibleGpu("P100", 16, (6, 0)), "note", "0: P100"),
     ],
 )
-def test_devices_and_their_generation(precision: str, device: devices.Device, level: str, words: str) -> None:
+def test_devices_and_their_generation(
+    precision: str, device: devices.VisibleGpu, level: str, words: str
+) -> None:
     found = list(devices.of_devices([device], precision, None))
     assert found[-1].level == level
     assert words in found[-1].what
 
 
 def test_devices_of_amd() -> None:
-    one = devices.Device("MI250X", 64, None, "gfx90a")
+    one = devices.VisibleGpu("MI250X", 64, None, "gfx90a")
     assert "through ROCm (HIP 6.4): 0: MI250X, 64 GB, gfx90a" in words(
         devices.of_devices([one], "bf16", "6.4")
     )

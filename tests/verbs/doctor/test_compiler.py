@@ -10,8 +10,7 @@ import pytest
 
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.verbs.doctor.checks import compiler, extensions
-from grappe.verbs.doctor.finding import Finding, Machine, error, note
+from grappe.verbs.doctor.checks import Finding, Machine, compiler, error, extensions, note
 
 APT = "install one: apt install g++, or conda install gxx"
 

@@ -9,7 +9,7 @@ import pytest
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor import doctor
-from grappe.verbs.doctor.finding import error, note, warning
+from grappe.verbs.doctor.checks import error, note, warning
 from tests.processes import Pool
 
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
@@ -17,7 +17,7 @@ PLAN = "replicate=2,threads=1,workers=0,device=cpu"
 
 def examined(process: ProcessRank, rendezvous_folder: Path, folder: Path) -> list:
     return doctor.worker(
-        doctor.Request(plan=Plan.parse(PLAN), folder=folder, job=True), process, rendezvous_folder
+        doctor.DoctorRequest(plan=Plan.parse(PLAN), folder=folder, job=True), process, rendezvous_folder
     )
 
 
@@ -29,13 +29,13 @@ def test_two_processes_are_well(pool: Pool, tmp_path: Path) -> None:
 def test_a_process_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PATIENCE_SECONDS", 1.0)
     alone = ProcessRank(rank=0, size=2, local_rank=0, local_size=1, launcher="srun", job="7-0-0")
-    request = doctor.Request(plan=Plan.parse(PLAN), folder=tmp_path, job=True)
+    request = doctor.DoctorRequest(plan=Plan.parse(PLAN), folder=tmp_path, job=True)
     with pytest.raises(doctor.Unfit, match="the 2 processes did not all meet in 1 s"):
         doctor.worker(request, alone, tmp_path)
 
 
 def test_the_same_of_several_nodes_is_said_once() -> None:
-    slow, full, idle = warning("slow", "why", "do"), error("full"), note("idle")
+    slow, full, idle = warning("slow", why="why", do="do"), error("full"), note("idle")
     found = doctor._ordered([[slow, full], [slow, idle], [slow]], ["n0", "n1", "n0"])
     assert [(one.what, one.host) for one in found] == [("full", "n0"), ("slow", ""), ("idle", "n1")]
     assert (

@@ -9,7 +9,7 @@ from grappe.cli.commands import main
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
 from grappe.profiling import energy
 from grappe.verbs.doctor import on_device
-from grappe.verbs.doctor.on_device import Trial
+from grappe.verbs.doctor.on_device import DeviceTrial
 
 CPU = torch.device("cpu")
 
@@ -88,7 +88,10 @@ def test_a_failed_trial_ends_with_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     for right, code in ((True, EXIT_OK), (False, EXIT_FAILURE)):
-        trials = [Trial(what="power", right=None, text="none"), Trial(what="draws", right=right, text="0")]
+        trials = [
+            DeviceTrial(what="power", right=None, text="none"),
+            DeviceTrial(what="draws", right=right, text="0"),
+        ]
         monkeypatch.setattr(on_device, "try_gpu", lambda trials=trials: iter(trials))
         assert ended(monkeypatch, "doctor", "--gpu") == code
     assert capsys.readouterr().out.splitlines() == [

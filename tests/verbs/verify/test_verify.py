@@ -7,9 +7,9 @@ import re
 import pytest
 
 from grappe import Task
+from grappe.cli.verify import COLUMNS, html_page, verdict_cells
 from grappe.launch.terminal import progress
-from grappe.verbs.verify.judge import Finding
-from grappe.verbs.verify.report import COLUMNS, cells, page
+from grappe.verbs.verify.verdict import PlanVerdict
 from grappe.verbs.verify.verify import verify
 from tests.parity import planted
 from tests.parity.contrastive import Pairs, Views
@@ -19,7 +19,7 @@ from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
 
-def verified(pool: Pool, task: Task, plan: str, fault: str = "") -> Finding:
+def verified(pool: Pool, task: Task, plan: str, fault: str = "") -> PlanVerdict:
     [found] = verify(task, [f"{plan},threads=1"], run=planted.runner(pool, fault))
     return found
 
@@ -201,6 +201,6 @@ def test_one_plans_failure_leaves_the_others_their_rows(capfd: pytest.CaptureFix
     assert [one.verdict for one in found] == ["failed", "same"]
     assert "tensor_plan" in found[0].causes[0]
     assert "tensor_plan" in repr(found[0]) and len(repr(found[1])) < 100
-    assert [len(cells(one)) for one in found] == [len(COLUMNS)] * 2
-    assert "failed" in page("digits", found)
+    assert [len(verdict_cells(one)) for one in found] == [len(COLUMNS)] * 2
+    assert "failed" in html_page("digits", found)
     assert "one plain process\ntensor=2\n" in capfd.readouterr().err

@@ -14,8 +14,7 @@ from grappe.errors import EXIT_FAILURE, GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
-from grappe.verbs.doctor.checks import examine
-from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, examine, warning
 from grappe.words import first_line, host_name
 
 WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
@@ -32,7 +31,7 @@ class Unfit(GrappeError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class DoctorRequest:
     """The input of an examination's processes."""
 
     plan: Plan
@@ -42,7 +41,7 @@ class Request:
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def doctor(request: Request) -> list[Finding]:
+def doctor(request: DoctorRequest) -> list[Finding]:
     """Examines this machine, or all processes of this job, as the plan would use them. Collective.
 
     Returns:
@@ -54,7 +53,7 @@ def doctor(request: Request) -> list[Finding]:
     return start("grappe.verbs.doctor.doctor:worker", request, request.plan, run=request.folder)
 
 
-def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> list[Finding]:
+def worker(request: DoctorRequest, process: ProcessRank, rendezvous_folder: Path) -> list[Finding]:
     """Runs one process of an examination. Collective."""
     machine = Machine(
         process=process,
@@ -65,29 +64,29 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> l
         task=request.task,
         fields=request.fields,
     )
-    mine = list(examine(machine))
+    findings = list(examine(machine))
     host = host_name()
     if process.size == 1:
-        return _ordered([mine], [host])
-    if failed(mine):  # the others might wait for a process that cannot come
-        raise Unfit(f"{host} is not fit for this training\n{text(_ordered([mine], [host]))}")
+        return _ordered([findings], [host])
+    if failed(findings):  # the others might wait for a process that cannot come
+        raise Unfit(f"{host} is not fit for this training\n{text(_ordered([findings], [host]))}")
     from grappe.launch.world import join
 
     try:
         world = join(request.plan, process, rendezvous_folder, timedelta(seconds=PATIENCE_SECONDS))
-        mine += _collective(world)
+        findings += _collective(world)
     except RuntimeError as mistake:
         raise Unfit(
             f"the {process.size} processes did not all meet in {PATIENCE_SECONDS:.0f} s: {first_line(mistake)}. Is "
             "one missing, does each node reach the others by name, do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
             "the right network?"
         ) from mistake
-    gathered = world.gather((host, mine, time.time()))
+    gathered = world.gather((host, findings, time.time()))
     world.leave()
     clocks = [at for _, _, at in gathered]
     if max(clocks) - min(clocks) > CLOCK_SECONDS:
         gathered.append(("", [_clock(max(clocks) - min(clocks))], 0.0))
-    return _ordered([found for _, found, _ in gathered], [name for name, _, _ in gathered])
+    return _ordered([of_process for _, of_process, _ in gathered], [name for name, _, _ in gathered])
 
 
 def _collective(world: Any) -> list[Finding]:
@@ -100,22 +99,22 @@ def _collective(world: Any) -> list[Finding]:
     began = time.perf_counter()
     numbers.fill_(world.rank + 1)
     dist.all_reduce(numbers)
-    found, took = float(numbers[-1]), time.perf_counter() - began
+    total, took = float(numbers[-1]), time.perf_counter() - began
     right = world.size * (world.size + 1) / 2
-    if found != right:
+    if total != right:
         return [
             error(
-                f"a sum over all processes is {found}, not {right}",
-                "gradients would be wrong",
-                "tell the site",
+                f"a sum over all processes is {total}, not {right}",
+                why="gradients would be wrong",
+                do="tell the site",
             )
         ]
     if took > SLOW_SECONDS and world.rank == 0:
         return [
             warning(
                 f"a sum of 1 MB over all processes takes {took:.2f} s",
-                "each step makes several",
-                "is this the fast network? See GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+                why="each step makes several",
+                do="is this the fast network? See GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
             )
         ]
     return []
@@ -124,39 +123,41 @@ def _collective(world: Any) -> list[Finding]:
 def _clock(apart: float) -> Finding:
     return warning(
         f"the nodes' clocks are {apart:.0f} s apart",
-        "a living process may be taken for dead",
-        "tell the site",
+        why="a living process may be taken for dead",
+        do="tell the site",
     )
 
 
-def _ordered(found: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+def _ordered(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Sorts findings, errors first; merges the same finding of several nodes."""
     nodes: dict[Finding, list[str]] = {}
-    for host, mine in zip(hosts, found, strict=True):
-        for one in mine:
-            names = nodes.setdefault(one, [])
+    for host, of_process in zip(hosts, findings, strict=True):
+        for finding in of_process:
+            names = nodes.setdefault(finding, [])
             if host not in names:
                 names.append(host)
     everywhere = len(set(hosts))
     merged = [
-        dataclasses.replace(one, host="" if len(names) == everywhere else ", ".join(names))
-        for one, names in nodes.items()
+        dataclasses.replace(finding, host="" if len(names) == everywhere else ", ".join(names))
+        for finding, names in nodes.items()
     ]
-    return sorted(merged, key=lambda one: list(WORDS).index(one.level))
+    return sorted(merged, key=lambda finding: list(WORDS).index(finding.level))
 
 
-def text(found: Sequence[Finding]) -> str:
+def text(findings: Sequence[Finding]) -> str:
     """Formats findings as text, three lines each."""
-    if not found:
+    if not findings:
         return "nothing is wrong here"
     lines = []
-    for one in found:
-        lines.append(f"{WORDS[one.level]}: {one.what}{f' (on {one.host})' if one.host else ''}")
-        lines += [f"  why: {one.why}"] if one.why else []
-        lines += [f"  do:  {one.do}"] if one.do else []
+    for finding in findings:
+        lines.append(
+            f"{WORDS[finding.level]}: {finding.what}{f' (on {finding.host})' if finding.host else ''}"
+        )
+        lines += [f"  why: {finding.why}"] if finding.why else []
+        lines += [f"  do:  {finding.do}"] if finding.do else []
     return "\n".join(lines)
 
 
-def failed(found: Sequence[Finding]) -> bool:
+def failed(findings: Sequence[Finding]) -> bool:
     """Returns whether a training would fail."""
-    return any(one.level == "error" for one in found)
+    return any(finding.level == "error" for finding in findings)

@@ -7,13 +7,15 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from grappe.data.arrays import Arrays
 from grappe.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from grappe.task import Task
 
 DRAWN = 100_003
 """Samples that numbers are drawn for; no multiple of anything."""
@@ -23,7 +25,7 @@ EXACT = ("exact=2", "exact=2,replicate=2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class DeviceTrial:
     """A promise that was tried, or a measurement.
 
     Attributes:
@@ -45,14 +47,12 @@ class Trial:
         return "measured" if self.figures else "not tried"
 
 
-def try_gpu() -> Iterator[Trial]:
+def try_gpu() -> Iterator[DeviceTrial]:
     """Tries all of it on the GPU that torch calls 0, in about a minute.
 
     Raises:
         UsageError: there is no GPU that torch can use.
     """
-    import torch
-
     if not torch.cuda.is_available():
         raise UsageError(
             "--gpu: torch sees no GPU here, so there is nothing to try; grappe doctor without --gpu says why, and "
@@ -66,10 +66,8 @@ def try_gpu() -> Iterator[Trial]:
     yield from readings(device)
 
 
-def draws(device: torch.device) -> Iterator[Trial]:
+def draws(device: torch.device) -> Iterator[DeviceTrial]:
     """Compares random numbers and augmentations keyed by sample on `device` with the CPU's, bit by bit."""
-    import torch
-
     from grappe.data.draw import draw, sample_keys
 
     keys = torch.from_numpy(sample_keys(7, 3, torch.arange(DRAWN).numpy()))
@@ -81,69 +79,65 @@ def draws(device: torch.device) -> Iterator[Trial]:
         yield _same(f"augment.{name}", function(images, keys), function(images.to(device), keys.to(device)))
 
 
-def exact_pair(device: str) -> Trial:
+def exact_pair(device: str) -> DeviceTrial:
     """Trains a small network under `exact` on one process and on two that share the device, and compares the bits."""
     hashes = {}
     with tempfile.TemporaryDirectory(prefix="grappe-doctor-") as folder:
         for plan in EXACT:
             shared = ",per_device=2" if device == "cuda" and "replicate" in plan else ""
             hashes[plan] = _trained(f"{plan},device={device},threads=1{shared}", Path(folder) / plan)
-    return Trial(
+    return DeviceTrial(
         what="exact on one process and on two: the same bits",
         right=len(set(hashes.values())) == 1,
         text=", ".join(f"{plan}: {value[:12]}" for plan, value in hashes.items()),
     )
 
 
-def product(device: torch.device) -> Trial:
+def product(device: torch.device) -> DeviceTrial:
     """Measures a large matrix product in bf16, as a share of the data sheet's peak where grappe has the data sheet."""
-    import torch
-
     from grappe.foresight.devices import device_reported
     from grappe.plan import Plan
     from grappe.verbs.measure.flops import reachable
 
-    found = reachable(device, Plan(precision="bf16"))
-    figures = {"flops": found}
+    flops = reachable(device, Plan(precision="bf16"))
+    figures = {"flops": flops}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    text = f"{found / 1e12:.3g} TFLOP/s"
+    text = f"{flops / 1e12:.3g} TFLOP/s"
     if (sheet := device_reported(name)) is not None and "bf16" in sheet.tflops:
         figures["peak"] = sheet.flops("bf16")
         text += (
-            f", {found / figures['peak']:.0%} of the {sheet.tflops['bf16']:g} of {sheet.title}'s data sheet"
+            f", {flops / figures['peak']:.0%} of the {sheet.tflops['bf16']:g} of {sheet.title}'s data sheet"
         )
     elif name:
         text += f"; grappe has no data sheet of {name}"
-    return Trial(what="bf16 matrix product", right=None, text=text, figures=figures)
+    return DeviceTrial(what="bf16 matrix product", right=None, text=text, figures=figures)
 
 
-def readings(device: torch.device) -> Iterator[Trial]:
+def readings(device: torch.device) -> Iterator[DeviceTrial]:
     """Reads the device's memory and power, which measurements and reports need; a reading must be possible."""
-    import torch
-
     from grappe.profiling import energy
 
     if device.type != "cuda":
-        yield Trial(what="memory and power of the GPU", right=None, text="this is a CPU")
+        yield DeviceTrial(what="memory and power of the GPU", right=None, text="this is a CPU")
         return
     free, total = torch.cuda.mem_get_info(device)
-    yield Trial(
+    yield DeviceTrial(
         what="memory",
         right=0 < free <= total,
         text=f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free",
         figures={"free_bytes": free, "total_bytes": total},
     )
-    found = energy.gpu_counters(device.index or 0)
-    if not found.counters:
-        yield Trial(what="power", right=None, text=found.missing)
+    reading = energy.gpu_counters(device.index or 0)
+    if not reading.counters:
+        yield DeviceTrial(what="power", right=None, text=reading.missing)
         return
-    gpu: Any = found.counters[0]
+    gpu: Any = reading.counters[0]
     try:
         watts, limit = gpu.watts(), gpu.limit_watts()
     except OSError as error:
-        yield Trial(what="power", right=None, text=str(error))
+        yield DeviceTrial(what="power", right=None, text=str(error))
         return
-    yield Trial(
+    yield DeviceTrial(
         what="power",
         right=0 < watts <= 1.1 * limit,
         text=f"{watts:.0f} W now, of at most {limit:.0f}",
@@ -151,9 +145,11 @@ def readings(device: torch.device) -> Iterator[Trial]:
     )
 
 
-def _same(what: str, here: Tensor, there: Tensor) -> Trial:
+def _same(what: str, here: Tensor, there: Tensor) -> DeviceTrial:
     differing = int((here != there.cpu()).sum())
-    return Trial(what=what, right=not differing, text=f"{differing:,} of {here.numel():,} numbers differ")
+    return DeviceTrial(
+        what=what, right=not differing, text=f"{differing:,} of {here.numel():,} numbers differ"
+    )
 
 
 def _augmentations() -> dict[str, Callable[[Any, Any], Any]]:
@@ -177,12 +173,11 @@ def _trained(plan: str, folder: Path) -> str:
     from grappe.training.options import Options
     from grappe.training.request import Request
     from grappe.training.task_reference import TaskReference
-    from grappe.verbs.doctor.small_task import Small
     from grappe.verbs.load import load
     from grappe.verbs.train import run_training
 
     request = Request(
-        task=TaskReference.of(Small()),
+        task=TaskReference.of(BitExactTask()),
         plan=Plan.parse(plan),
         run=folder,
         data=folder.parent,
@@ -194,3 +189,36 @@ def _trained(plan: str, folder: Path) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+class BitExactTask(Task):
+    """The task whose bits are compared: convolutions, normalisation, dropout and a short last batch."""
+
+    epochs: int = 1
+    batch_size: int = 64
+    clip: float | None = 1.0
+    samples: int = 300
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, stride=2),
+            nn.Dropout(0.1),
+            nn.Flatten(),
+            nn.Linear(16 * 49, 32),
+            nn.GELU(),
+            nn.Linear(32, 10),
+        )
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        source = torch.Generator().manual_seed(5 if split == "train" else 6)
+        images = torch.randn(self.samples, 3, 16, 16, generator=source)
+        return Arrays(images, torch.randint(10, (self.samples,), generator=source))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named_parameters, lr=0.05, momentum=0.9)

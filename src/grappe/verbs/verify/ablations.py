@@ -10,8 +10,8 @@ from grappe import engines
 from grappe.plan import Plan
 from grappe.verbs.verify.compare import BOUND, FACTOR
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.reference import Reference
-from grappe.verbs.verify.runner import Runner
+from grappe.verbs.verify.runner import TrialRunner
+from grappe.verbs.verify.trained_by_hand import Reference
 
 KEPT = frozenset(
     {
@@ -33,39 +33,47 @@ class Ablation:
     """Whether buffers are compared."""
 
 
-def ablations(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
+def ablations(
+    runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
+) -> list[str]:
     """Lists the ablations of a plan: changes that may make it learn what one plain process learns."""
     causes = []
-    for one in _candidates(runner, plan, instrumentation, known):
-        less = one.instrumentation()
-        base = runner.reference(one.plan, less)
-        steps = runner.trial(one.plan, less, base)
-        if runner.compare(base, steps, without=() if one.buffers else base.buffers).agrees:
-            causes.append(one.word)
+    for ablation in _candidates(runner, plan, instrumentation, reference):
+        less = ablation.instrumentation()
+        base = runner.reference(ablation.plan, less)
+        steps = runner.trial(ablation.plan, less, base)
+        if runner.compare(base, steps, without=() if ablation.buffers else base.buffers).agrees:
+            causes.append(ablation.word)
     return causes
 
 
-def steadying(runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference) -> list[str]:
+def causes_of_drift(
+    runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
+) -> list[str]:
     """Names each thing without which one plain process no longer drifts when its samples change their places."""
-    found = []
+    causes = []
     rows: tuple[str, dict[str, Any]] = (
         "a loss in which rows meet, or that depends on their places",
-        {"loss": True},
+        {"loss_row_by_row": True},
     )
     switches: list[tuple[str, dict[str, Any]]] = [
-        *([] if known.whole_batch else [rows]),
-        *([("augmentation that draws outside grappe.draw", {"augment": True})] if known.augments else []),
-        *([("clipping", {"clip": True})] if known.clips else []),
+        *([] if reference.whole_batch else [rows]),
+        *(
+            [("augmentation that draws outside grappe.draw", {"without_augmentation": True})]
+            if reference.augments
+            else []
+        ),
+        *([("clipping", {"without_clipping": True})] if reference.clips else []),
     ]
     for word, off in switches:
         steps = runner.reference(plan, dataclasses.replace(instrumentation, **off)).steps
-        if FACTOR * max(max(one.loss_noise, one.norm_noise) for one in steps) <= BOUND:
-            found.append(f"{word}: without it the drift disappears")
-    return found
+        if FACTOR * max(max(step.loss_noise, step.norm_noise) for step in steps) <= BOUND:
+            causes.append(f"{word}: without it the drift disappears")
+    return causes
 
 
 def _candidates(
-    runner: Runner, plan: Plan, instrumentation: Instrumentation, known: Reference
+    runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
 ) -> Iterator[Ablation]:
     def changed(**off: Any) -> Callable[[], Instrumentation]:
         return lambda: dataclasses.replace(instrumentation, **off)
@@ -75,44 +83,47 @@ def _candidates(
     if plan.microbatches > 1 and engines.supported(fewer):
         word = f"accumulation: with microbatches=1, and not {plan.microbatches}, the difference disappears"
         yield Ablation(word=word, plan=fewer, instrumentation=changed())
-    if not known.whole_batch:
+    if not reference.whole_batch:
         yield Ablation(
             word="a loss that averages: computed row by row, each row by itself, the difference disappears",
             plan=plan,
-            instrumentation=changed(loss=True),
+            instrumentation=changed(loss_row_by_row=True),
         )
     even = 2 * plan.data_parallel * plan.microbatches * max(1, plan.exact)
     yield Ablation(
         word="means of slices are averaged, whatever the slices' sizes: with equal slices the difference disappears",
         plan=plan,
-        instrumentation=changed(even=even),
+        instrumentation=changed(batch_multiple=even),
     )
     yield Ablation(
         word="a dataset that draws random numbers outside the keyed generators: with samples that were loaded once "
         "the difference disappears",
         plan=plan,
         instrumentation=lambda: dataclasses.replace(
-            instrumentation, samples=runner.samples(plan, instrumentation)
+            instrumentation, loaded_samples=runner.samples(plan, instrumentation)
         ),
     )
-    if known.augments:
+    if reference.augments:
         word = (
             "augmentation that draws random numbers outside grappe.draw: without it the difference disappears"
         )
-        yield Ablation(word=word, plan=plan, instrumentation=changed(augment=True))
-    if known.buffers:
-        word = f"a buffer that is not synchronised ({_some(known)}): with constant buffers the difference disappears"
-        yield Ablation(word=word, plan=plan, instrumentation=changed(buffers=True), buffers=False)
+        yield Ablation(word=word, plan=plan, instrumentation=changed(without_augmentation=True))
+    if reference.buffers:
+        word = (
+            f"a buffer that is not synchronised ({_some(reference)}): "
+            "with constant buffers the difference disappears"
+        )
+        yield Ablation(word=word, plan=plan, instrumentation=changed(constant_buffers=True), buffers=False)
     yield Ablation(
         word="a lower precision than asked for: with the forward in float32 the difference disappears",
         plan=plan,
-        instrumentation=changed(precision=True),
+        instrumentation=changed(in_float32=True),
     )
-    if known.clips:
+    if reference.clips:
         yield Ablation(
             word="clipping: without it the difference disappears",
             plan=plan,
-            instrumentation=changed(clip=True),
+            instrumentation=changed(without_clipping=True),
         )
     yield from _keys(plan, instrumentation)
 
@@ -127,6 +138,6 @@ def _keys(plan: Plan, instrumentation: Instrumentation) -> Iterator[Ablation]:
             yield Ablation(word=word, plan=other, instrumentation=lambda: instrumentation)
 
 
-def _some(known: Reference) -> str:
-    names = [name for name in known.buffers if name.rpartition(".")[0] not in known.coupled]
+def _some(reference: Reference) -> str:
+    names = [name for name in reference.buffers if name.rpartition(".")[0] not in reference.coupled]
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -115,20 +115,20 @@ def batch_coupled_modules(
             half = _calls(model, call, part(0, rows // 2))
         except (RuntimeError, ValueError, IndexError, AssertionError):
             half = {}
-        found: dict[str, Companions | None] = {}
+        modules: dict[str, Companions | None] = {}
         independent_rows = False
         for name, module in reversed(list(model.named_modules())):
             trial = _trial(calls.get(name), half.get(name), rows)
-            inner = any(one.startswith(f"{name}.") or not name for one in found)
+            inner = any(inner_name.startswith(f"{name}.") or not name for inner_name in modules)
             if trial is None and not inner and isinstance(module, BatchNormBase):
-                found[name] = None  # a graph's nodes: not to be halved, but known by the class
+                modules[name] = None  # a graph's nodes: not to be halved, but known by the class
             if trial is None or inner:
                 continue
             coupled = trial.couples(module)
             independent_rows = not name and coupled is False
             if coupled:
-                found[name] = trial.companions(name, module) if trial.couples(module.eval()) else None
-    return BatchCoupling(modules=dict(sorted(found.items())), independent_rows=independent_rows)
+                modules[name] = trial.companions(name, module) if trial.couples(module.eval()) else None
+    return BatchCoupling(modules=dict(sorted(modules.items())), independent_rows=independent_rows)
 
 
 def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
@@ -177,10 +177,10 @@ class _HalfBatchTrial:
     def couples(self, module: nn.Module) -> bool | None:
         """Returns whether the outputs of the first half of the rows change without the second half; None: unknown."""
         try:
-            whole, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
+            full, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
         except (RuntimeError, ValueError, IndexError, AssertionError):
             return None
-        for a, b in zip(whole, part, strict=False):
+        for a, b in zip(full, part, strict=False):
             if not isinstance(a, Tensor) or not a.is_floating_point() or not b.numel():
                 continue
             dim = _batch_dim(a, b, self.rows)
@@ -205,11 +205,11 @@ class _HalfBatchTrial:
         )
 
 
-def _trial(whole: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial | None:
+def _trial(full: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial | None:
     """Makes the trial of a module from its calls with all rows and with half of them; None: it cannot be cut."""
-    if whole is None or half is None:
+    if full is None or half is None:
         return None
-    leaves, others = tree_flatten(whole)[0], tree_flatten(half)[0]
+    leaves, others = tree_flatten(full)[0], tree_flatten(half)[0]
     if len(leaves) != len(others):
         return None
     dims: Dims = []
@@ -217,15 +217,15 @@ def _trial(whole: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial 
         dims.append(_batch_dim(leaf, other, rows))
         if isinstance(leaf, Tensor) and dims[-1] is None and leaf.shape != other.shape:
             return None
-    return _HalfBatchTrial(call=whole, dims=dims, rows=rows) if any(dim is not None for dim in dims) else None
+    return _HalfBatchTrial(call=full, dims=dims, rows=rows) if any(dim is not None for dim in dims) else None
 
 
-def _batch_dim(whole: Any, half: Any, rows: int) -> int | None:
+def _batch_dim(full: Any, half: Any, rows: int) -> int | None:
     """Finds the dimension of a tensor that has half as many rows in `half`."""
-    if not isinstance(whole, Tensor) or not isinstance(half, Tensor) or whole.dim() != half.dim():
+    if not isinstance(full, Tensor) or not isinstance(half, Tensor) or full.dim() != half.dim():
         return None
-    differ = [dim for dim, (a, b) in enumerate(zip(whole.shape, half.shape, strict=True)) if a != b]
-    fits = len(differ) == 1 and whole.shape[differ[0]] * (rows // 2) == half.shape[differ[0]] * rows
+    differ = [dim for dim, (a, b) in enumerate(zip(full.shape, half.shape, strict=True)) if a != b]
+    fits = len(differ) == 1 and full.shape[differ[0]] * (rows // 2) == half.shape[differ[0]] * rows
     return differ[0] if fits else None
 
 

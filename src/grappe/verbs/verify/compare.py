@@ -6,9 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from grappe.verbs.verify.reference import Reference, ReferenceStep
-from grappe.verbs.verify.rounding import relative
-from grappe.verbs.verify.trial import TrialStep
+from grappe.verbs.verify.trained_by_hand import Reference, ReferenceStep, relative
+from grappe.verbs.verify.trained_by_plan import TrialStep
 
 FLOOR = 1e-5  # contract 7: per tensor, in norm
 BOUND = 0.02
@@ -48,7 +47,7 @@ class Difference:
     def in_weights_only(self) -> bool:
         """Returns whether weights differ by more than is tolerated, but no loss and no gradient's norm does."""
         excesses = [step[f"{name} excess"] for step in self.steps for name in ("loss", "norm")]
-        return self.what == ("weights",) and not any(one > 1 for one in excesses)
+        return self.what == ("weights",) and not any(excess > 1 for excess in excesses)
 
     @property
     def agrees(self) -> bool:
@@ -78,7 +77,11 @@ def compare(
     if first is None and len(steps) != len(reference.steps):
         first, what = min(len(steps), len(reference.steps)), ("number of steps",)
     drifting = (
-        tuple(name for name, one in noise[-1].noise.items() if _tolerated(one) > BOUND) if noise else ()
+        tuple(
+            name for name, noise_of_tensor in noise[-1].noise.items() if _tolerated(noise_of_tensor) > BOUND
+        )
+        if noise
+        else ()
     )
     worst = max(range(len(rows)), key=lambda number: rows[number]["weights excess"])
     gaps, allowed = _gaps(steps[worst], noise[worst], without)
@@ -101,13 +104,13 @@ def compare(
 
 def _so_far(steps: Sequence[ReferenceStep]) -> list[ReferenceStep]:
     """Returns the steps with the largest noise up to each: diverged values may be close again by chance."""
-    found: list[ReferenceStep] = []
+    running: list[ReferenceStep] = []
     for step in steps:
-        before = found[-1] if found else step
-        noise = {name: max(one, before.noise.get(name, 0.0)) for name, one in step.noise.items()}
+        before = running[-1] if running else step
+        noise = {name: max(noise, before.noise.get(name, 0.0)) for name, noise in step.noise.items()}
         loss, norm = max(step.loss_noise, before.loss_noise), max(step.norm_noise, before.norm_noise)
-        found.append(dataclasses.replace(step, loss_noise=loss, norm_noise=norm, noise=noise))
-    return found
+        running.append(dataclasses.replace(step, loss_noise=loss, norm_noise=norm, noise=noise))
+    return running
 
 
 def _tolerated(noise: float) -> float:
@@ -137,8 +140,14 @@ def _row(
         "weights tolerated": allowed.get(worst, FLOOR),
     }
     excess = {f"{name} excess": row[name] / row[f"{name} tolerated"] for name in ("loss", "norm", "weights")}
-    found = [one for one in excess.values() if not math.isnan(one)]
-    return {**row, **excess, "excess": max(found), "plan's loss": step.loss, "reference's loss": plain.loss}
+    excesses = [excess for excess in excess.values() if not math.isnan(excess)]
+    return {
+        **row,
+        **excess,
+        "excess": max(excesses),
+        "plan's loss": step.loss,
+        "reference's loss": plain.loss,
+    }
 
 
 def _number(gap: float) -> float:

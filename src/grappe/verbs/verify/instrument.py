@@ -33,25 +33,25 @@ EPOCH_STEPS = 3  # whole batches in an epoch of a trial; a short odd one follows
 class Instrumentation:
     """The parts that are switched off, both under the plan and in the plain process; nothing by default."""
 
-    draws: bool = False
+    without_randomness: bool = False
     """Random numbers drawn in the model are replaced by their mean."""
-    coupled: tuple[str, ...] = ()
+    evaluated_modules: tuple[str, ...] = ()
     """Modules that couple a batch's samples while training, to be run as in evaluation."""
     companions: tuple[Companions, ...] = ()
     """Fixed samples for modules that couple samples in evaluation too: each row runs with the same other rows only."""
-    loss: bool = False
+    loss_row_by_row: bool = False
     """The loss is computed row by row, so that no row can enter another's."""
-    augment: bool = False
+    without_augmentation: bool = False
     """No augmentation."""
-    buffers: bool = False
+    constant_buffers: bool = False
     """Every forward starts with the initial buffers."""
-    precision: bool = False
+    in_float32: bool = False
     """The forward runs in float32, also inside autocast."""
-    clip: bool = False
+    without_clipping: bool = False
     """The gradient is not clipped."""
-    even: int = 0
+    batch_multiple: int = 0
     """Every batch has a multiple of this number of samples, without weights, so that all slices have one size."""
-    samples: tuple[Any, ...] = ()
+    loaded_samples: tuple[Any, ...] = ()
     """Samples loaded before, which replace the dataset."""
 
 
@@ -72,10 +72,10 @@ class SampleRecorder:
         """Returns the ids of a finished step, whose microbatches have `rows` rows; padding rows have no id."""
         calls, self._calls = self._calls, []
         # An engine may make a dry run before its first step, and may leave out what has no row.
-        wanted = list(rows) if len(calls) >= len(rows) else [one for one in rows if one]
-        calls = calls[len(calls) - len(wanted) :]
+        expected = list(rows) if len(calls) >= len(rows) else [row_count for row_count in rows if row_count]
+        calls = calls[len(calls) - len(expected) :]
         # A pipeline's padding rows follow the others.
-        return [i for ids, real in zip(calls, wanted, strict=False) for i in ids.tolist()[:real]]
+        return [i for ids, real in zip(calls, expected, strict=False) for i in ids.tolist()[:real]]
 
 
 def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Task:
@@ -90,18 +90,20 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
         "__qualname__": kind.__qualname__,
         "__annotations__": {},
     }
-    for name in ("data", "loss", "model", "collate"):
-        methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
-        methods[name].__wrapped__ = getattr(kind, name)  # for messages, which name the user's line
-    for name in ("counts", "augment", "sampling"):
-        if overrides(task, name):
-            methods[name] = globals()[f"_{name}"](task, instrumentation, recorder)
+    always = {"data": _data, "loss": _loss, "model": _model, "collate": _collate}
+    where_overridden = {"counts": _counts, "augment": _augment, "sampling": _sampling}
+    for name, build in (always | where_overridden).items():
+        if name in always or overrides(task, name):
+            methods[name] = build(task, instrumentation, recorder)
+        if name in always:
+            methods[name].__wrapped__ = getattr(kind, name)  # for messages, which name the user's line
     made = object.__new__(type(kind.__name__, (kind,), methods))
     made.__dict__.update(task.__dict__)
-    if instrumentation.clip or task.clip is None:
+    if instrumentation.without_clipping or task.clip is None:
         made.__dict__["clip"] = NO_CLIP
-    if instrumentation.even:
-        made.__dict__["batch_size"] = -(-task.batch_size // instrumentation.even) * instrumentation.even
+    if instrumentation.batch_multiple:
+        multiple = instrumentation.batch_multiple
+        made.__dict__["batch_size"] = -(-task.batch_size // multiple) * multiple
     return made
 
 
@@ -111,12 +113,9 @@ def length_of(task: Task, instrumentation: Instrumentation, available: int) -> i
     The number is odd if the dataset's is: then a plan with many pieces has a row that is alone in its piece, which some
     models do not support.
     """
-    batch = (
-        -(-task.batch_size // instrumentation.even) * instrumentation.even
-        if instrumentation.even
-        else task.batch_size
-    )
-    if instrumentation.even:
+    multiple = instrumentation.batch_multiple
+    batch = -(-task.batch_size // (multiple or 1)) * (multiple or 1)
+    if multiple:
         return max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
     pairs = batch // 4 | 1
     short = min(2 * pairs - available % 2, batch - 1)
@@ -146,8 +145,8 @@ def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder
         dataset: Any = dataset_of(task, split, folder)
         length, index = _trial_rows(task, instrumentation, len(dataset))
         arrays = in_memory(dataset)
-        if arrays is None or instrumentation.samples:
-            return Subset(dataset, index, instrumentation.samples)
+        if arrays is None or instrumentation.loaded_samples:
+            return Subset(dataset, index, instrumentation.loaded_samples)
         inputs, targets = arrays.stored(index)
         trial = Arrays(inputs, (targets, torch.arange(length)), transform=arrays.transform)
         trial.whole = dataset  # type: ignore[attr-defined]
@@ -186,24 +185,24 @@ def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder
             isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == len(ids)
             for leaf in tree_leaves((output, target))
         )
-        if not instrumentation.loss or not cuttable:  # boxes and nodes are not rows
+        if not instrumentation.loss_row_by_row or not cuttable:  # boxes and nodes are not rows
             return task.loss(output, target)
         several = (tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target)) for i in rows)
-        each = [loss_of(task, *one) for one in several]
+        each = [loss_of(task, *sample) for sample in several]
         if not each[0].named:
-            return torch.cat([one.values for one in each])
-        return {name: torch.cat([one.named[name] for one in each]) for name in each[0].named}
+            return torch.cat([sample.values for sample in each])
+        return {name: torch.cat([sample.named[name] for sample in each]) for name in each[0].named}
 
     return loss
 
 
 def _counts(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
     def counts(self: Task, target: Any) -> Any:
-        found = counts_of(task, target[0])
-        if not instrumentation.even:
-            return found
-        if isinstance(found, Mapping):  # losses of several shapes need counts
-            return {name: torch.ones_like(one) for name, one in found.items()}
+        counts = counts_of(task, target[0])
+        if not instrumentation.batch_multiple:
+            return counts
+        if isinstance(counts, Mapping):  # losses of several shapes need counts
+            return {name: torch.ones_like(values) for name, values in counts.items()}
         return None
 
     return counts
@@ -213,7 +212,7 @@ def _augment(task: Task, instrumentation: Instrumentation, recorder: SampleRecor
     def augment(
         self: Task, inputs: Any, targets: Any, keys: Tensor, training: bool = True
     ) -> tuple[Any, Any]:
-        if instrumentation.augment:
+        if instrumentation.without_augmentation:
             return inputs, targets
         inputs, target = augmented(task, inputs, targets[0], keys, training=training)
         return inputs, (target, targets[1])
@@ -236,11 +235,11 @@ def _model(task: Task, instrumentation: Instrumentation, recorder: SampleRecorde
             module = made.get_submodule(companions.name)
             module.forward = companions.wrap(module.forward)  # type: ignore[method-assign]
         for name, module in made.named_modules():
-            if name in instrumentation.coupled:
-                module.register_forward_pre_hook(lambda one, _: _evaluating(one))
-        if instrumentation.buffers:
+            if name in instrumentation.evaluated_modules:
+                module.register_forward_pre_hook(lambda coupled_module, _: _evaluating(coupled_module))
+        if instrumentation.constant_buffers:
             made.register_forward_pre_hook(_RestoredBuffers())
-        if instrumentation.precision:
+        if instrumentation.in_float32:
             made.forward = _in_float32(made.forward)  # type: ignore[method-assign]
         return made
 

@@ -129,7 +129,7 @@ def _made(value: float) -> Callable[[dict[str, Any]], Tensor]:
     return make
 
 
-def _whole(arguments: dict[str, Any]) -> int:
+def _middle_integer(arguments: dict[str, Any]) -> int:
     return (arguments.get("low", 0) + arguments["high"] - 1) // 2
 
 
@@ -175,8 +175,8 @@ _MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "multinomial": _likeliest,
     "rrelu_with_noise": _leaky,
     "rrelu_with_noise_": lambda arguments: arguments["self"].copy_(_leaky(arguments)),
-    "randint": lambda arguments: _made(_whole(arguments))(arguments),
-    "randint_like": lambda arguments: _made(_whole(arguments))(arguments),
+    "randint": lambda arguments: _made(_middle_integer(arguments))(arguments),
+    "randint_like": lambda arguments: _made(_middle_integer(arguments))(arguments),
     "random_": _fill(lambda arguments: arguments.get("from", 0)),
     "rand": _made(0.5),
     "rand_like": _made(0.5),

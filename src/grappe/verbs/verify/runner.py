@@ -1,4 +1,4 @@
-"""Runner: runs references and trials for a judgement, each reference only once."""
+"""Runs the references and trials that a verdict needs, each reference only once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from grappe.plan import Plan
 from grappe.verbs.verify.compare import Difference, compare
+from grappe.verbs.verify.hand_batches import RecordedBatch
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.reference import Reference, ReferenceRequest
-from grappe.verbs.verify.reference_batches import RecordedBatch
-from grappe.verbs.verify.trial import TrialRequest, TrialStep
+from grappe.verbs.verify.trained_by_hand import Reference, ReferenceRequest
+from grappe.verbs.verify.trained_by_plan import TrialRequest, TrialStep
 
 StartProcesses = Callable[[str, Any, Plan], Any]
 """Runs a function ("package.module:name") with an argument on a plan's processes; what process 0 returned."""
 
 
-class Runner:
+class TrialRunner:
     """Runs trainings of a few steps of one task, references and trials.
 
     Args:
@@ -70,8 +70,8 @@ class Runner:
         # The loaded samples are no key, but which they are is settled by the rest.
         key = (
             str(plain),
-            dataclasses.replace(instrumentation, samples=()),
-            bool(instrumentation.samples),
+            dataclasses.replace(instrumentation, loaded_samples=()),
+            bool(instrumentation.loaded_samples),
             slices,
             pieces,
             recorded,
@@ -83,23 +83,25 @@ class Runner:
                 task=self.task, data=self.data, steps=self.steps, folder=folder,
                 instrumentation=instrumentation, plan=plain, slices=slices, pieces=pieces, recorded=recorded,
             )  # fmt: skip
-            self._note(f"one plain process{_words(instrumentation)}")
+            self._note(f"one plain process{_switched_off(instrumentation)}")
             self._references[key] = self._trained(request)
         return self._references[key]
 
     def _trained(self, request: ReferenceRequest) -> Reference:
         # The launcher starts a plain process: precision is applied inside.
-        found = self._run("grappe.verbs.verify.reference:worker", request, Plan(device=request.plan.device))
+        reference = self._run(
+            "grappe.verbs.verify.trained_by_hand:worker", request, Plan(device=request.plan.device)
+        )
         self._requests[request.folder] = request
-        return found
+        return reference
 
     def compare(
         self, reference: Reference, steps: Sequence[TrialStep], without: Collection[str] = ()
     ) -> Difference:
         """Compares a trial with a reference; where weights alone differ, measures closer what rounding may do."""
-        found = compare(reference, steps, without=without)
-        if not found.in_weights_only:
-            return found
+        difference = compare(reference, steps, without=without)
+        if not difference.in_weights_only:
+            return difference
         if reference.folder not in self._closer:
             folder = self._folder / f"{reference.folder.name}-perturbed"
             folder.mkdir()
@@ -116,8 +118,8 @@ class Runner:
             task=self.task, plan=plan, data=self.data, steps=self.steps, reference=reference.folder,
             instrumentation=instrumentation, draws=bool(reference.draws),
         )  # fmt: skip
-        self._note(f"{str(plan) or 'one process'}{_words(instrumentation)}")
-        return self._run("grappe.verbs.verify.trial:worker", request, plan)
+        self._note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}")
+        return self._run("grappe.verbs.verify.trained_by_plan:worker", request, plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
@@ -128,19 +130,26 @@ class Runner:
             folder=self._folder,
             instrumentation=instrumentation,
         )
-        return self._run("grappe.verbs.verify.reference:load", request, Plan(device=plan.device))
+        return self._run("grappe.verbs.verify.trained_by_hand:load", request, Plan(device=plan.device))
 
 
-WORDS = {
-    "draws": "random draws", "coupled": "statistics of the batch", "companions": "the batch's company",
-    "loss": "losses of several rows", "augment": "augmentation", "buffers": "what buffers remember",
-    "precision": "reduced precision", "clip": "clipping", "even": "uneven slices", "samples": "loading",
-}  # fmt: skip
+SWITCH_NAMES = {
+    "without_randomness": "random draws",
+    "evaluated_modules": "statistics of the batch",
+    "companions": "the batch's company",
+    "loss_row_by_row": "losses of several rows",
+    "without_augmentation": "augmentation",
+    "constant_buffers": "what buffers remember",
+    "in_float32": "reduced precision",
+    "without_clipping": "clipping",
+    "batch_multiple": "uneven slices",
+    "loaded_samples": "loading",
+}
 
 
-def _words(instrumentation: Instrumentation) -> str:
+def _switched_off(instrumentation: Instrumentation) -> str:
     off = [
-        WORDS[field.name]
+        SWITCH_NAMES[field.name]
         for field in dataclasses.fields(instrumentation)
         if getattr(instrumentation, field.name)
     ]

@@ -14,8 +14,8 @@ from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.verify.judge import Finding, judge
-from grappe.verbs.verify.runner import Runner, StartProcesses
+from grappe.verbs.verify.runner import StartProcesses, TrialRunner
+from grappe.verbs.verify.verdict import PlanVerdict, judge
 
 STEPS = 8  # two epochs of a trial; longer trainings of correct code drift apart
 
@@ -29,7 +29,7 @@ def verify(
     steps: int = STEPS,
     run: StartProcesses = start,
     note: Callable[[str], None] | None = None,
-) -> Iterator[Finding]:
+) -> Iterator[PlanVerdict]:
     """Compares each plan with one plain process: the same weights, the same global batches, `steps` steps.
 
     Args:
@@ -43,11 +43,11 @@ def verify(
         raise UsageError("grappe verify starts processes of its own: start it without torchrun or srun")
     if steps < 1:
         raise UsageError(f"--steps={steps}: it must be at least 1")
-    wanted = [as_plan(plan) for plan in plans]
-    for plan in wanted:
+    parsed = [as_plan(plan) for plan in plans]
+    for plan in parsed:
         engines.check(plan)
     with tempfile.TemporaryDirectory(prefix="grappe-verify-") as folder:
-        runner = Runner(
+        runner = TrialRunner(
             task=TaskReference.of(task, fields),
             data=data_folder(data),
             steps=steps,
@@ -55,7 +55,7 @@ def verify(
             run=run,
             note=note or _nothing,
         )
-        for plan in wanted:
+        for plan in parsed:
             yield judge(runner, plan)
 
 

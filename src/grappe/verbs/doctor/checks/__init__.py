@@ -1,12 +1,64 @@
-"""The doctor's checks, found by file name: to add a check, add one file with `check(machine)`."""
+"""The doctor's checks, recognised by file name: to add a check, add one file with `check(machine)`."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
-from grappe.verbs.doctor.finding import Finding, Machine, warning
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A problem or a fact that a check found. An error would end the training; a warning costs time or accuracy."""
+
+    level: Level
+    what: str
+    why: str = ""
+    do: str = ""
+    host: str = ""
+    """The node's name, if several were examined."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine, process and plan that are examined."""
+
+    process: ProcessRank
+    plan: Plan
+    folder: Path
+    """The folder in which the run writes."""
+    job: bool
+    """Whether this is the first step of a job."""
+    environment: Mapping[str, str]
+    task: str | None = None
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_node_leader(self) -> bool:
+        """Returns whether this process is the first on its node, which alone examines the node's state."""
+        return self.process.local_rank == 0
+
+
+def error(what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding that would end the training."""
+    return Finding(level="error", what=what, why=why, do=do)
+
+
+def warning(what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding that costs time or accuracy."""
+    return Finding(level="warning", what=what, why=why, do=do)
+
+
+def note(what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding that is only information."""
+    return Finding(level="note", what=what, why=why, do=do)
 
 
 def names() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grappe.errors import GrappeError
 from grappe.sites import slurm
-from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 from grappe.words import host_name
 
 TRIAL = "#!/bin/bash\n#SBATCH --time=5\ntrue\n"
@@ -28,18 +28,21 @@ def check(machine: Machine) -> Iterator[Finding]:
     if process.launcher == "grappe" and tasks.isdigit() and int(tasks) > 1 and plan.processes == int(tasks):
         yield warning(
             f"this job has {tasks} tasks, and this is none of them: grappe would start its own processes here",
-            "the other nodes would be idle",
-            "start it with srun: srun grappe train …",
+            why="the other nodes would be idle",
+            do="start it with srun: srun grappe train …",
         )
     if not machine.job and not _runs(job):
         yield warning(
             f"SLURM_JOB_ID={job} is set, and that job does not run any more",
-            "this shell has another job's variables: programs start on cores and ports that are not theirs",
-            "open a new shell, or unset SLURM_JOB_ID",
+            why="this shell has another job's variables: programs start on cores and ports that are not theirs",
+            do="open a new shell, or unset SLURM_JOB_ID",
         )
     if process.size > 1 and plan.processes != process.size:
-        yield error(f"the plan has {plan.processes} processes, srun started {process.size}", "training ends at once",
-                    "give the plan to srun --ntasks, or use grappe submit")  # fmt: skip
+        yield error(
+            f"the plan has {plan.processes} processes, srun started {process.size}",
+            why="training ends at once",
+            do="give the plan to srun --ntasks, or use grappe submit",
+        )
 
 
 def _runs(job: str) -> bool:
@@ -58,7 +61,9 @@ def submittable() -> Iterator[Finding]:
             slurm.submit(script, test_only=True)
         except slurm.SlurmError as refusal:
             yield warning(
-                "sbatch would refuse even a small job", str(refusal), "grappe submit says what to change"
+                "sbatch would refuse even a small job",
+                why=str(refusal),
+                do="grappe submit says what to change",
             )
         except GrappeError:
             yield note(f"no Slurm on {host_name()}")

@@ -12,7 +12,7 @@ from grappe import sites
 from grappe.errors import GrappeError
 from grappe.launch import command
 from grappe.plan import Plan
-from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 COMPILERS = ("c++", "g++", "clang++")
 STANDARD = "c++20"
@@ -34,12 +34,12 @@ def check(machine: Machine) -> Iterator[Finding]:
     load = of_site(machine.environment)
     name = of_name(machine.environment)
     if name is None:
-        yield level("there is no C++ compiler on the PATH", USERS, load)
+        yield level("there is no C++ compiler on the PATH", why=USERS, do=load)
         return
-    said = version_of(name)
-    yield from of_standard(name, said, load, warning if level is note else level)
+    version = version_of(name)
+    yield from of_standard(name, version, load, warning if level is note else level)
     yield from of_python(Path(sysconfig.get_paths()["include"]), load, level)
-    yield from of_nvcc(said)
+    yield from of_nvcc(version)
 
 
 def _is_needed(plan: Plan) -> bool:
@@ -61,8 +61,8 @@ def of_site(environment: Mapping[str, str]) -> str:
 
 def of_name(environment: Mapping[str, str]) -> str | None:
     """Returns the compiler: $CXX, which torch takes first, or what is on the PATH; None if there is none."""
-    wanted = (environment.get("CXX", ""), *COMPILERS)
-    return next((one for one in wanted if one and shutil.which(one)), None)
+    candidates = (environment.get("CXX", ""), *COMPILERS)
+    return next((name for name in candidates if name and shutil.which(name)), None)
 
 
 def version_of(compiler: str) -> tuple[str, tuple[int, ...]]:
@@ -71,23 +71,23 @@ def version_of(compiler: str) -> tuple[str, tuple[int, ...]]:
         text = command.run(compiler, "--version")
     except GrappeError:
         return "", ()
-    found = re.search(r"\d+\.\d+(\.\d+)?", re.sub(r"\([^)]*\)", "", text.partition("\n")[0]))
-    numbers = tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.search(r"\d+\.\d+(\.\d+)?", re.sub(r"\([^)]*\)", "", text.partition("\n")[0]))
+    numbers = tuple(int(part) for part in match[0].split(".")) if match else ()
     return ("clang" if "clang" in text else "gcc"), numbers
 
 
 def of_standard(
-    name: str, said: tuple[str, tuple[int, ...]], load: str, level: Callable[..., Finding]
+    name: str, compiler: tuple[str, tuple[int, ...]], load: str, level: Callable[..., Finding]
 ) -> Iterator[Finding]:
     """Returns a finding where the compiler cannot build for this torch, whose headers are of C++20."""
     try:
         command.run(name, f"-std={STANDARD}", "-fsyntax-only", "-x", "c++", "-", words=PROGRAM)
     except GrappeError:
-        version = ".".join(map(str, said[1]))
+        version = ".".join(map(str, compiler[1]))
         yield level(
-            f"the C++ compiler {name} ({f'{said[0]} {version}' if version else 'of no version'}) does not fit",
-            f"torch's extensions are compiled with -std={STANDARD}, which gcc has from 10 on, and clang from 10 on",
-            load,
+            f"the C++ compiler {name} ({f'{compiler[0]} {version}' if version else 'of no version'}) does not fit",
+            why=f"torch's extensions are compiled with -std={STANDARD}, which gcc has from 10 on, and clang from 10 on",
+            do=load,
         )
 
 
@@ -100,11 +100,13 @@ def of_python(include: Path, load: str, level: Callable[..., Finding]) -> Iterat
             else "apt install python3-dev, or take a Python with its headers"
         )
         yield level(
-            f"there is no Python.h in {include}", f"this Python's headers are not installed: {USERS}", remedy
+            f"there is no Python.h in {include}",
+            why=f"this Python's headers are not installed: {USERS}",
+            do=remedy,
         )
 
 
-def of_nvcc(said: tuple[str, tuple[int, ...]]) -> Iterator[Finding]:
+def of_nvcc(compiler: tuple[str, tuple[int, ...]]) -> Iterator[Finding]:
     """Returns findings for nvcc, where there is one and torch is built for CUDA."""
     import torch
 
@@ -113,33 +115,35 @@ def of_nvcc(said: tuple[str, tuple[int, ...]]) -> Iterator[Finding]:
         return
     from torch.utils import cpp_extension
 
-    bounds = cpp_extension.CUDA_CLANG_VERSIONS if said[0] == "clang" else cpp_extension.CUDA_GCC_VERSIONS
+    bounds = cpp_extension.CUDA_CLANG_VERSIONS if compiler[0] == "clang" else cpp_extension.CUDA_GCC_VERSIONS
     try:
         text = command.run("nvcc", "--version")
     except GrappeError as mistake:
         yield warning(
-            f"nvcc does not run: {mistake}", "extensions for CUDA cannot be built", "check CUDA_HOME and PATH"
+            f"nvcc does not run: {mistake}",
+            why="extensions for CUDA cannot be built",
+            do="check CUDA_HOME and PATH",
         )
         return
-    found = re.search(r"release (\d+\.\d+)", text)
-    if found:
-        yield from of_cuda(found[1], built, said, bounds.get(found[1]))
+    match = re.search(r"release (\d+\.\d+)", text)
+    if match:
+        yield from of_cuda(match[1], built, compiler, bounds.get(match[1]))
 
 
 def of_cuda(
-    nvcc: str, built: str, said: tuple[str, tuple[int, ...]], bounds: Bounds | None
+    nvcc: str, built: str, compiler: tuple[str, tuple[int, ...]], bounds: Bounds | None
 ) -> Iterator[Finding]:
     """Returns findings for the versions of nvcc, of the CUDA that torch is built for, and of the compiler."""
     if nvcc.partition(".")[0] != built.partition(".")[0]:
         yield warning(
             f"nvcc is of CUDA {nvcc}, and torch is built for {built}",
-            "extensions for CUDA are refused by torch when they are built",
-            f"module load cuda/{built}, or install that toolkit, and set CUDA_HOME",
+            why="extensions for CUDA are refused by torch when they are built",
+            do=f"module load cuda/{built}, or install that toolkit, and set CUDA_HOME",
         )
-    if bounds and said[1] and not bounds[0] <= said[1] < bounds[1]:
-        least, beyond = (".".join(map(str, one)) for one in bounds)
+    if bounds and compiler[1] and not bounds[0] <= compiler[1] < bounds[1]:
+        least, beyond = (".".join(map(str, bound)) for bound in bounds)
         yield warning(
-            f"nvcc {nvcc} takes no {said[0]} {'.'.join(map(str, said[1]))}",
-            f"it takes {said[0]} from {least}, and before {beyond}: extensions for CUDA cannot be built",
-            "load or install one of those, and set CXX to it",
+            f"nvcc {nvcc} takes no {compiler[0]} {'.'.join(map(str, compiler[1]))}",
+            why=f"it takes {compiler[0]} from {least}, and before {beyond}: extensions for CUDA cannot be built",
+            do="load or install one of those, and set CXX to it",
         )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from grappe.launch.fork import exit_code_in_fork
-from grappe.verbs.doctor.finding import Finding, Machine, error
+from grappe.verbs.doctor.checks import Finding, Machine, error
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -29,6 +29,6 @@ def of_exit_code(code: int) -> Iterator[Finding]:
     if code < 0:
         yield error(
             "an error in torch's C++ ends the process (terminate called after throwing 'c10::Error')",
-            "Python's traceback is lost: nothing says which line was wrong",
-            "install another torch: 1.10 is known for it",
+            why="Python's traceback is lost: nothing says which line was wrong",
+            do="install another torch: 1.10 is known for it",
         )

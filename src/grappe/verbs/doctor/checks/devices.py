@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from grappe.launch.world import own_cores
 from grappe.sites.generations import unfit_precision
-from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 
-class Device(NamedTuple):
+class VisibleGpu(NamedTuple):
     """A GPU that this process sees."""
 
     name: str
@@ -33,23 +33,26 @@ def check(machine: Machine) -> Iterator[Finding]:
     yield from of_threads(threads, torch.get_num_interop_threads())
 
 
-def of_devices(devices: Sequence[Device], precision: str, hip: str | None) -> Iterator[Finding]:
+def of_devices(devices: Sequence[VisibleGpu], precision: str, hip: str | None) -> Iterator[Finding]:
     """Returns the list of devices, and findings for a precision that their generation has no units for.
 
     Args:
         hip: the version of HIP that torch is built for, with ROCm; None: CUDA.
     """
     shown = [
-        f"{index}: {one.name}, {one.gigabytes:.0f} GB, {_kind(one)}" for index, one in enumerate(devices)
+        f"{index}: {device.name}, {device.gigabytes:.0f} GB, {_kind(device)}"
+        for index, device in enumerate(devices)
     ]
     yield note(f"GPUs that torch sees{f' through ROCm (HIP {hip})' if hip else ''}: {'; '.join(shown)}")
     if hip and precision == "tf32":
         yield error(
-            "precision=tf32 with ROCm", "TF32 is a format of NVIDIA's GPUs", "use precision=bf16, or fp32"
+            "precision=tf32 with ROCm",
+            why="TF32 is a format of NVIDIA's GPUs",
+            do="use precision=bf16, or fp32",
         )
-    for name, capability in dict.fromkeys((one.name, one.capability) for one in devices):
-        if found := unfit_precision(precision, name, capability):
-            yield warning(*found)
+    for name, capability in dict.fromkeys((device.name, device.capability) for device in devices):
+        if unfit := unfit_precision(precision, name, capability):
+            yield warning(unfit[0], why=unfit[1], do=unfit[2])
 
 
 def of_threads(threads: int, between: int) -> Iterator[Finding]:
@@ -57,17 +60,17 @@ def of_threads(threads: int, between: int) -> Iterator[Finding]:
     yield note(f"threads of each process: {threads} within an operator, up to {between} between operators")
 
 
-def _kind(device: Device) -> str:
+def _kind(device: VisibleGpu) -> str:
     if device.capability is None:
         return device.architecture
     return f"compute capability {device.capability[0]}.{device.capability[1]}"
 
 
-def _devices(torch: Any) -> list[Device]:
-    found = []
+def _devices(torch: Any) -> list[VisibleGpu]:
+    devices = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         architecture = "" if torch.version.hip is None else facts.gcnArchName.partition(":")[0]
         capability = (facts.major, facts.minor) if torch.version.hip is None else None
-        found.append(Device(facts.name, facts.total_memory / 1e9, capability, architecture))
-    return found
+        devices.append(VisibleGpu(facts.name, facts.total_memory / 1e9, capability, architecture))
+    return devices

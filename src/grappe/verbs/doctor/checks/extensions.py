@@ -12,12 +12,12 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from grappe.launch import command
+from grappe.verbs.doctor.checks import Finding, Machine, note, warning
 from grappe.verbs.doctor.checks.compiler import of_site
-from grappe.verbs.doctor.finding import Finding, Machine, note, warning
 
 EACH_SECONDS, ALL_SECONDS = 5.0, 20.0
 """For a library, and for all of them: each takes some milliseconds, and processors may be waiting."""
-TAGGED = tuple(one for one in EXTENSION_SUFFIXES if one != ".so")
+TAGGED = tuple(name for name in EXTENSION_SUFFIXES if name != ".so")
 """Endings of what Python imports. Packages ship other libraries in variants, of which only one is ever loaded."""
 SAFE_GLIBC = (2, 27)
 """The first whose ldd never runs the file that it is asked about."""
@@ -33,12 +33,12 @@ def check(machine: Machine) -> Iterator[Finding]:
     if not machine.is_node_leader:
         return
     own = list(of_task(machine.task))
-    others = [] if machine.job else [one for one in of_packages() if one not in own]
+    others = [] if machine.job else [name for name in of_packages() if name not in own]
     files = list(dict.fromkeys((*own, *others)))
     if files and runs_files(*platform.libc_ver()):
         yield note(
             f"{len(files)} extensions in C++ are not looked at",
-            f"this system's ldd (glibc {platform.libc_ver()[1]}) may run the file that it is asked about",
+            why=f"this system's ldd (glibc {platform.libc_ver()[1]}) may run the file that it is asked about",
         )
         return
     yield from of_files(files, own, of_site(machine.environment))
@@ -79,9 +79,9 @@ def of_task(task: str | None) -> Iterator[Path]:
 def of_packages() -> Iterator[Path]:
     """Lists what Python imports of installed packages that require torch."""
     for package in metadata.distributions():
-        if any(REQUIRES_TORCH.match(one) and "extra ==" not in one for one in package.requires or ()):
-            named = (one for one in package.files or () if one.name.endswith(TAGGED))
-            yield from (found for one in named if (found := Path(str(package.locate_file(one)))).is_file())
+        if any(REQUIRES_TORCH.match(name) and "extra ==" not in name for name in package.requires or ()):
+            named = (name for name in package.files or () if name.name.endswith(TAGGED))
+            yield from (path for name in named if (path := Path(str(package.locate_file(name)))).is_file())
 
 
 def answer(file: Path, libraries: Iterable[Path]) -> str | None:
@@ -109,12 +109,12 @@ def of_answer(
     """Returns findings for what `ldd -r` said of `file`."""
     missing = sorted(set(MISSING.findall(text)))
     if missing:
-        cuda = any(re.match(r"lib(torch_cuda|c10_cuda|cu)", one) for one in missing)
+        cuda = any(re.match(r"lib(torch_cuda|c10_cuda|cu)", name) for name in missing)
         yield level(
             f"{file} needs {', '.join(missing)}: not found by the dynamic linker",
-            "it cannot be imported"
+            why="it cannot be imported"
             + (f"; it is built for CUDA, and this torch is {torch}" if cuda and "+cpu" in torch else ""),
-            "build it again with this torch"
+            do="build it again with this torch"
             if cuda
             else f"{load} as when it was built, or set LD_LIBRARY_PATH to the library's folder",
         )
@@ -122,19 +122,19 @@ def of_answer(
     if versions:
         yield level(
             f"{file} needs {versions[-1]}, which the library that is found here has not",
-            "its compiler is newer than the libstdc++ or libc that Python finds",
-            f"{load}, which brings its library too; or build it here",
+            why="its compiler is newer than the libstdc++ or libc that Python finds",
+            do=f"{load}, which brings its library too; or build it here",
         )
-    unknown = [one for one in UNDEFINED.findall(text) if not PYTHON.match(one)]
+    unknown = [name for name in UNDEFINED.findall(text) if not PYTHON.match(name)]
     if unknown and not missing:
         other = any(part in unknown[0] for part in ("3c10", "2at", "5torch"))
         yield level(
             f"{file} needs {unknown[0]}, which no library has"
             + (f" ({len(unknown)} such symbols)" if len(unknown) > 1 else ""),
-            f"it was built for another torch than {torch}, or for another ABI of C++"
+            why=f"it was built for another torch than {torch}, or for another ABI of C++"
             if other
             else "a library that it was built with is missing, or another one is found",
-            "build it again: pip install --no-build-isolation --force-reinstall --no-deps FOLDER"
+            do="build it again: pip install --no-build-isolation --force-reinstall --no-deps FOLDER"
             if other
             else f"{load}, as when it was built",
         )

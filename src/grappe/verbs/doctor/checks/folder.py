@@ -12,7 +12,7 @@ from pathlib import Path
 from grappe.checkpoint.commit import write_all
 from grappe.errors import GrappeError
 from grappe.launch import command, files
-from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, warning
 
 BYTES = 16 << 20
 SLOW = 20e6  # bytes a second, flushed to disk
@@ -35,8 +35,8 @@ def check(machine: Machine) -> Iterator[Finding]:
     except OSError as mistake:
         yield error(
             f"{folder} cannot be written: {mistake.strerror}",
-            "no checkpoint could be saved" + (": your quota is used up" if mistake.errno == 122 else ""),
-            "free some space (grappe prune), or write elsewhere with --run",
+            why="no checkpoint could be saved" + (": your quota is used up" if mistake.errno == 122 else ""),
+            do="free some space (grappe prune), or write elsewhere with --run",
         )
     if machine.process.rank == 0:
         yield from quota()
@@ -61,13 +61,13 @@ def speed(probe: Path) -> float:
             files.remove(file)
 
 
-def of_speed(folder: Path, found: float) -> Iterator[Finding]:
+def of_speed(folder: Path, bytes_per_second: float) -> Iterator[Finding]:
     """Returns findings for a folder's speed in bytes per second."""
-    if found < SLOW:
+    if bytes_per_second < SLOW:
         yield warning(
-            f"{folder} takes {found / 1e6:.1f} MB/s",
-            "every checkpoint waits for it",
-            "write runs to the site's scratch file system, or save less often (--save-every)",
+            f"{folder} takes {bytes_per_second / 1e6:.1f} MB/s",
+            why="every checkpoint waits for it",
+            do="write runs to the site's scratch file system, or save less often (--save-every)",
         )
 
 
@@ -76,12 +76,14 @@ def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
     if free < LEAST_FREE:
         yield warning(
             f"{folder} has {free / 1e9:.1f} GB left",
-            "checkpoints need room",
-            "grappe prune, or --run elsewhere",
+            why="checkpoints need room",
+            do="grappe prune, or --run elsewhere",
         )
     if files is not None and files < LEAST_FILES:
         yield warning(
-            f"{folder} has room for {files} more files", "each checkpoint is several", "remove small files"
+            f"{folder} has room for {files} more files",
+            why="each checkpoint is several",
+            do="remove small files",
         )
 
 
@@ -95,6 +97,6 @@ def quota() -> Iterator[Finding]:
         if "*" in line and line.split()[0].startswith("/"):
             yield error(
                 f"a disk quota is used up: {' '.join(line.split())}",
-                "nothing can be saved",
-                "free some space",
+                why="nothing can be saved",
+                do="free some space",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -23,18 +23,18 @@ def of_gpus(visible: int, local: int, per_device: int, launcher: str) -> Iterato
     if launcher == "srun" and visible == 1 and needed > 1:
         yield warning(
             f"each of the {local} processes of this node sees one GPU only",
-            "--gpus-per-task or --gpu-bind hides the others: no direct transfers between GPUs",
-            "use --gpus-per-node and srun --gpu-bind=none, as grappe submit does",
+            why="--gpus-per-task or --gpu-bind hides the others: no direct transfers between GPUs",
+            do="use --gpus-per-node and srun --gpu-bind=none, as grappe submit does",
         )
     elif needed > visible:
         yield error(
             f"{local} processes on this node need {needed} GPUs, {visible} are visible",
-            "training would end at its first step",
-            f"ask for {needed} GPUs a node, use fewer processes, or per_device={-(-local // visible)}",
+            why="training would end at its first step",
+            do=f"ask for {needed} GPUs a node, use fewer processes, or per_device={-(-local // visible)}",
         )
     elif needed < visible:
         yield note(
             f"{visible} GPUs are visible, the plan uses {needed}",
-            "the others are paid for and idle",
-            f"use replicate={visible * per_device}, or ask for fewer",
+            why="the others are paid for and idle",
+            do=f"use replicate={visible * per_device}, or ask for fewer",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grappe.profiling.limits import control_group
-from grappe.verbs.doctor.finding import Finding, Machine, error, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, warning
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED = 1 << 30
@@ -33,8 +33,8 @@ def of_shared(free: int, workers: int | None) -> Iterator[Finding]:
     if workers != 0 and free < LEAST_SHARED:
         yield warning(
             f"{free / 1e9:.1f} GB of shared memory ({SHARED}) are free",
-            "data workers pass batches through it, and die with a bus error when it is full",
-            "give the container more (--shm-size, --ipc=host), or use workers=0",
+            why="data workers pass batches through it, and die with a bus error when it is full",
+            do="give the container more (--shm-size, --ipc=host), or use workers=0",
         )
 
 
@@ -43,8 +43,8 @@ def of_limit(bytes_: int | None, processes: int) -> Iterator[Finding]:
     if bytes_ is not None and bytes_ < processes * LEAST_PER_PROCESS:
         yield warning(
             f"{processes} processes may use {bytes_ / 1e9:.1f} GB of memory on this node",
-            "torch with CUDA alone takes about 2 GB a process; the job is killed at the limit",
-            "ask for more memory (--mem), or for fewer processes on a node",
+            why="torch with CUDA alone takes about 2 GB a process; the job is killed at the limit",
+            do="ask for more memory (--mem), or for fewer processes on a node",
         )
 
 
@@ -53,8 +53,8 @@ def of_growth(grown: int) -> Iterator[Finding]:
     if grown > GROWTH:
         yield error(
             f"host memory grows by {grown / ROUNDS / 1e6:.1f} MB with every convolution",
-            "the job will be killed when it is used up",
-            "install a newer torch (before 1.0.1 it leaks on CPUs with AVX512)",
+            why="the job will be killed when it is used up",
+            do="install a newer torch (before 1.0.1 it leaks on CPUs with AVX512)",
         )
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 from grappe.launch.mps import CLIENTS, PROGRAM
-from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 FIRST_NCCL = (2, 30)
 
@@ -20,8 +20,8 @@ def check(machine: Machine) -> Iterator[Finding]:
         if plan.per_device > 1:
             yield note(
                 "AMD's GPUs have no MPS: the processes on each share it as ROCm schedules them",
-                "it need not be quicker than one process on each",
-                "compare: grappe measure TASK --plan per_device=1 …",
+                why="it need not be quicker than one process on each",
+                do="compare: grappe measure TASK --plan per_device=1 …",
             )
         return
     if plan.per_device == 1 or plan.device == "cpu" or not torch.cuda.is_available():
@@ -35,14 +35,14 @@ def of_sharing(clients: int, backend: str, nccl: tuple[int, ...], *, program: bo
     if not program:
         yield warning(
             f"there is no {PROGRAM} here",
-            "processes that share a GPU take turns on it instead of running together",
-            "load the site's CUDA module, or ask for nodes with MPS",
+            why="processes that share a GPU take turns on it instead of running together",
+            do="load the site's CUDA module, or ask for nodes with MPS",
         )
     if clients > CLIENTS:
-        yield error(f"per_device={clients}", f"MPS takes {CLIENTS} processes a GPU", "use fewer")
+        yield error(f"per_device={clients}", why=f"MPS takes {CLIENTS} processes a GPU", do="use fewer")
     if backend == "nccl" and nccl < FIRST_NCCL:
         yield error(
             f"backend=nccl with per_device={clients}, and NCCL {'.'.join(map(str, nccl))}",
-            'before 2.30 it fails with "Duplicate GPU detected"',
-            "leave backend out: gloo carries them",
+            why='before 2.30 it fails with "Duplicate GPU detected"',
+            do="leave backend out: gloo carries them",
         )

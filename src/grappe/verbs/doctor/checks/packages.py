@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from grappe.errors.imports import broken_package
-from grappe.verbs.doctor.finding import Finding, Machine, error
+from grappe.verbs.doctor.checks import Finding, Machine, error
 
 IMPORTED = ("torchvision", "torchaudio", "torchmetrics")
 """What grappe, or what it imports, imports where it is installed."""
@@ -24,5 +24,5 @@ def check(machine: Machine) -> Iterator[Finding]:
         except Exception as problem:
             what, _, do = (broken_package(problem) or f"{name} cannot be imported: {problem}").partition("; ")
             if what not in named:
-                yield error(what, "torchmetrics imports it, so nothing can be evaluated", do)
+                yield error(what, why="torchmetrics imports it, so nothing can be evaluated", do=do)
             named.add(what)

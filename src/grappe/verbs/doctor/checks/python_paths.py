@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
-from grappe.verbs.doctor.finding import Finding, Machine, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, note, warning
 
 SHOWN = 5
 WATCHED = ("torch", "numpy", "lightning", "deepspeed", "torchmetrics", "torchvision", "grappe")
@@ -30,8 +30,12 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 def packages_in(folders: Set[str]) -> set[str]:
     """Lists the names of the packages that are installed in folders."""
-    found = importlib.metadata.distributions(path=sorted(folders))
-    return {str(one.metadata["Name"]).lower().replace("_", "-") for one in found if one.metadata["Name"]}
+    distributions = importlib.metadata.distributions(path=sorted(folders))
+    return {
+        str(distribution.metadata["Name"]).lower().replace("_", "-")
+        for distribution in distributions
+        if distribution.metadata["Name"]
+    }
 
 
 def of_user_site(folder: str, user: Set[str], own: Set[str]) -> Iterator[Finding]:
@@ -39,8 +43,8 @@ def of_user_site(folder: str, user: Set[str], own: Set[str]) -> Iterator[Finding
     if twice := user & own:
         yield warning(
             f"{_some(twice)}: installed in this environment, and in {folder} as well",
-            "Python takes the user's own where it looks there first, and the two need not fit each other",
-            "export PYTHONNOUSERSITE=1 (jobs of grappe submit have it), or pip uninstall them there",
+            why="Python takes the user's own where it looks there first, and the two need not fit each other",
+            do="export PYTHONNOUSERSITE=1 (jobs of grappe submit have it), or pip uninstall them there",
         )
     elif user:
         yield note(
@@ -55,15 +59,15 @@ def of_pythonpath(text: str, own: Set[str]) -> Iterator[Finding]:
         if not folder.is_dir():
             yield note(f"PYTHONPATH names {entry}, which is no folder")
             continue
-        found = {one.name for one in folder.iterdir() if (one / "__init__.py").is_file()}
-        hidden = {name for name in found if name.lower().replace("_", "-") in own} | (
+        packages = {package.name for package in folder.iterdir() if (package / "__init__.py").is_file()}
+        hidden = {name for name in packages if name.lower().replace("_", "-") in own} | (
             packages_in({entry}) & own
         )
         if hidden:
             yield warning(
                 f"PYTHONPATH={entry} hides installed packages: {_some(hidden)}",
-                "Python takes what stands there, whatever is installed",
-                "unset PYTHONPATH (a module may have set it: module list)",
+                why="Python takes what stands there, whatever is installed",
+                do="unset PYTHONPATH (a module may have set it: module list)",
             )
 
 
@@ -75,14 +79,14 @@ def of_conda(environment: Mapping[str, str], prefix: str) -> Iterator[Finding]:
     if Path(prefix).resolve() != Path(active).resolve():
         yield warning(
             f"conda's environment {name or active} is active, and this Python is another ({prefix})",
-            "programs and libraries of both are mixed",
-            "conda deactivate; and once: conda config --set auto_activate_base false",
+            why="programs and libraries of both are mixed",
+            do="conda deactivate; and once: conda config --set auto_activate_base false",
         )
     elif name == "base":
         yield note(
             "this Python is conda's base",
-            "updating conda changes it",
-            "conda create --name grappe, and submit with --env conda:grappe",
+            why="updating conda changes it",
+            do="conda create --name grappe, and submit with --env conda:grappe",
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from grappe import tasks
 from grappe.errors import GrappeError
-from grappe.verbs.doctor.finding import Finding, Machine, error, note
+from grappe.verbs.doctor.checks import Finding, Machine, error, note
 
 STEP = 8
 SHOWN = 4
@@ -24,7 +24,7 @@ def check(machine: Machine) -> Iterator[Finding]:
         with torch.device("meta"):
             model = task.model()
     except GrappeError as mistake:
-        yield error(str(mistake), "training would end at once")
+        yield error(str(mistake), why="training would end at once")
         return
     except Exception as mistake:
         yield note(
@@ -52,10 +52,10 @@ def of_sizes(model: Any, rows: int) -> Iterator[Finding]:
     if odd:
         more = f", and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
         yield note(f"sizes that are no multiple of {STEP}: {', '.join(odd[:SHOWN])}{more}",
-                   "tensor cores work on multiples of 8", "pad them, where the task allows it")  # fmt: skip
+                   why="tensor cores work on multiples of 8", do="pad them, where the task allows it")  # fmt: skip
     if rows % STEP:
         yield note(
             f"each process sees {rows} samples at once, no multiple of {STEP}",
-            "tensor cores work on multiples of 8",
-            "choose batch_size so that each slice is one",
+            why="tensor cores work on multiples of 8",
+            do="choose batch_size so that each slice is one",
         )

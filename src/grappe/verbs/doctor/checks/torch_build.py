@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from grappe.verbs.doctor.finding import Finding, Machine, error, note, warning
+from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 # The Alliance's PyTorch page and its page on H100 say these.
 BAD_VERSIONS = (
@@ -29,8 +29,8 @@ def check(machine: Machine) -> Iterator[Finding]:
     if machine.plan.backend == "mpi" and not dist.is_mpi_available():
         yield error(
             "this torch has no MPI",
-            "pip's and conda's builds have none",
-            "use backend=gloo or nccl, or build torch from source against your MPI",
+            why="pip's and conda's builds have none",
+            do="use backend=gloo or nccl, or build torch from source against your MPI",
         )
     if torch.cuda.is_available():
         capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
@@ -38,14 +38,14 @@ def check(machine: Machine) -> Iterator[Finding]:
         if machine.plan.precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:
             yield warning(
                 "TF32 is switched on for matrix products",
-                "plan precision=fp32 rounds them to 10 bits then",
-                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or use precision=tf32",
+                why="plan precision=fp32 rounds them to 10 bits then",
+                do="unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or use precision=tf32",
             )
         if machine.plan.per_device == 1 and machine.plan.processes > 1 and not dist.is_nccl_available():
             yield error(
                 "this torch has no NCCL",
-                "GPUs cannot exchange gradients",
-                "use another build, or backend=gloo",
+                why="GPUs cannot exchange gradients",
+                do="use another build, or backend=gloo",
             )
         return
     if machine.plan.device == "cpu":
@@ -54,22 +54,26 @@ def check(machine: Machine) -> Iterator[Finding]:
         built = torch.version.cuda or "no CUDA"
         yield error(
             f"there is a GPU, and torch {torch.__version__} (built for {built}) cannot use it",
-            f"driver: {driver_version(NVIDIA.read_text())}",
-            "install a torch built for this driver, or check CUDA_VISIBLE_DEVICES; device=cpu goes without",
+            why=f"driver: {driver_version(NVIDIA.read_text())}",
+            do="install a torch built for this driver, or check CUDA_VISIBLE_DEVICES; device=cpu goes without",
         )
     elif AMD.exists() and torch.version.hip is None:
         yield error(
             f"there is a GPU of AMD's ({AMD}), and torch {torch.__version__} is not built for ROCm",
-            "it would train on CPU cores",
-            "install a torch for ROCm (pytorch.org, or the site's module); device=cpu goes without",
+            why="it would train on CPU cores",
+            do="install a torch for ROCm (pytorch.org, or the site's module); device=cpu goes without",
         )
     elif machine.plan.device == "cuda":
         yield error(
-            "there is no GPU here", "the plan says device=cuda", "ask Slurm for GPUs, or use device=cpu"
+            "there is no GPU here",
+            why="the plan says device=cuda",
+            do="ask Slurm for GPUs, or use device=cpu",
         )
     elif machine.environment.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0"):
         yield warning(
-            "Slurm gave this job GPUs, and no driver is here", "training runs on CPU cores", "tell the site"
+            "Slurm gave this job GPUs, and no driver is here",
+            why="training runs on CPU cores",
+            do="tell the site",
         )
     else:
         yield note("no GPU here: training runs on CPU cores")
@@ -80,36 +84,39 @@ def of_version(version: str) -> Iterator[Finding]:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
     for first, beyond, why in BAD_VERSIONS:
         if first <= numbers < beyond:
-            yield error(f"torch {version} has known faults", why, "install a newer one")
+            yield error(f"torch {version} has known faults", why=why, do="install a newer one")
 
 
 def of_architectures(
     built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str
 ) -> Iterator[Finding]:
     """Returns findings for GPUs without code in torch: native (same major version), or translatable by the driver."""
-    known = list(built)
-    parts = [re.fullmatch(r"(sm|compute)_(\d+)[af]?", one) for one in known]  # another maker's are not judged
-    numbers = [(one[1], int(one[2])) for one in parts if one]
+    targets = list(built)
+    parts = [
+        re.fullmatch(r"(sm|compute)_(\d+)[af]?", part) for part in targets
+    ]  # another maker's are not judged
+    numbers = [(part[1], int(part[2])) for part in parts if part]
     for major, minor in sorted(set(capabilities)):
-        mine = major * 10 + minor
-        native = any(kind == "sm" and number // 10 == major and number <= mine for kind, number in numbers)
-        translated = any(kind == "compute" and number <= mine for kind, number in numbers)
+        own = major * 10 + minor
+        native = any(kind == "sm" and number // 10 == major and number <= own for kind, number in numbers)
+        translated = any(kind == "compute" and number <= own for kind, number in numbers)
         if numbers and not native and not translated:
             yield error(
-                f"torch {version} has no code for this GPU (sm_{mine})",
-                f'it fails with "no kernel image is available for execution on the device"; it has {", ".join(known)}',
-                "install a torch built for this GPU, or ask for another kind of GPU",
+                f"torch {version} has no code for this GPU (sm_{own})",
+                why='it fails with "no kernel image is available for execution on the device"; '
+                f"it has {', '.join(targets)}",
+                do="install a torch built for this GPU, or ask for another kind of GPU",
             )
-        found = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-        if numbers and (major, minor) == H100 and found < FIRST_FOR_H100:
+        torch_version = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+        if numbers and (major, minor) == H100 and torch_version < FIRST_FOR_H100:
             yield warning(
                 f"torch {version} on an H100",
-                "wheels before 2.5.1 fail or are slow there",
-                "install a newer one",
+                why="wheels before 2.5.1 fail or are slow there",
+                do="install a newer one",
             )
 
 
 def driver_version(text: str) -> str:
     """Reads the version in /proc/driver/nvidia/version."""
-    found = re.search(r"\d+\.\d+(\.\d+)?", text)
-    return found[0] if found else "unknown"
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else "unknown"

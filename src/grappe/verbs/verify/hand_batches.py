@@ -80,13 +80,13 @@ class Rows:
             sample_ids=self.sample_ids._replace(ids=self.ids[places]),
             inputs=inputs,
             targets=targets,
-            take=lambda chosen: take([places[one] for one in chosen]),
+            take=lambda chosen: take([places[place] for place in chosen]),
             cuttable=self.cuttable,
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
+class ReferenceBatch:
     """The rows of one step."""
 
     slices: tuple[tuple[Rows, ...], ...]
@@ -95,7 +95,7 @@ class Batch:
     counts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """The global count of each of several losses that have counts of their own."""
 
-    def reordered(self, reorder: Reorder) -> Batch:
+    def reordered(self, reorder: Reorder) -> ReferenceBatch:
         """Returns the same batch with each piece's rows in another order."""
         slices = tuple(tuple(rows.reordered(reorder) for rows in pieces) for pieces in self.slices)
         return dataclasses.replace(self, slices=slices)
@@ -134,7 +134,7 @@ class ReferenceBatches:
         self.per_epoch = -(-self.length // task.batch_size)
         self.total = self._recorded[0].total if self._recorded else max(steps, task.epochs * self.per_epoch)
 
-    def batch(self, number: int) -> Batch:
+    def batch(self, number: int) -> ReferenceBatch:
         """Loads the batch of step `number`, cut into slices and pieces."""
         task = self._task
         if self._recorded:
@@ -145,14 +145,17 @@ class ReferenceBatches:
             ids = self._ids(epoch, start, stop)
         slices = []
         for index in range(self._slices):
-            mine = ids[slice(*cut(len(ids), self._slices, index))]
-            pieces = [mine[slice(*cut(len(mine), self._pieces, piece))] for piece in range(self._pieces)]
+            ids_of_slice = ids[slice(*cut(len(ids), self._slices, index))]
+            pieces = [
+                ids_of_slice[slice(*cut(len(ids_of_slice), self._pieces, piece))]
+                for piece in range(self._pieces)
+            ]
             slices.append(tuple(self._load(epoch, i, piece) for i, piece in enumerate(pieces) if len(piece)))
         counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
-        return Batch(
+        return ReferenceBatch(
             slices=tuple(slices),
             count=self._count(counts, number, len(ids)),
-            counts=_by_name([one for one in counts if isinstance(one, Mapping)]),
+            counts=_by_name([count for count in counts if isinstance(count, Mapping)]),
         )
 
     def _ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
@@ -204,13 +207,13 @@ class ReferenceBatches:
     def _count(self, counts: Sequence[Any], number: int, samples: int) -> float | Tensor:
         if self._recorded:
             return self._recorded[number].count
-        known = [one.float().sum() for one in counts if isinstance(one, Tensor)]
-        return torch.stack(known).sum() if known else float(samples)
+        sums = [count.float().sum() for count in counts if isinstance(count, Tensor)]
+        return torch.stack(sums).sum() if sums else float(samples)
 
 
 def _by_name(counts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     names = counts[0] if counts else ()
-    return {name: torch.stack([one[name].float().sum() for one in counts]).sum() for name in names}
+    return {name: torch.stack([count[name].float().sum() for count in counts]).sum() for name in names}
 
 
 def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
@@ -229,7 +232,7 @@ def _row_by_row(collate: Take, batch: tuple[Any, Any], rows: int) -> bool:
     if not _all_rows(batch, rows):
         return False
     places = list(range(rows))[::-1]
-    wanted, found = tree_leaves(_taken(batch, places)), tree_leaves(collate(places))
-    return len(wanted) == len(found) and all(
-        isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(wanted, found, strict=True)
+    expected, collated_leaves = tree_leaves(_taken(batch, places)), tree_leaves(collate(places))
+    return len(expected) == len(collated_leaves) and all(
+        isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(expected, collated_leaves, strict=True)
     )

@@ -1,33 +1,34 @@
-"""Judge: decides whether a plan learns the same as one plain process; else finds the causes by ablation."""
+"""Verdict: decides whether a plan learns the same as one plain process; else finds the causes by ablation."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.verbs.verify.ablations import ablations, steadying
+from grappe.verbs.verify.ablations import ablations, causes_of_drift
 from grappe.verbs.verify.compare import BOUND, FACTOR, Difference, compare
+from grappe.verbs.verify.hand_batches import RecordedBatch
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.reference import Reference
-from grappe.verbs.verify.runner import Runner
-from grappe.verbs.verify.samples import recorded_batches, wrong_samples
-from grappe.verbs.verify.trial import TrialStep
+from grappe.verbs.verify.runner import TrialRunner
+from grappe.verbs.verify.trained_by_hand import Reference
+from grappe.verbs.verify.trained_by_plan import TrialStep
 
-Verdict = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
+VerdictWord = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
 SHOWN = 3
 STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Finding:
+class PlanVerdict:
     """The verdict on a plan."""
 
     plan: str
     processes: int
-    verdict: Verdict
+    verdict: VerdictWord
     difference: Difference | None
     """The difference from one plain process, with nothing switched off; None where the plan did not train."""
     causes: tuple[str, ...] = ()
@@ -41,10 +42,10 @@ class Finding:
 
     def __repr__(self) -> str:
         why = "; ".join([*self.causes, *self.notes])
-        return f"Finding({self.plan or 'one process'}: {self.verdict}{f' ({why})' if why else ''})"
+        return f"PlanVerdict({self.plan or 'one process'}: {self.verdict}{f' ({why})' if why else ''})"
 
 
-def judge(runner: Runner, plan: Plan) -> Finding:
+def judge(runner: TrialRunner, plan: Plan) -> PlanVerdict:
     """Judges a plan by trials: of the whole plan, and if it differs, of the plan without possible causes.
 
     Raises:
@@ -54,12 +55,12 @@ def judge(runner: Runner, plan: Plan) -> Finding:
     start = Instrumentation()
     if plan.pipeline > 1 and any("BatchNorm" in kind for kind in base.coupled.values()):
         # Pipelines refuse steps that do not divide evenly then: padding rows would enter the statistics.
-        start = Instrumentation(even=2 * plan.data_parallel * plan.microbatches)
+        start = Instrumentation(batch_multiple=2 * plan.data_parallel * plan.microbatches)
         base = runner.reference(plan, start)
     try:
-        return _Case(runner, plan, base, start).finding()
+        return _Judgement(runner, plan, base, start).finding()
     except GrappeError as error:  # the other plans are still to be judged
-        return Finding(
+        return PlanVerdict(
             plan=str(plan), processes=plan.processes, verdict="failed", difference=None, causes=(str(error),)
         )
 
@@ -75,15 +76,15 @@ def _not_judged(tensors: Sequence[str]) -> list[str]:
     ]
 
 
-class _Case:
+class _Judgement:
     """The judgement of one plan."""
 
-    def __init__(self, runner: Runner, plan: Plan, base: Reference, start: Instrumentation) -> None:
+    def __init__(self, runner: TrialRunner, plan: Plan, base: Reference, start: Instrumentation) -> None:
         self._runner, self._plan, self._base, self._start = runner, plan, base, start
         self._steps = runner.trial(plan, self._start, self._base)
         self._difference = runner.compare(self._base, self._steps)
 
-    def finding(self) -> Finding:
+    def finding(self) -> PlanVerdict:
         """Returns the verdict, and its evidence."""
         wrong = wrong_samples(self._base, self._steps)
         if wrong:
@@ -93,15 +94,15 @@ class _Case:
         if self._difference.agrees and self._difference.tolerated > BOUND:
             return self._of_drift()
         if self._difference.agrees:
-            return self._found("same")
+            return self._finding("same")
         return self._of_difference()
 
-    def _of_drift(self) -> Finding:
+    def _of_drift(self) -> PlanVerdict:
         """Says why agreement means nothing: the plain process itself, with its samples in another order, drifts."""
         plan, instrumentation = self._without(self._asked_for())
-        reasons = steadying(self._runner, plan, instrumentation, self._base)
+        reasons = causes_of_drift(self._runner, plan, instrumentation, self._base)
         drift = self._difference.tolerated / FACTOR
-        return self._found(
+        return self._finding(
             "cannot be judged",
             [
                 f"one process that takes each batch's samples in another order is {drift:.0%} away from itself, and "
@@ -110,10 +111,12 @@ class _Case:
             ],
         )
 
-    def _found(self, verdict: Verdict, causes: Sequence[str] = (), notes: Sequence[str] = ()) -> Finding:
+    def _finding(
+        self, verdict: VerdictWord, causes: Sequence[str] = (), notes: Sequence[str] = ()
+    ) -> PlanVerdict:
         if verdict in ("same", "same but for these"):
             notes = [*notes, *_not_judged(self._difference.drifting)]
-        return Finding(
+        return PlanVerdict(
             plan=str(self._plan),
             processes=self._plan.processes,
             verdict=verdict,
@@ -124,7 +127,7 @@ class _Case:
 
     # ---- Samples ---------------------------------------------------------------------------------------
 
-    def _of_samples(self, wrong: str) -> Finding:
+    def _of_samples(self, wrong: str) -> PlanVerdict:
         """Trains one process on the wrong samples, to see whether it learns as the plan does."""
         plan, instrumentation = self._without(self._asked_for())
         base = self._runner.reference(plan, instrumentation)
@@ -132,14 +135,14 @@ class _Case:
         fed = self._runner.reference(plan, instrumentation, recorded=recorded_batches(steps))
         again = self._runner.trial(plan, instrumentation, fed)
         if compare(fed, again, tolerance=base).agrees:
-            return self._found(
+            return self._finding(
                 "different", [wrong], ["one process that is given the same samples learns the same"]
             )
-        return self._found("different", [wrong, *ablations(self._runner, plan, instrumentation, base)])
+        return self._finding("different", [wrong, *ablations(self._runner, plan, instrumentation, base)])
 
     # ---- Exact plans -----------------------------------------------------------------------------------
 
-    def _of_exact(self) -> Finding:
+    def _of_exact(self) -> PlanVerdict:
         """Compares bits with those of the same exact plan on one process, and numbers with the plain process."""
         alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
         if alone != self._plan:
@@ -148,16 +151,16 @@ class _Case:
                 (n for n, (a, b) in enumerate(zip(steps, self._steps, strict=True)) if a.bits != b.bits), None
             )
             if odd is not None:
-                return self._found(
+                return self._finding(
                     "different", [f"other bits than {alone} on one process, from step {odd + 1}"]
                 )
         note = f"to the bit what exact={self._plan.exact} is on one process"
         if self._difference.agrees:
-            return self._found("same", notes=[note])
+            return self._finding("same", notes=[note])
         pieces = self._pieces(self._start, precision=True)
         steps = self._runner.trial(self._plan, self._start, pieces)
         if self._runner.compare(pieces, steps).agrees:
-            return self._found("same", notes=[note, self._per_piece()])
+            return self._finding("same", notes=[note, self._per_piece()])
         return self._of_difference([note])
 
     def _per_piece(self) -> str:
@@ -166,16 +169,18 @@ class _Case:
 
     # ---- A difference ----------------------------------------------------------------------------------
 
-    def _of_difference(self, notes: Sequence[str] = ()) -> Finding:
+    def _of_difference(self, notes: Sequence[str] = ()) -> PlanVerdict:
         """Switches off requested features; if the difference disappears, finds the fewest that explain it."""
         asked_for = self._asked_for()
         if asked_for and self._agrees(asked_for):
-            fewest = self._fewest(asked_for)
-            faults = self._faults_of(fewest)
+            fewest = self._minimal_causes(asked_for)
+            faults = self._faults(fewest)
             if faults:
-                return self._found("different", faults, notes)
-            return self._found(
-                "same but for these", [self._name(one) for one in fewest], [*notes, *self._second(fewest)]
+                return self._finding("different", faults, notes)
+            return self._finding(
+                "same but for these",
+                [self._name(feature) for feature in fewest],
+                [*notes, *self._piecewise_note(fewest)],
             )
         plan, instrumentation = self._without(asked_for)
         causes = ablations(self._runner, plan, instrumentation, self._runner.reference(plan, instrumentation))
@@ -183,23 +188,23 @@ class _Case:
             where = self._difference
             tensor = f", first of all in {where.tensor}" if "weights" in where.what else ""
             causes = [f"not found: nothing that was switched off made it go{tensor}"]
-        return self._found("different", causes, notes)
+        return self._finding("different", causes, notes)
 
     def _asked_for(self) -> tuple[str, ...]:
         """Lists the plan's features that may make it differ from one plain process without a fault."""
-        found = [PRECISION] if self._plan.precision != "fp32" else []
-        found += [STATISTICS] if self._base.coupled else []
-        return (*found, *([DROPOUT] if self._base.draws else []))
+        features = [PRECISION] if self._plan.precision != "fp32" else []
+        features += [STATISTICS] if self._base.coupled else []
+        return (*features, *([DROPOUT] if self._base.draws else []))
 
     def _without(self, off: Sequence[str]) -> tuple[Plan, Instrumentation]:
         plan = dataclasses.replace(self._plan, precision="fp32") if PRECISION in off else self._plan
         coupled = self._base.coupled if STATISTICS in off else ()
         companions = self._base.companions if STATISTICS in off else ()
-        kept = {one.name for one in companions}
+        kept = {companion.name for companion in companions}
         return plan, dataclasses.replace(
             self._start,
-            draws=DROPOUT in off,
-            coupled=tuple(name for name in coupled if name not in kept),
+            without_randomness=DROPOUT in off,
+            evaluated_modules=tuple(name for name in coupled if name not in kept),
             companions=companions,
         )
 
@@ -208,21 +213,23 @@ class _Case:
         base = self._runner.reference(plan, instrumentation)
         return self._runner.compare(base, self._runner.trial(plan, instrumentation, base)).agrees
 
-    def _fewest(self, off: tuple[str, ...]) -> tuple[str, ...]:
+    def _minimal_causes(self, off: tuple[str, ...]) -> tuple[str, ...]:
         kept = off
-        for one in off:
-            fewer = tuple(other for other in kept if other != one)
+        for feature in off:
+            fewer = tuple(other for other in kept if other != feature)
             if fewer and self._agrees(fewer):
                 kept = fewer
         return kept
 
-    def _faults_of(self, explained: Sequence[str]) -> list[str]:
+    def _faults(self, explained: Sequence[str]) -> list[str]:
         """Names faults of the features that explain a difference; empty if each works as the plan says."""
         faults = _stream_faults(self._steps, self._again()) if DROPOUT in explained else []
         if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
             faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
         elif STATISTICS in explained and not self._base.whole_batch:
-            plan, instrumentation = self._without([one for one in self._asked_for() if one != STATISTICS])
+            plan, instrumentation = self._without(
+                [feature for feature in self._asked_for() if feature != STATISTICS]
+            )
             pieces = self._pieces(instrumentation)
             gap = self._runner.compare(pieces, self._runner.trial(plan, instrumentation, pieces))
             if not gap.agrees:
@@ -246,7 +253,7 @@ class _Case:
             plan, instrumentation, slices=plan.data_parallel, pieces=plan.microbatches, precision=precision
         )
 
-    def _second(self, explained: Sequence[str]) -> list[str]:
+    def _piecewise_note(self, explained: Sequence[str]) -> list[str]:
         """Returns a note if the unchanged plan agrees with the second reference."""
         if PRECISION in explained and self._plan.precision == "fp16":
             return []
@@ -255,10 +262,10 @@ class _Case:
             return ["one process that takes the plan's pieces one after the other learns the same"]
         return []
 
-    def _name(self, one: str) -> str:
-        if one == PRECISION:
+    def _name(self, feature: str) -> str:
+        if feature == PRECISION:
             return f"precision ({self._plan.precision})"
-        if one == DROPOUT:
+        if feature == DROPOUT:
             words = f"dropout's random streams ({', '.join(self._base.draws)})"
             like = sorted({"rand_like", "randn_like"}.intersection(self._base.draws))
             instead = " and ".join(f"grappe.{name}" for name in like)
@@ -284,14 +291,78 @@ def _stream_faults(steps: Sequence[TrialStep], again: Sequence[TrialStep]) -> li
     """Names random streams of a trial that are shared, repeated or irreproducible."""
     word = "dropout's random streams"
     for number, step in enumerate(steps):
-        drawn = [one for one in step.draws if one]
+        drawn = [hash_ for hash_ in step.draws if hash_]
         if len(set(drawn)) < len(drawn):
             return [f"{word}: in step {number + 1} several slices draw the same numbers"]
         if number and any(
-            one and one == before for one, before in zip(step.draws, steps[number - 1].draws, strict=True)
+            hash_ and hash_ == before
+            for hash_, before in zip(step.draws, steps[number - 1].draws, strict=True)
         ):
             return [f"{word}: step {number + 1} draws the numbers of the step before it"]
     odd = next((n for n, (a, b) in enumerate(zip(steps, again, strict=False)) if a.draws != b.draws), None)
     if odd is not None:
         return [f"{word}: the same plan draws other numbers when it is started again (step {odd + 1})"]
     return []
+
+
+def used(step: TrialStep) -> list[int]:
+    """Returns the ids of a step's samples, over all slices."""
+    return [i for ids in step.slices for i in ids]
+
+
+def recorded_batches(steps: Sequence[TrialStep]) -> tuple[RecordedBatch, ...]:
+    """Returns the samples that a trial's steps used, on which one process can train."""
+    return tuple(
+        RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total)
+        for step in steps
+    )
+
+
+def wrong_samples(reference: Reference, steps: Sequence[TrialStep]) -> str:
+    """Describes the error in a trial's samples; "" if there is none."""
+    for number, (plain, step) in enumerate(zip(reference.steps, steps, strict=False)):
+        if Counter(plain.ids) != Counter(used(step)):
+            return _sample_fault(reference, steps, number)
+    return ""
+
+
+def _sample_fault(reference: Reference, steps: Sequence[TrialStep], number: int) -> str:
+    """Describes the error in the samples of step `number`."""
+    plain, step = reference.steps[number], steps[number]
+    expected, actual = Counter(plain.ids), Counter(used(step))
+    missing, extra = expected - actual, actual - expected
+    at = f"in step {number + 1}"
+    if not set(expected) & set(actual) or step.epoch > number // reference.per_epoch:
+        if (number + 1) % reference.per_epoch == 0:
+            return f"a dropped last batch: {at}, the last of its epoch, none of its {len(plain.ids)} samples is seen"
+        return f"another order: {at} none of its samples is seen"
+    shift = _shift(reference, number, step)
+    if shift:
+        return f"a sampler that is off by {shift}: {at} it begins {'after' if shift > 0 else 'before'} its position"
+    doubled = [sample for sample in extra if sample in expected]
+    words = []
+    if doubled:
+        words.append(f"a doubled sample: {at} {_listed(doubled)} more than once")
+    foreign = [sample for sample in extra if sample not in expected]
+    if foreign:
+        words.append(f"samples of another step: {at} {_listed(foreign)}")
+    if missing:
+        words.append(f"{'and ' if words else 'a skipped sample: ' + at + ' '}{_listed(missing)} not at all")
+    return ", ".join(words)
+
+
+def _shift(reference: Reference, number: int, step: TrialStep) -> int:
+    """Computes the positions by which the whole step, or each slice, is shifted in the order; 0: another error."""
+    epoch = number // reference.per_epoch
+    steps_of_epoch = reference.steps[epoch * reference.per_epoch : (epoch + 1) * reference.per_epoch]
+    order = [sample for step_of_epoch in steps_of_epoch for sample in step_of_epoch.ids]
+    place = {sample: index for index, sample in enumerate(order)}
+    begins = (number % reference.per_epoch) * len(reference.steps[0].ids)
+    shifts = {place[sample] - begins - row for row, sample in enumerate(used(step)) if sample in place}
+    return shifts.pop() if len(shifts) == 1 else 0
+
+
+def _listed(ids: Sequence[int] | Counter[int]) -> str:
+    shown = [str(sample) for sample in list(ids)[:SHOWN]]
+    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+    return f"sample{'s' if len(ids) > 1 else ''} {', '.join(shown)}{more}"

@@ -1,4 +1,4 @@
-"""Trial: a few steps of an instrumented task under a plan, through the engine interface, compared with a reference."""
+"""Trains a few steps of an instrumented task under a plan, through the engine interface; compares with a reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grappe.step.result import StepResult
 from grappe.task import Task
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
-from grappe.verbs.verify.rounding import gap
+from grappe.verbs.verify.trained_by_hand import gap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,11 @@ def worker(
         stop_requested=lambda: 0.0,
     )
     engine = engines.check(request.plan)(setup)
-    recording = request.instrumentation.draws or (request.draws and not request.plan.compile)
+    recording = request.instrumentation.without_randomness or (request.draws and not request.plan.compile)
     with (
-        RandomOps(off=request.instrumentation.draws) if recording else contextlib.nullcontext() as random_ops
+        RandomOps(off=request.instrumentation.without_randomness)
+        if recording
+        else contextlib.nullcontext() as random_ops
     ):
         recorder = _StepRecorder(engine, task, request.plan, world, request.reference, samples, random_ops)
         batches = _unrecorded(loader.batches(0, request.steps), random_ops)
@@ -172,21 +174,21 @@ class _StepRecorder:
 
     def gathered(self, world: World, total: int) -> tuple[TrialStep, ...]:
         """Gathers the steps, with the samples and draws of each data slice. Collective."""
-        mine = [(one["ids"], one["draws"]) for one in self._steps]
+        own = [(record["ids"], record["draws"]) for record in self._steps]
         # Of the processes that share a slice, a pipeline's last stage alone calls the loss.
-        recorded = sum(len(ids) for ids, _ in mine)
-        everyone = world.gather((world.data_rank, -recorded, world.rank, mine))
+        recorded = sum(len(ids) for ids, _ in own)
+        everyone = world.gather((world.data_rank, -recorded, world.rank, own))
         best = {
-            rank: min((one for one in everyone if one[0] == rank), key=lambda one: one[:3])
+            rank: min((record for record in everyone if record[0] == rank), key=lambda record: record[:3])
             for rank, *_ in everyone
         }
         slices = [best[rank][3] for rank in sorted(best)]
         steps = []
-        for number, one in enumerate(self._steps):
+        for number, record in enumerate(self._steps):
             in_slices = [recorded[number] for recorded in slices]
             steps.append(
                 TrialStep(
-                    **{name: value for name, value in one.items() if name not in ("ids", "draws")},
+                    **{name: value for name, value in record.items() if name not in ("ids", "draws")},
                     total=total,
                     slices=tuple(tuple(ids) for ids, _ in in_slices),
                     draws=tuple(drawn for _, drawn in in_slices),
