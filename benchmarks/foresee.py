@@ -235,7 +235,7 @@ def measured_cell(task: str, plan: str, *, between: bool = False) -> list[dict]:
             run=Path(folder) / "run",
             quiet=True,
             options=Options(steps=STEPS, steps_only=not between),
-            also=(Begun(),),
+            per_process_watchers=(Begun(),),
         )
         found = start("benchmarks.foresee:measured", request, request.plan, run=request.run)
         for rank, one in enumerate(found):

@@ -23,7 +23,7 @@ from grappe.foresight.kernels import Kernels
 from grappe.foresight.search import Room
 from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
-from grappe.training.out_of_memory import MARGIN, Shortage
+from grappe.training.out_of_memory import MARGIN, MemoryReport
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 
@@ -52,7 +52,7 @@ PLANS = (
 )  # fmt: skip
 
 
-def shortage(task: str, plan: str, evaluation: int) -> Shortage:
+def shortage(task: str, plan: str, evaluation: int) -> MemoryReport:
     """Returns what a process says after a first evaluation, if it gets no more memory.
 
     It says so under a limit that is too low, but not so low that the evaluation, with its peak of so many bytes, has
@@ -65,7 +65,7 @@ def shortage(task: str, plan: str, evaluation: int) -> Shortage:
     else:
         raise RuntimeError(f"{task}, {plan}: no message of what was there before the model")
     libraries, before = (int(float(found[one]) * UNITS[found[one + 1]]) for one in (1, 3))
-    return Shortage(rank=0, held={}, other=0, before=before, libraries=libraries)
+    return MemoryReport(rank=0, held={}, other=0, before=before, libraries=libraries)
 
 
 def under(task: str, plan: str, limit: int) -> str:

@@ -79,7 +79,7 @@ def timed(
         weights=None,
         options=Options(steps=STEPS),
         quiet=True,
-        also=(seen,),
+        per_process_watchers=(seen,),
     )
     began = time.perf_counter()
     worker(request, dataclasses.replace(process, launcher="test"), rendezvous_folder)

@@ -18,12 +18,19 @@ from grappe.foresight.sketch import Sketch
 from grappe.launch.fork import run_in_fork
 from grappe.plan import Plan
 from grappe.training import out_of_memory
-from grappe.training.out_of_memory import Short, Shortage, advised, explained
+from grappe.training.out_of_memory import (
+    LocalOutOfMemory,
+    MemoryReport,
+    reporting_out_of_memory,
+    with_plan_that_fits,
+)
 from tests.foresight.test_sketch import Looks
 from tests.short_source import Short as Source
 
 MB = 1_000_000
-SHORTAGE = Shortage(rank=1, held={"parameters": 152 * MB, "gradients": 0, "optimizer": 0}, other=5, before=9)
+SHORTAGE = MemoryReport(
+    rank=1, held={"parameters": 152 * MB, "gradients": 0, "optimizer": 0}, other=5, before=9
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
 
 def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
-    told = str(advised(Short(SHORTAGE), Source(), Plan(), Path("data")))
+    told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Source(), Plan(), Path("data")))
     assert told.startswith(
         "out of memory in process 1, which may take 1.3 GB (a limit). It held 152 MB of parameters, "
     )
@@ -59,7 +66,7 @@ def test_a_model_that_cannot_be_traced_is_told_with_general_advice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     limited(monkeypatch, 600)
-    told = str(advised(Short(SHORTAGE), Looks(), Plan(), tmp_path))
+    told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Looks(), Plan(), tmp_path))
     assert re.search(
         r"Which plan fits is not foreseen \(Looks cannot .*take smaller microbatches, recompute", told
     )
@@ -76,16 +83,16 @@ def test_what_the_training_had_is_freed_before_the_search(
 
     def trains() -> None:
         kept = Large()
-        with explained(0):
+        with reporting_out_of_memory(0):
             raise MemoryError
         print(kept)
 
     monkeypatch.setattr(out_of_memory, "_foreseen", lambda *_: ({}, f"freed: {freed}"))
     try:
         trains()
-    except Short as error:
+    except LocalOutOfMemory as error:
         assert not freed
-        assert "freed: [True]" in str(advised(error, Looks(), Plan(), tmp_path))
+        assert "freed: [True]" in str(with_plan_that_fits(error, Looks(), Plan(), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(
 )
 def test_which_errors_are_about_memory(error: Exception, is_it: bool) -> None:
     assert is_out_of_memory(error) is is_it
-    with pytest.raises(OutOfMemory if is_it else type(error)) as caught, explained(3):
+    with pytest.raises(OutOfMemory if is_it else type(error)) as caught, reporting_out_of_memory(3):
         raise error
     if is_it:
         assert isinstance(caught.value, GrappeError)
@@ -149,7 +156,10 @@ def test_a_method_of_the_task_without_memory_is_short_of_memory(tmp_path: Path) 
 
     with pytest.raises(OutOfMemory, match=r"Short\.model\(\) ran out of memory: MemoryError"):
         run_in_fork(lambda: user_call(Short(), "model"))
-    with pytest.raises(OutOfMemory, match="out of memory in process 3, which may take"), explained(3):
+    with (
+        pytest.raises(OutOfMemory, match="out of memory in process 3, which may take"),
+        reporting_out_of_memory(3),
+    ):
         user_call(Short(), "model")
     with pytest.raises(OutOfMemory, match="the process that makes the model ran out of memory: MemoryError"):
         run_in_fork(Short().model)

@@ -35,7 +35,7 @@ MARGIN = 1.03
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shortage:
+class MemoryReport:
     """A process's use of memory when it got no more."""
 
     rank: int
@@ -62,14 +62,14 @@ class Shortage:
         return LibraryMemory(evaluation=kept, step=max(kept, STEP_BYTES) - OBJECTS_BYTES)
 
 
-class FirstUse:
-    """Measures what libraries keep from their first use on."""
+class LibraryMemoryProbe:
+    """Measures the memory that libraries (oneDNN, MKL) keep after the first evaluation."""
 
     libraries: int | None = None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Context of the first evaluation, of which nothing else stays; it is measured where freed memory goes back."""
+        """Context of the first evaluation; measures under RLIMIT_DATA only, where freed memory goes back at once."""
         from grappe.profiling import memory
 
         began = memory.data_size()
@@ -78,31 +78,31 @@ class FirstUse:
             self.libraries = max(0, memory.data_size() - began)
 
 
-class Short(OutOfMemory):
-    """A process got no more memory; within that process."""
+class LocalOutOfMemory(OutOfMemory):
+    """Raised inside the process that ran out of memory; `with_plan_that_fits` makes it the user's message."""
 
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(_shortage_message(shortage, {}))
-        self.shortage = shortage
+    def __init__(self, report: MemoryReport) -> None:
+        super().__init__(_shortage_message(report, {}))
+        self.report = report
 
 
 @contextlib.contextmanager
-def explained(rank: int) -> Iterator[FirstUse]:
+def reporting_out_of_memory(rank: int) -> Iterator[LibraryMemoryProbe]:
     """Explains an out-of-memory error: what used the memory.
 
     Yields:
         What measures the first evaluation.
 
     Raises:
-        Short: there was one.
+        LocalOutOfMemory: there was one.
     """
     from grappe.profiling import memory
 
     memory.apply_memory_limit()
     before = memory.data_size()
-    reserve, first_use = [bytearray(RESERVE_BYTES)], FirstUse()
+    reserve, probe = [bytearray(RESERVE_BYTES)], LibraryMemoryProbe()
     try:
-        yield first_use
+        yield probe
     except Exception as error:
         reserve.clear()
         # What the task's own method raised is the cause of an error that names the method.
@@ -110,12 +110,14 @@ def explained(rank: int) -> Iterator[FirstUse]:
             raise
         held = memory.bytes_by_kind()  # while the traceback still keeps it alive
         other = max(0, memory.data_size() - before - sum(held.values()))
-        libraries = first_use.libraries
-        raise Short(Shortage(rank=rank, held=held, other=other, before=before, libraries=libraries)) from None
+        libraries = probe.libraries
+        raise LocalOutOfMemory(
+            MemoryReport(rank=rank, held=held, other=other, before=before, libraries=libraries)
+        ) from None
 
 
-def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
-    """Frees what the training has left, and adds to its error a plan that is foreseen to fit."""
+def with_plan_that_fits(error: LocalOutOfMemory, task: Task, plan: Plan, data: Path) -> OutOfMemory:
+    """Frees the failed training's memory, then extends the error with a plan that is foreseen to fit."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -123,15 +125,15 @@ def advised(error: Short, task: Task, plan: Plan, data: Path) -> OutOfMemory:
     error.__context__ = None
     gc.collect()
     try:
-        states, advice = _foreseen(error.shortage, task, plan, data)
+        states, advice = _foreseen(error.report, task, plan, data)
     except Exception as problem:  # memory is short, and the first error is the one to be told
         why = f" ({problem})" if isinstance(problem, GrappeError) else ""
         states = {}
         advice = f"Which plan fits is not foreseen{why}: take smaller microbatches, recompute, or shard="
-    return OutOfMemory(f"{_shortage_message(error.shortage, states)}. {advice}")
+    return OutOfMemory(f"{_shortage_message(error.report, states)}. {advice}")
 
 
-def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[Mapping[str, int], str]:
+def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple[Mapping[str, int], str]:
     """Foresees the states of a process of this plan, and plans that fit; returns both, the second as a sentence."""
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import fitting, foreseen
@@ -139,7 +141,7 @@ def _foreseen(shortage: Shortage, task: Task, plan: Plan, data: Path) -> tuple[M
     from grappe.launch.local import start_server
     from grappe.words import format_bytes
 
-    room, more = rooms(shortage, plan)
+    room, more = memory_budgets(report, plan)
     kernels = None
     # Under RLIMIT_DATA a further process has a limit of its own, and takes none of this one's memory.
     if not (room.gpu or room.shared):
@@ -189,7 +191,7 @@ def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, floa
             yield away[0], away[1] + activations + room.fixed
 
 
-def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
+def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[Room, Room]:
     """Returns the memory that a process may have, and that of one with more processes beside it."""
     from grappe.foresight.search import Room
     from grappe.profiling import memory
@@ -202,37 +204,35 @@ def rooms(shortage: Shortage, plan: Plan) -> tuple[Room, Room]:
     room = Room(
         whose=whose,
         size=limit,
-        besides=shortage.besides,
-        libraries=shortage.assumed,
+        besides=report.besides,
+        libraries=report.assumed,
         shared=shared,
         gpu=False,
     )
     if not shared:  # only there freed memory goes back at once
         room = dataclasses.replace(room, margin=MARGIN)
     alone = CONNECTION_BYTES if plan.processes == 1 else 0
-    return room, dataclasses.replace(room, besides=shortage.besides + alone)
+    return room, dataclasses.replace(room, besides=report.besides + alone)
 
 
-def _shortage_message(shortage: Shortage, states: Mapping[str, int]) -> str:
+def _shortage_message(report: MemoryReport, states: Mapping[str, int]) -> str:
     from grappe.words import format_bytes, format_part_of_bytes
 
     limit, whose, _ = _limit()
     parts = []
     for kind, word in KINDS.items():
-        held, total = shortage.held[kind], states.get(kind, 0)
+        held, total = report.held[kind], states.get(kind, 0)
         if held < 0.9 * total:
             some, all_of_it = format_part_of_bytes(held, total)
             parts.append(f"{some} of {word} (of {all_of_it})")
         else:
             parts.append(f"{format_bytes(held)} of {word}")
-    parts.append(
-        f"{format_bytes(max(0, shortage.other - (shortage.libraries or 0)))} of activations and others"
-    )
-    if shortage.libraries is not None:
-        parts.append(f"{format_bytes(shortage.libraries)} kept by libraries")
+    parts.append(f"{format_bytes(max(0, report.other - (report.libraries or 0)))} of activations and others")
+    if report.libraries is not None:
+        parts.append(f"{format_bytes(report.libraries)} kept by libraries")
     return (
-        f"out of memory in process {shortage.rank}, which may take {format_bytes(limit)} ({whose}). It held "
-        f"{', '.join(parts)}, and {format_bytes(shortage.before)} from before the model"
+        f"out of memory in process {report.rank}, which may take {format_bytes(limit)} ({whose}). It held "
+        f"{', '.join(parts)}, and {format_bytes(report.before)} from before the model"
     )
 
 

@@ -44,7 +44,7 @@ class Request:
     """Whether to print nothing but errors."""
     watchers: tuple[Watcher | str, ...] = ()
     """The user's own watchers, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
-    also: tuple[Watcher, ...] = ()
+    per_process_watchers: tuple[Watcher, ...] = ()
     """Further watchers, a copy on every process."""
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
@@ -20,8 +20,6 @@ from grappe.errors.native_code import refuse_package
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
-
-T = TypeVar("T")
 
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
@@ -82,7 +80,11 @@ class Run:
     @property
     def id(self) -> str:
         """The run's id, which its checkpoints carry; asks the disk. "": unknown."""
-        return self._entry("id", str) or ""
+        try:
+            value = self.read_description().get("id")
+        except RunError:
+            return ""
+        return value if isinstance(value, str) else ""
 
     def choose(self, which: int | str | None = None) -> Choice:
         """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
@@ -93,15 +95,17 @@ class Run:
         Raises:
             RunError: the one that is asked for does not verify.
         """
-        step = self._entry("step", int) if self._entry("status", str) in SAVED else None
-        return select(self.checkpoints, which, run=self.id, saved=step)
-
-    def _entry(self, name: str, kind: type[T]) -> T | None:
         try:
-            value = self.read_description().get(name)
+            description = self.read_description()
         except RunError:
-            return None
-        return value if isinstance(value, kind) else None
+            description = {}
+        run, step, status = (description.get(name) for name in ("id", "step", "status"))
+        return select(
+            self.checkpoints,
+            which,
+            run=run if isinstance(run, str) else "",
+            saved=step if isinstance(step, int) and status in SAVED else None,
+        )
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""

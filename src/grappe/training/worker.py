@@ -44,7 +44,7 @@ from grappe.training.headspace import headspace
 from grappe.training.loop import Session, Training
 from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
-from grappe.training.out_of_memory import Short, advised, explained
+from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
@@ -65,12 +65,12 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     """
     try:
         return _trained(request, process, rendezvous_folder)
-    except Short as error:
-        short = error
+    except LocalOutOfMemory as error:
+        shortage = error
     if request.options.steps_only:  # a measurement, which tries what fits
-        raise OutOfMemory(str(short))
+        raise OutOfMemory(str(shortage))
     # Outside `except`, so that no traceback keeps the training's tensors alive.
-    raise advised(short, request.task.resolve(), request.plan, request.data) from None
+    raise with_plan_that_fits(shortage, request.task.resolve(), request.plan, request.data) from None
 
 
 def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
@@ -93,13 +93,13 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         if process.launcher == "grappe":
             log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
-        memory = explained(process.rank)
+        memory = reporting_out_of_memory(process.rank)
         baseline = _resident_before_model(task, options)
         clock = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loading = loaders(task, data, plan, world, opened, None if options.steps_only else clock)
         with (
             naming_user_line(task),
-            memory as first_use,
+            memory as library_memory,
             clock,
             waits_counted(clock),
             inside(None),
@@ -163,7 +163,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     meter,
                     sample_log,
                     *own_watchers,
-                    *_with_clock(request.also, clock),
+                    *_with_clock(request.per_process_watchers, clock),
                 ]
             )
             session = Session(
@@ -200,7 +200,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 loading_cost=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.sources.tuned
                 ),
-                first_use=first_use,
+                first_use=library_memory,
             )
             training = Training(session)
             if info.start:

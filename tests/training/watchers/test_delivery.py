@@ -57,7 +57,7 @@ def train(folder: Path, watcher: Watcher, task: Images | None = None, **options:
         weights=None,
         options=Options(**options),
         quiet=True,
-        also=(watcher,),
+        per_process_watchers=(watcher,),
     )
     worker(request, ProcessRank(launcher="test"), folder.parent)
 

@@ -129,7 +129,7 @@ OPTIONS = Options(
 
 
 def _train(request: Request, run: Path, also: tuple[Watcher, ...] = (), options: Options = OPTIONS) -> Path:
-    return run_training(dataclasses.replace(request, run=run, also=also, options=options)).run
+    return run_training(dataclasses.replace(request, run=run, per_process_watchers=also, options=options)).run
 
 
 def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> FaultResult:

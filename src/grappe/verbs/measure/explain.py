@@ -135,7 +135,7 @@ def traced(request: Request, plan: Plan, folder: Path) -> RunTrace:
         run=folder,
         base=folder.parent,
         options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD),
-        also=(TraceWatcher(),),
+        per_process_watchers=(TraceWatcher(),),
         quiet=True,
     )
     return start("grappe.verbs.measure.explain:worker", training, plan, run=folder)
