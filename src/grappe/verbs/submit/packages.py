@@ -105,7 +105,9 @@ def resolve(
                 break
             match = MISSING.search(output)
             package = match and MissingPackage(
-                what=match["what"], by=match["by"] or "", versions=_versions(match["versions"])
+                what=match["what"],
+                by=match["by"] or "",
+                versions="" if match["versions"] == "none" else match["versions"],
             )
             if (
                 package is None
@@ -120,7 +122,13 @@ def resolve(
                 break
         if missing:
             raise UsageError(_message(missing, house))
-        return _report(folder)
+        report = json.loads((folder / "report.json").read_text())
+    installed = [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in report["install"]]
+    machine = report["environment"]
+    return Resolved(
+        requirements=sorted(f"{name}=={version}" for name, version in installed if name != "grappe"),
+        python=f"{machine['python_full_version']} {machine['platform_machine']}",
+    )
 
 
 def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None:
@@ -179,10 +187,6 @@ def _stand_in(folder: Path, what: str) -> bool:
     return True
 
 
-def _versions(text: str) -> str:
-    return "" if text == "none" else text
-
-
 def _words(output: str, folder: Path) -> str:
     lines = [line.partition("ERROR: ")[2] or line for line in output.replace(f"{folder}/", "").splitlines()]
     return "\n".join(f"  {line}" for line in lines if line.strip() and "[notice]" not in line)
@@ -204,16 +208,6 @@ def _message(missing: Sequence[MissingPackage], house: Wheelhouse) -> str:
     if any(package.versions for package in missing):
         lines.append("Or take a version that is there (--with NAME==VERSION), or other --modules.")
     return "\n".join(lines)
-
-
-def _report(folder: Path) -> Resolved:
-    report = json.loads((folder / "report.json").read_text())
-    packages = [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in report["install"]]
-    machine = report["environment"]
-    return Resolved(
-        requirements=sorted(f"{name}=={version}" for name, version in packages if name != "grappe"),
-        python=f"{machine['python_full_version']} {machine['platform_machine']}",
-    )
 
 
 # Modules whose package has another name, for those that are not installed here.
@@ -353,7 +347,8 @@ def prepare(needs: PackageRequests, house: Wheelhouse, *, ask_pip: bool) -> tupl
         UsageError: a request is malformed, or the wheelhouse lacks packages.
     """
     wheel = own_wheel()
-    extras = sorted({feature for feature in needs.features if feature in _extras()})
+    known_extras = importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ()
+    extras = sorted(set(needs.features) & set(known_extras))
     lines = requirements(needs)
     why = "the script is only shown"
     if ask_pip:
@@ -391,10 +386,6 @@ def requirements(needs: PackageRequests) -> list[str]:
             raise UsageError(f"--requirements={needs.file}: there is no such file")
         lines.append(f"-r {needs.file.absolute()}")
     return lines
-
-
-def _extras() -> Sequence[str]:
-    return importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ()
 
 
 def _own(extras: Iterable[str]) -> list[str]:

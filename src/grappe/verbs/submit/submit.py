@@ -126,11 +126,6 @@ def judged(submission: Submission) -> Iterator[str]:
                 yield script.time_note
 
 
-def _next(logs: Path) -> Path:
-    numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT_FILE.fullmatch(name))]
-    return logs / f"submit-{max(numbers, default=0) + 1}.sh"
-
-
 def _send(script: Script, text: str) -> str:
     """Writes the script into the run's folder, submits it, and records the job there."""
     logs = script.run / "logs"
@@ -144,7 +139,8 @@ def _send(script: Script, text: str) -> str:
         script.run.mkdir(parents=True, exist_ok=True)
         files.make_folder(logs)
         files.refuse_link(logs / "killed")  # which the script itself writes
-        file = _next(logs)
+        numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT_FILE.fullmatch(name))]
+        file = logs / f"submit-{max(numbers, default=0) + 1}.sh"
         files.replace(file, text.encode(), IN_PART)
         if script.packages is not None:
             folder = logs / script.packages.folder_name
@@ -181,6 +177,7 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
         raise UsageError(f"--stage={job.stage}: there is no such archive")
     content, note = job_packages(submission, site, plan, show=show)
     is_script = submission.command == SCRIPT
+    typed = submission.arguments if is_script else (submission.command, *submission.arguments)
     script = Script(
         site=site,
         layout=job_layout,
@@ -208,7 +205,7 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
         chain=job.chain or (0 if site.job.requeue else 1),  # a chain of one does not requeue
         restarts=job.restarts,
         doctor=job.doctor,
-        command=f"grappe submit --site {site.name} -- {_typed(submission)}",
+        command=f"grappe submit --site {site.name} -- {shlex.join(typed)}",
         time_note=automatic.sentence if automatic else "",
     )
     return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)), automatic=automatic)
@@ -345,8 +342,3 @@ def _of_doctor(submission: Submission) -> tuple[str, ...]:
     if submission.task is None:
         return ()
     return (submission.task, *(() if submission.command == TUNE else submission.fields))
-
-
-def _typed(submission: Submission) -> str:
-    words = submission.arguments
-    return shlex.join(words if submission.command == SCRIPT else (submission.command, *words))
