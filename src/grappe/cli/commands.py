@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, foreseeing, images, learning, measuring, tuning, verify
+from grappe.cli import cluster, foreseeing, images, measuring, tuning
 from grappe.cli import exit as entry_point
 from grappe.cli.application import app
 from grappe.cli.arguments import (
@@ -383,8 +383,6 @@ def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
 
 foreseeing.register(app)
 measuring.register(app)
-verify.register(app)
-learning.register(app)
 tuning.register(app)
 images.register(app)
 cluster.register(app)

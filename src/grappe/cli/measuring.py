@@ -1,32 +1,39 @@
-"""Defines the commands that measure and show: measure, report, follow, curves."""
+"""Defines the commands that measure, compare and show: measure, verify, lr-find, report, follow, curves."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from grappe.cli.arguments import OPTIONS, SWITCH, DataFolder, FieldText, RunFolder, TaskName
+from grappe.cli.arguments import OPTIONS, SWITCH, DataFolder, FieldText, PlanText, RunFolder, TaskName
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.launch.terminal import complain, say
+from grappe.errors.foreign_text import html_text
+from grappe.launch.terminal import complain, progress, say
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.submit.submission import JobOptions
+from grappe.words import plain_table
 
 if TYPE_CHECKING:
+    from grappe.verbs.lr_find.lr_find import LearningRates
     from grappe.verbs.measure.jobs import JobRequest
+    from grappe.verbs.verify.verdict import PlanVerdict
+
 
 DEFAULTS = MeasureOptions()
 
 
 def register(app: App) -> None:
     """Adds the commands to `app`."""
-    for command in (measure, report, follow, curves):
+    for command in (measure, verify, lr_find, report, follow, curves):
         app.command(command)
 
 
@@ -189,3 +196,154 @@ def curves(
     with contextlib.ExitStack() as stack:
         write_csv(runs, sys.stdout if out is None else stack.enter_context(out.open("w")))
     return EXIT_OK
+
+
+COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights", "tolerated", "why")
+
+
+def verify(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: Annotated[list[str] | None, Parameter(negative="", help="A plan to compare; repeatable.")] = None,
+    steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
+    json: Annotated[Path | None, Parameter(help="Write the findings to this JSON file.")] = None,
+    html: Annotated[Path | None, Parameter(help="Write them to this HTML file.")] = None,
+    data: DataFolder = None,
+) -> int:
+    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
+    from grappe.cli.preflight import preflight
+    from grappe.fields import split
+
+    if not plan:
+        raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
+    texts = split(fields)
+    preflight(plan, task)
+    from grappe.verbs.verify import verify as verb
+
+    note = progress
+    findings = list(verb.verify(task, plan, fields=texts, data=data, steps=steps, note=note))
+    note("")
+    sys.stderr.flush()
+    table = plain_table(*COLUMNS)
+    for finding in findings:
+        table.add_row(*verdict_cells(finding))
+    show(table)
+    if json is not None:
+        json.write_text(dumps([as_json(finding) for finding in findings], indent=1) + "\n")
+    if html is not None:
+        html.write_text(html_page(task, findings))
+    return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
+
+
+def verdict_cells(finding: PlanVerdict) -> list[str]:
+    """Makes a row under COLUMNS; differences are relative."""
+    gap = finding.difference
+    why = "; ".join([*finding.causes, *finding.notes])
+    if gap is None:
+        return [finding.plan or "one process", finding.verdict, "", "", "", "", "", why]
+    first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(gap.what)})"
+    norm = "" if gap.norm is None else f"{gap.norm:.1e}"
+    weights = f"{gap.weights:.1e}" + (f" ({gap.tensor})" if gap.tensor else "")
+    return [
+        finding.plan or "one process", finding.verdict, first, f"{gap.loss:.1e}", norm, weights,
+        f"{gap.tolerance:.1e}", why,
+    ]  # fmt: skip
+
+
+def as_json(finding: PlanVerdict) -> dict[str, Any]:
+    """Converts all findings to JSON; NaN and infinities become null."""
+    return _plain(dataclasses.asdict(finding))
+
+
+def html_page(task: str, findings: Sequence[PlanVerdict]) -> str:
+    """Renders one HTML page that needs no other file."""
+    cells = [verdict_cells(finding) for finding in findings]
+    parts = [f"<h1>grappe verify {html_text(task)}</h1>", _rows(COLUMNS, cells)]
+    for finding in findings:
+        names = ("loss", "loss tolerated", "norm", "norm tolerated", "weights", "weights tolerated")
+        rows = [
+            [str(number), *(f"{step[name]:.1e}" for name in names)]
+            for number, step in enumerate(finding.difference.steps if finding.difference else (), start=1)
+        ]
+        parts.append(f"<h2>{html_text(finding.plan or 'one process')}</h2>{_rows(('step', *names), rows)}")
+    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>grappe verify</title><style>{style}</style>'
+    return f"{head}{''.join(parts)}</html>\n"
+
+
+def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(texts: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in texts) + "</tr>"
+
+    return f"<table>{line(columns, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def lr_find(
+    task: TaskName,
+    /,
+    *fields: FieldText,
+    plan: PlanText = "",
+    ramp: Annotated[
+        Literal["exponential", "linear"],
+        Parameter(help="How the learning rate rises: by a factor at each step, or by an amount."),
+    ] = "exponential",
+    lowest: Annotated[
+        float | None, Parameter(help="The first learning rate. Default: a thousandth of the task's own.")
+    ] = None,
+    highest: Annotated[
+        float | None, Parameter(help="The last. Default: a thousand times the task's own.")
+    ] = None,
+    steps: Annotated[int, Parameter(help="Optimizer steps of each training.")] = 100,
+    seeds: Annotated[int, Parameter(help="Trainings, each with the next seed.")] = 3,
+    out: Annotated[
+        Path | None, Parameter(help="Write the curves to this JSON file, for grappe report.")
+    ] = None,
+    data: DataFolder = None,
+) -> int:
+    """Find a band of learning rates, from short trainings that are thrown away. Exit code 1 if there is none."""
+    from grappe.cli.preflight import preflight
+    from grappe.fields import split
+    from grappe.launch.rank import rank_from_environment
+    from grappe.verbs.lr_find.ramp import Ramp
+
+    texts = split(fields)
+    ramp_options = Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"--out={out}: there is no folder {out.parent}")
+    preflight([plan], task, once=True)
+    from grappe.verbs.lr_find.lr_find import lr_find as verb
+
+    result = verb(task, plan, ramp=ramp_options, fields=texts, data=data)
+    process = rank_from_environment()
+    if process is None or process.rank == 0:
+        if out is not None:
+            out.write_text(dumps(result.as_json(), indent=1) + "\n")
+        _show_band(result)
+    return EXIT_OK if result.advice.band is not None else EXIT_FAILURE
+
+
+def _show_band(result: LearningRates) -> None:
+    from grappe.verbs.lr_find.lr_find import plot
+
+    for line in plot(result):
+        say(line)
+    band = result.advice.band
+    table = plain_table("", "")
+    if band is None:
+        table.add_row("no suggestion", result.advice.reason)
+    else:
+        ended = ", where the ramp ended: give a larger --highest to see more" if band.reaches_the_end else ""
+        table.add_row("steepest", f"{band.steepest:.2g}")
+        table.add_row("largest stable", f"{band.largest_stable:.2g}{ended}")
+        name = "lr=" if result.is_field else "the optimizer's learning rate: "
+        table.add_row("suggested", f"{name}{band.suggested:.2g}  (the task's own: {result.own:.2g})")
+    show(table)

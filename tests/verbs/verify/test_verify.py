@@ -7,7 +7,7 @@ import re
 import pytest
 
 from grappe import Task
-from grappe.cli.verify import COLUMNS, html_page, verdict_cells
+from grappe.cli.measuring import COLUMNS, html_page, verdict_cells
 from grappe.launch.terminal import progress
 from grappe.verbs.verify.verdict import PlanVerdict
 from grappe.verbs.verify.verify import verify
