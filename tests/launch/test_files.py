@@ -76,7 +76,7 @@ ELSEWHERE = {
     "verbs/doctor/checks/python_paths.py": "the folders of PYTHONPATH",
     "verbs/doctor/checks/wheelhouse.py": "the folders of wheels that pip is told of",
     "verbs/doctor/checks/torch_build.py": "/proc/driver",
-    "verbs/drill/faults.py": "damages a run of its own on purpose",
+    "verbs/drill/drill.py": "damages a run of its own on purpose",
     "verbs/export/cpp.py": "the source's own files; np.save to a file that grappe.launch.files has made",
     "verbs/export/operators.py": "C++ files that the user names",
     "verbs/fetch/fetch.py": "the folder of datasets, which the user names",

@@ -77,10 +77,33 @@ def largest_batch(
     task = request.task.resolve()
     prepare(task, request.data)
     samples = len(task.data("train", request.data))  # type: ignore[arg-type]
-    runner = _Runner(request, plan, folder, limit, note)
+    limit = limit or _share(plan)
+
+    def runs(batch: int) -> bool:
+        """Returns whether a few steps of `batch` samples succeed."""
+        training = dataclasses.replace(
+            request,
+            task=with_batch(request.task, batch, 1),
+            plan=plan,
+            run=folder / f"largest-{batch}",
+            base=folder,
+            options=Options(steps=STEPS, steps_only=True),
+            quiet=True,
+        )
+        trial = LargestRequest(training=training, limit=limit)
+        try:
+            start("grappe.verbs.measure.largest:worker", trial, plan, run=training.run)
+        except GrappeError as error:
+            if not OUT_OF_MEMORY.search(str(error)):
+                raise
+            note(f"batch {batch} does not fit")
+            return False
+        note(f"batch {batch} fits")
+        return True
+
     fits, fails, batch = 0, None, min(samples, max(plan.data_parallel, task.batch_size))
     while fails is None and fits < samples:
-        if runner.fits(batch):
+        if runs(batch):
             fits, batch = batch, min(samples, 2 * batch)
         else:
             fails = batch
@@ -89,7 +112,7 @@ def largest_batch(
         batch = (fits + fails) // 2 // least * least or least
         if batch in (fits, fails):
             break
-        fits, fails = (batch, fails) if runner.fits(batch) else (fits, batch)
+        fits, fails = (batch, fails) if runs(batch) else (fits, batch)
     return Largest(plan=str(plan), batch=fits, too_large=fails)
 
 
@@ -104,40 +127,6 @@ def largest_batches(
         for number, plan in enumerate(plans):
             request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data))
             yield largest_batch(request, as_plan(plan), folder / str(number))
-
-
-class _Runner:
-    """Runs trainings of a few steps at one batch size."""
-
-    def __init__(
-        self, training: Request, plan: Plan, folder: Path, limit: int | None, note: Callable[[str], None]
-    ) -> None:
-        self._training, self._plan, self._folder, self._note = training, plan, folder, note
-        self._limit = limit or _share(plan)
-        self._number = 0
-
-    def fits(self, batch: int) -> bool:
-        """Returns whether a few steps of `batch` samples succeed."""
-        self._number += 1
-        training = dataclasses.replace(
-            self._training,
-            task=with_batch(self._training.task, batch, 1),
-            plan=self._plan,
-            run=self._folder / f"largest-{self._number}",
-            base=self._folder,
-            options=Options(steps=STEPS, steps_only=True),
-            quiet=True,
-        )
-        request = LargestRequest(training=training, limit=self._limit)
-        try:
-            start("grappe.verbs.measure.largest:worker", request, self._plan, run=training.run)
-        except GrappeError as error:
-            if not OUT_OF_MEMORY.search(str(error)):
-                raise
-            self._note(f"batch {batch} does not fit")
-            return False
-        self._note(f"batch {batch} fits")
-        return True
 
 
 def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Path) -> None:

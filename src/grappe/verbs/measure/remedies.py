@@ -41,7 +41,7 @@ class Remedy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class PartRule:
     """What moves a part of the time."""
 
     word: Callable[[TimeBreakdown, Measurement], str]
@@ -182,30 +182,32 @@ def _unexplained(breakdown: TimeBreakdown, point: Measurement) -> str:
 
 
 RULES = {
-    "watching": Rule(word=lambda *_: "fewer loggers and watchers, or cheaper ones", at_most=True),
-    "waiting for data": Rule(word=_data),
-    "transfers": Rule(word=lambda *_: "send smaller types (bytes, not floats), and convert on the device"),
-    "imbalance": Rule(word=_imbalance),
-    "pipeline bubble": Rule(
+    "watching": PartRule(word=lambda *_: "fewer loggers and watchers, or cheaper ones", at_most=True),
+    "waiting for data": PartRule(word=_data),
+    "transfers": PartRule(
+        word=lambda *_: "send smaller types (bytes, not floats), and convert on the device"
+    ),
+    "imbalance": PartRule(word=_imbalance),
+    "pipeline bubble": PartRule(
         word=lambda breakdown, point: f"microbatches={2 * Plan.parse(breakdown.plan).microbatches}", saves=0.5
     ),
-    "copies for messages": Rule(
+    "copies for messages": PartRule(
         word=lambda *_: "a larger batch_size makes them rarer; one process needs none", saves=0.0
     ),
-    "exposed communication": Rule(word=_communication, at_most=True),
-    "update": Rule(word=_update, saves=0.0),
-    "values read by the host": Rule(word=_reads),
-    "host between kernels": Rule(word=_host, at_most=True),
-    "copies of layouts": Rule(word=_copies),
-    "memory-bound operators": Rule(
+    "exposed communication": PartRule(word=_communication, at_most=True),
+    "update": PartRule(word=_update, saves=0.0),
+    "values read by the host": PartRule(word=_reads),
+    "host between kernels": PartRule(word=_host, at_most=True),
+    "copies of layouts": PartRule(word=_copies),
+    "memory-bound operators": PartRule(
         word=lambda breakdown, point: (
             "" if Plan.parse(breakdown.plan).compile else "compile fuses some of them"
         ),
         at_most=True,
     ),
-    "small matrices": Rule(word=lambda *_: "a larger batch_size, or wider layers", saves=0.0),
-    UNUSED: Rule(word=lambda breakdown, point: f"precision={breakdown.precision}", at_most=True),
-    "not explained": Rule(word=_unexplained, saves=0.0),
+    "small matrices": PartRule(word=lambda *_: "a larger batch_size, or wider layers", saves=0.0),
+    UNUSED: PartRule(word=lambda breakdown, point: f"precision={breakdown.precision}", at_most=True),
+    "not explained": PartRule(word=_unexplained, saves=0.0),
 }
 
 
