@@ -98,7 +98,7 @@ DAMAGED = re.compile(r"damaged-step-\d{6,}-[0-9a-f]{8}", re.ASCII)  # renamed by
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A checkpoint, and why it was taken."""
+    """A checkpoint, and the reason why it is taken."""
 
     checkpoint: Checkpoint | None
     """None: there is none that verifies."""
@@ -136,7 +136,7 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
     """Finds the checkpoint `which` (a step, "last", "best"), and no other; None: as `choose` does.
 
     Raises:
-        RunError: it is not there or does not verify; or which is the best cannot be known.
+        RunError: it is not there or does not verify; or it cannot be known which is the best.
     """
     if which is None:
         return choose(folder, run, saved)

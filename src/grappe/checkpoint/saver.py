@@ -63,7 +63,7 @@ class Saver:
         self._first: int | None = None
         """The step of the first save."""
         self._said = False
-        """Whether the log has the reason why the training waits for its checkpoints."""
+        """Whether the log says why the training waits for its checkpoints."""
         self._saving = False
         """Whether a save's end is not known yet."""
         self._thread: threading.Thread | None = None
@@ -301,7 +301,7 @@ class Snapshots:
         return originals, False
 
     def _start_beside(self, pieces: list[Piece], processes: int) -> bool:
-        """Has pieces of a GPU copied beside the training, if the GPU has room for them; returns whether it has."""
+        """Starts a copy within the GPU on another stream if memory allows; returns whether it did."""
         if not gpu_has_room(sum(piece.data.nbytes for piece in pieces), processes):
             return False
         self._device = self._device or DeviceCopies()

@@ -17,7 +17,7 @@ from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor
 class WeightAverage:
     """Averages what this process has of each trained parameter: average <- decay average + (1 - decay) weight.
 
-    It begins with the first weights. Each number goes by itself, so a plan changes nothing.
+    It begins with the first weights. Each number is averaged by itself, so a plan changes nothing.
     """
 
     def __init__(self, decay: float | None) -> None:
@@ -34,7 +34,7 @@ class WeightAverage:
             self._averages = {name: parameter.detach().clone() for name, parameter in named}
 
     def restore(self, tensors: Weights) -> None:
-        """Goes on from a checkpoint's; what it has not begins with the weights as they are."""
+        """Restores the averages from a checkpoint; parameters without one start from the current weights."""
         for name, average in self._averages.items():
             average.copy_(self._weights[name].detach())
             if AVERAGE + name in tensors:

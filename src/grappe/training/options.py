@@ -67,7 +67,7 @@ class Options:
     def last_step(self, total: int) -> int:
         """Returns the step at which a training of `total` steps stops."""
         last = min(total, self.steps or total)
-        # Less a little: a ninth is no float.
+        # - 1e-6: 1/9 * 9 may round up to the next step.
         return last if self.part is None else max(1, math.ceil(self.part * last - 1e-6))
 
     def evaluations_every(self, steps_per_epoch: int) -> int | None:
@@ -87,7 +87,7 @@ def occasions_left(step: int, last: int, every: int | None) -> int:
 
 
 def option_words(options: Options) -> list[str]:
-    """Returns the words of the command line that say `options`; what has its default is not said."""
+    """Returns the words of the command line for `options`, without those that have their defaults."""
     words = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

@@ -79,7 +79,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The run's id, which its checkpoints carry; asks the disk. "": unknown."""
+        """Reads the run's id, which its checkpoints carry, from run.json; "": unknown."""
         try:
             value = self.read_description().get("id")
         except RunError:
