@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, place_in
+from grappe.errors.user_code import at, calls_users, place_in
 from grappe.fields import check_choices
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class Task:
         """
         return inputs, targets
 
+    @calls_users("collate(): samples of several shapes need one of your own")
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collates the dataset's samples, of any form, into a batch (inputs, targets)."""
         from torch.utils.data import default_collate

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from grappe.data.device_copy import Constant, copies_to, is_dense, sent
 from grappe.data.frames import as_tensor
 from grappe.errors import TaskError
+from grappe.errors.user_code import calls_users
 from grappe.private_api.torch import tree_flatten, tree_map
 
 CPU = torch.device("cpu")
@@ -71,6 +72,7 @@ class Arrays(Dataset):
         repeated._has_copies = True
         return repeated
 
+    @calls_users("a sample of data()")
     def gather(self, ids: np.ndarray, device: torch.device | None = None) -> tuple[Any, Any]:
         """Returns the samples `ids` [B] as a transformed batch on `device`."""
         inputs, targets = self.stored(ids, device)

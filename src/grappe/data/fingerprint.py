@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
-from grappe.errors.user_code import sentence
+from grappe.errors.user_code import calls_users, sentence
 from grappe.private_api.torch import tree_flatten
 
 
@@ -33,6 +33,7 @@ def fingerprint(dataset: Dataset[Any]) -> str:
     return f"{length}-{digest.hexdigest()}"
 
 
+@calls_users("a sample of data()")
 def _bytes(leaf: Any) -> bytes:
     if isinstance(leaf, torch.Tensor):
         leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if leaf.numel() else b""

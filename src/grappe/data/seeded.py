@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from grappe.data.arrays import Copies, TensorSamples
 from grappe.data.draw import mix
 from grappe.errors import TaskError
-from grappe.errors.user_code import at
+from grappe.errors.user_code import at, calls_users
 
 
 class SeededDataset(Dataset[Any]):
@@ -45,6 +45,7 @@ class SeededDataset(Dataset[Any]):
         """Loads one sample, for a request (epoch, id)."""
         return self.__getitems__([index])[0]
 
+    @calls_users("a sample of data()")
     def __getitems__(self, requests: Iterable[tuple[int, int]]) -> list[Any]:
         """Loads the samples of a batch, in order, for requests (epoch, id).
 

@@ -10,31 +10,22 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
 from grappe.errors.refused_memory import is_out_of_memory
 from grappe.errors.remedies import OVERWRITTEN, WITHOUT_GRADIENT, remedy
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = PACKAGE / "tasks"  # written as a user would write them
 TYPED = ("<stdin", "<console", "<ipython")
 LAYERS = os.path.join("torch", "nn", "modules")  # noqa: PTH118 - a part of frames' file names
-# Functions that do nothing but call what a task gave.
-PARTS = {
-    ("data/seeded.py", "__getitems__"): "a sample of data()",
-    ("task.py", "collate"): "collate(): samples of several shapes need one of your own",
-    ("data/fingerprint.py", "_bytes"): "a sample of data()",
-    ("data/arrays.py", "gather"): "a sample of data()",
-    ("step/loss.py", "values"): "loss()",
-    ("step/loss.py", "loss_of"): "loss()",
-    ("step/loss.py", "values_of"): "loss()",
-    ("step/scores.py", "add"): "a metric, or the loss",
-    ("step/scores.py", "_merge"): "a metric",
-    ("step/scores.py", "_number"): "a metric",
-}
+PARTS: dict[tuple[str, str], str] = {}
+"""Functions of grappe's that call what a task gave, by file and name, and the words for what they call."""
 # Parts of a task that are at fault where backward fails, in which no line of the user's runs.
 IN_BACKWARD = ((WITHOUT_GRADIENT, "loss"), (OVERWRITTEN, "model"))
 WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
@@ -96,19 +87,27 @@ def layer_of(error: BaseException) -> str | None:
     return f"{type(frames[-1].f_locals.get('self')).__name__}.{frames[-1].f_code.co_name}()"
 
 
+def calls_users(part: str) -> Callable[[Function], Function]:
+    """Decorator of a function that calls a part of the user's task: messages name the part where no line of theirs led.
+
+    Args:
+        part: the words for it: "a sample of data()".
+    """
+
+    def mark(function: Function) -> Function:
+        code = function.__code__  # type: ignore[attr-defined]
+        PARTS[code.co_filename, code.co_name] = part
+        return function
+
+    return mark
+
+
 def part_of(error: BaseException) -> str | None:
     """Finds the part of a task that an exception came from, without a line of the user's: a list for a dataset, say."""
     places = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if WORKER.match(str(error)):
         places += [(file, name) for file, _, name in FRAME.findall(str(error))]
-    parts = [PARTS.get((_room(file), name)) for file, name in places]
-    return next((part for part in reversed(parts) if part), None)
-
-
-def _room(file: str) -> str:
-    """Returns the path of a file in the package: data/seeded.py."""
-    path = Path(file)
-    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
+    return next((PARTS[place] for place in reversed(places) if place in PARTS), None)
 
 
 def is_users(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.counts import flat
 from grappe.data.rand_like import first_rows
 from grappe.errors import TaskError
-from grappe.errors.user_code import at
+from grappe.errors.user_code import at, calls_users
 from grappe.private_api.torch import tree_flatten, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.observers import Observers
@@ -186,6 +186,7 @@ def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
 # ---- The contract of task.loss -----------------------------------------------------------------------------
 
 
+@calls_users("loss()")
 def loss_of(task: Task, output: Any, target: Any) -> LossValues:
     """Calls `task.loss`.
 

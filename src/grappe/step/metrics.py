@@ -13,7 +13,7 @@ from torch import Tensor
 from grappe.data.batch import Microbatch
 from grappe.data.collate import form
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, sentence
+from grappe.errors.user_code import at, calls_users, sentence
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
@@ -102,6 +102,7 @@ class Metrics:
             metric.reset()
 
 
+@calls_users("a metric")
 def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
     """Merges several processes' states into the metric, each state by its own reduction.
 
@@ -123,6 +124,7 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
     states_were_set(metric)
 
 
+@calls_users("a metric")
 def _number(task: Task, name: str, value: Any) -> float | list[float]:
     if not isinstance(value, Tensor):
         raise TaskError(

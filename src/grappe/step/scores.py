@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
-from grappe.errors.user_code import at
+from grappe.errors.user_code import at, calls_users
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.step.metrics import Metrics, Number
@@ -82,6 +82,7 @@ class Scorer:
         self._named: dict[str, Column] = {}
         self._counts: dict[str, Column] = {}
 
+    @calls_users("a metric, or the loss")
     def add(self, output: Any, micro: Microbatch, batch: Batch) -> None:
         """Adds a microbatch of `batch`; padding rows do not count. Collective if the loss is of the whole batch."""
         for total, count, named, counts in self._losses.scored(output, micro, batch):
