@@ -70,7 +70,7 @@ class Session:
 
 @dataclasses.dataclass(kw_only=True)
 class Progress:
-    """What a training has reached, as far as each checkpoint stores it beside the engine's state."""
+    """State of a training that each checkpoint stores beside the engine's state."""
 
     best_loss: float = math.inf
     since_best: int = 0
