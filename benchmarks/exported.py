@@ -140,15 +140,15 @@ def latencies(folder: Path) -> dict[str, list[float]]:
     import torch
 
     from grappe.tasks.digits import Digits
-    from grappe.verbs.export.manifest import sha256
-    from grappe.verbs.export.package import open_made
+    from grappe.verbs.export.cpp import open_package
+    from grappe.verbs.export.folder import sha256
     from grappe.verbs.export.program import program_of
     from grappe.verbs.export.samples import samples_of
 
     torch.set_num_threads(1)
     task, package = Digits(), folder / "out/model.pt2"
     program = program_of(task, task.model(), samples_of(task, "validation", folder))
-    compiled = open_made(package, sha256(package))  # by this very benchmark
+    compiled = open_package(package, sha256(package))  # by this very benchmark
     inputs = torch.from_numpy(np.load(folder / "one.npy"))
     contenders: dict[str, Callable[[Any], Any]] = {"eager": program, "package": compiled}
     found: dict[str, list[float]] = {name: [] for name in contenders}

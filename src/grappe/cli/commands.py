@@ -28,7 +28,7 @@ from grappe.cli.arguments import (
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.fields import split
-from grappe.launch.terminal import complain, progress, say
+from grappe.launch.terminal import progress, say
 from grappe.training.options import Options
 from grappe.words import plain_table
 
@@ -301,10 +301,10 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="A new folder to write.")],
     format: Annotated[
-        Literal["program", "safetensors", "transformers", "onnx", "torchscript"],
+        Literal["program", "safetensors", "transformers", "onnx"],
         Parameter(
             help="A C++ program with the compiled model; the weights alone with the task's fields; a folder for "
-            "from_pretrained of transformers; ONNX (needs grappe[onnx]); or TorchScript, which is deprecated."
+            "from_pretrained of transformers; or ONNX (needs grappe[onnx])."
         ),
     ] = "program",
     task: RunTask = None,
@@ -317,16 +317,9 @@ def export(
         list[Path] | None,
         Parameter(help="A C++ file that registers operators of the model's own; once for each file."),
     ] = None,
-    weights_for: Annotated[
-        Path | None,
-        Parameter(
-            help="The folder of an exported program: write weights alone, which it takes without being compiled again."
-        ),
-    ] = None,
     trained: Trained = False,
 ) -> int:
     """Write a run's model as a C++ program, weights, or ONNX; proven on the whole validation split, or not written."""
-    from grappe.verbs.export.exchange import DEPRECATED
     from grappe.verbs.export.export import export as verb
     from grappe.verbs.export.folder import check_target
 
@@ -340,13 +333,10 @@ def export(
         format=format,
         build=not no_build,
         sources=operators or (),
-        weights_for=weights_for,
         trained=trained,
         progress=progress,
     )
     progress("")
-    if format == "torchscript":
-        complain(f"grappe: {DEPRECATED}")
     proof, table = done.proof, plain_table("", "")
     table.add_row("written", str(done.folder))
     table.add_row("checkpoint", done.checkpoint)

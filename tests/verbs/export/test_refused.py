@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from grappe.checkpoint.foreign import foreign_weights
+from grappe.checkpoint.weights import agreed
 from grappe.cli.commands import app
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.training.run import Run
-from grappe.verbs.export import proof, weights
+from grappe.verbs.export import formats, proof
+from grappe.verbs.export.cpp import open_package
 from grappe.verbs.export.export import export
-from grappe.verbs.export.folder import whole_or_nothing
-from grappe.verbs.export.package import open_made
+from grappe.verbs.export.folder import complete_or_nothing
 from grappe.verbs.export.program import input_names, output_names, program_of, trace
 from grappe.verbs.export.samples import samples_of
 from grappe.verbs.load import load
+from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
 from tests.verbs.export import tasks
 
@@ -104,7 +108,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_what_differs_is_not_written(run: Run, tmp_path: Path) -> None:
     """Predictions depend on the other samples of the batch, so no batch size gives what another does."""
     with pytest.raises(
-        proof.Differs, match=r"sample 0: .*, 1 at a time, .*output is .*, not .*Nothing was"
+        proof.PredictionMismatch, match=r"sample 0: .*, 1 at a time, .*output is .*, not .*Nothing was"
     ) as bad:
         export(run, tmp_path / "out", task=tasks.Couples, data=tmp_path, format="safetensors")
     assert bad.value.exit_code == 1
@@ -115,11 +119,12 @@ def test_the_first_sample_that_differs_is_named() -> None:
     ours = [torch.zeros(4, dtype=torch.long), torch.zeros(4, 2)]
     theirs = [torch.tensor([0, 0, 0, 1]), torch.tensor([[0.0, 0], [0, 0], [0, 2e-5], [0, 0]])]
     names = ("class", "scores")
-    with pytest.raises(proof.Differs, match=r"sample 102: in C\+\+, .* scores is 0, 2e-05, not 0, 0") as bad:
-        proof.compare(ours, theirs, names=names, first=100, size=1, place="in C++, 1 at a time")
-    assert (bad.value.sample, bad.value.batch) == (102, (102, 103))
+    with pytest.raises(
+        proof.PredictionMismatch, match=r"sample 102: in C\+\+, .* scores is 0, 2e-05, not 0, 0"
+    ):
+        proof.compare(ours, theirs, names=names, first=100, place="in C++, 1 at a time")
     near = [ours[0], theirs[1] / 4]
-    assert proof.compare(ours, near, names=names, first=0, size=1, place="") == pytest.approx(5e-6)
+    assert proof.compare(ours, near, names=names, first=0, place="") == pytest.approx(5e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,7 @@ def test_weights_alone_have_the_predictions_of_the_run(tmp_path: Path) -> None:
     done = export(made, tmp_path / "out", task=tasks.Plain, data=tmp_path, format="safetensors")
     assert done.proof.samples == 29
     assert done.proof.batch_sizes == (1, 2, 12)
-    written = weights.load_file(tmp_path / "out" / "model.safetensors")
+    written = formats.load_file(tmp_path / "out" / "model.safetensors")
     model = load(made, tasks.Plain).state_dict()
     assert {name: value.tolist() for name, value in written.items()} == {
         name: value.tolist() for name, value in model.items()
@@ -160,18 +165,18 @@ def test_weights_alone_have_the_predictions_of_the_run(tmp_path: Path) -> None:
 
 def test_a_buffer_that_no_state_dict_has_is_found_out(tmp_path: Path) -> None:
     made = Run(train(tmp_path / "run", tasks.Tied(), steps=2).run)
-    with pytest.raises(proof.Differs, match="sample 0: with the weights that were written"):
+    with pytest.raises(proof.PredictionMismatch, match="sample 0: with the weights that were written"):
         export(made, tmp_path / "out", task=tasks.Tied, data=tmp_path, format="safetensors")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt), whole_or_nothing(target) as staged:
+    with pytest.raises(KeyboardInterrupt), complete_or_nothing(target) as staged:
         (staged / "half").write_text("")
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-    with whole_or_nothing(target) as staged:
+    with complete_or_nothing(target) as staged:
         (staged / "whole").write_text("")
         assert not target.exists()
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
@@ -193,7 +198,7 @@ def test_what_is_there_stays(kind: str, tmp_path: Path) -> None:
         target.write_text("theirs")
 
     def write() -> None:
-        with whole_or_nothing(target) as staged:
+        with complete_or_nothing(target) as staged:
             (staged / "y").write_text("ours")
             target.mkdir()
             (target / "x").write_text("theirs")
@@ -208,16 +213,14 @@ def test_a_package_is_opened_only_by_who_made_it(tmp_path: Path) -> None:
     file = tmp_path / "model.pt2"
     file.write_bytes(b"native code")
     made = hashlib.sha256(b"native code").hexdigest()
-    with pytest.raises(UsageError, match=r"opens no \.pt2 file\. It is native code"):
-        open_made(file, None)
     for changed in (b"native codE", b"native"):
         file.write_bytes(changed)
         with pytest.raises(GrappeError, match="somebody has changed it, and it is not opened"):
-            open_made(file, made)
+            open_package(file, made)
     file.unlink()
     file.symlink_to(tmp_path / "other")
     with pytest.raises(GrappeError, match="not opened"):
-        open_made(file, made)
+        open_package(file, made)
 
 
 @pytest.mark.parametrize(
@@ -255,3 +258,28 @@ def test_without_a_compiler_the_fix_is_told(
     ):
         export(run, tmp_path / "out", task=tasks.Couples, data=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_which_statistics_of_batch_normalisation_were_exported_is_said(tmp_path: Path) -> None:
+    """Each of two processes has its own: the mean is exported, and the manifest says so."""
+    task = f"{tasks.__file__}:Layered"
+    words = ["train", task, "middle=BatchNorm1d", "--plan", "replicate=2,batchnorm=local", "--steps", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "grappe", *words, "--run", "run"],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "out"
+    words = ["export", str(tmp_path / "run"), "--to", str(out), "--format", "safetensors", "--task", task]
+    app(words, exit_on_error=False, print_error=False)
+    checkpoint = Run(tmp_path / "run").latest()
+    assert checkpoint is not None
+    tensors = checkpoint.read_tensors()
+    own = [tensors.read(f"local.{number}.1.1.running_mean") for number in (0, 1)]
+    assert not torch.equal(*own)
+    assert torch.equal(formats.load_file(out / "model.safetensors")["1.1.running_mean"], agreed(own))
+    assert '"buffers": "the mean over the processes\' own"' in (out / "manifest.json").read_text()

@@ -1,27 +1,38 @@
-"""Writes the C++ program of an export, builds it from its folder alone, and runs it."""
+"""Writes a C++ program with the model as native code; builds it from its folder alone, and runs it."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grappe.errors import UsageError
+from grappe.errors import GrappeError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import command, files
-from grappe.verbs.export.manifest import crc32
-from grappe.verbs.export.package import compiler, instruction_set
-from grappe.verbs.export.samples import TYPES, Samples
+from grappe.private_api import torch_inductor
+from grappe.verbs.export.folder import crc32, interface, proven, sha256, title
+from grappe.verbs.export.program import ExportJob, WrittenModel, custom_operators, in_batches, trace
+from grappe.verbs.export.proof import TOLERANCE, Runner
+from grappe.verbs.export.samples import TYPES, ExportSamples, write_npy
 
-SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h", "checksum.h", "weights.h")
+PACKAGE = "model.pt2"
+SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h", "checksum.h")
+OPERATORS = "operators"
+SUFFIXES = (".cpp", ".cc", ".cxx")
+COMPILERS = ("g++", "clang++", "c++")
+OPTIONS = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
+PORTABLE = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
+"""AVX2: torch would compile for this very processor, and a job's node may have another."""
 BUILD_SECONDS = 1800.0  # a busy machine; LibTorch's headers are large
 RUN_SECONDS = 3600.0
 SCALARS = {
@@ -49,31 +60,180 @@ inline const std::vector<Input> kInputs = {{
 }};
 inline const std::vector<const char*> kOutputs = {{{outputs}}};
 inline const std::string kInstructionSet = "{instructions}";
-inline const std::string kGraph = "{graph}";  // of all but the weights: those of a model of the same hash fit
 constexpr int kTorchMajor = {major}, kTorchMinor = {minor};
 constexpr int64_t kPackageBytes = {bytes};
 constexpr uint32_t kPackageCrc32 = {crc}u;
 """
+README = """# {title}
+
+A program in C++ from a trained model: no Python when it runs. It needs CMake 3.18, a compiler of C++17 and
+LibTorch {torch}, which is in the torch wheel or in a module of your cluster.
+
+```
+cmake -S . -B build && cmake --build build
+build/predict model.pt2 {tests}
+```
+
+The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. LibTorch is found in the torch wheel of
+`python3`, if its environment is active; another one by `-DCMAKE_PREFIX_PATH=FOLDER`. On a cluster load the modules of
+your torch first (gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch's CMake files ask for it).
+
+| file | what it is |
+|---|---|
+| `model.pt2` | {what}, compiled, with its weights, for {instructions} |
+| `main.cpp` | the program, to read and to change |
+| `npy.h`, `json.h`, `checksum.h` | read the samples, print the predictions, refuse a damaged package |
+| `model.h` | what the model takes and gives |
+{operators}| `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
+| `test/` | samples, and the predictions that they should have |
+| `manifest.json`, `SHA256SUMS` | its origin, its proof, each file's hash: `sha256sum --check SHA256SUMS` |
+
+It takes, in this order: {inputs}. It gives: {outputs}.
+`--batch N` computes N samples at a time; the predictions are the same.
+
+{proof}
+
+**`model.pt2` is native code.** Open it only if you trust who made it, and check the hashes first.
+"""
+OPERATORS_ROW = "| `operators/` | the operators {}, which LibTorch has not: compiled into the program |\n"
+
+
+def write_program(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
+    """Compiles the model to `model.pt2`, and writes the program's sources beside it.
+
+    Raises:
+        TaskError: the model cannot be traced.
+        UsageError: it cannot be compiled here; the sources of its own operators are missing.
+    """
+    job.progress("tracing the model")
+    traced = trace(job.program, job.samples.example())
+    operators = custom_operators(traced)
+    check_sources(job.sources, operators)
+    job.progress("compiling the model, which takes a minute or more")
+    package = folder / PACKAGE
+    compiled = open_package(package, compile_to(package, traced))
+    written = [PACKAGE, *write_sources(package, job.samples, job.inputs, job.outputs)]
+    if job.sources:
+        files.make_folder(folder / OPERATORS)
+    for file in job.sources:
+        files.replace(folder / OPERATORS / file.name, file.read_bytes(), durable=True)
+        written.append(f"{OPERATORS}/{file.name}")
+    runners: dict[str, Runner] = {"in Python": in_batches(compiled)}
+    not_built = None if job.build else "it was not asked for"
+    if job.build and shutil.which("cmake") is None:
+        not_built = "there is no cmake on the PATH"
+    if not_built is None:
+        job.progress("building the C++ program")
+        runners["in C++"] = runner(build(folder, scratch), package, job.outputs)
+
+    def readme(facts: Mapping[str, Any]) -> str:
+        where = (
+            "in Python and by the C++ program, built from its folder alone" if not not_built else "in Python"
+        )
+        missing = f" The C++ program was not built: {not_built}." if not_built else ""
+        names = ", ".join(f"`{name}`" for name in operators)
+        return README.format(
+            title=title(facts),
+            torch=facts["torch"].partition("+")[0],
+            tests=" ".join(f"test/{name}.npy" for name in job.inputs),
+            tolerance=TOLERANCE,
+            what="preprocessing, model and prediction" if job.samples.transform else "model and prediction",
+            instructions=instruction_set(),
+            operators=OPERATORS_ROW.format(names) if names else "",
+            inputs=interface(facts["inputs"]),
+            outputs=interface(facts["outputs"]),
+            proof=proven(facts["proof"], where) + missing,
+        )
+
+    return WrittenModel(
+        files=written,
+        runners=runners,
+        readme=readme,
+        facts={"device": "cpu", "instruction_set": instruction_set(), "operators": operators},
+        not_built=not_built,
+    )
+
+
+def check_sources(sources: Sequence[Path], names: Sequence[str]) -> None:
+    """Raises UsageError unless `sources` are C++ files, given if and only if the model uses the operators `names`."""
+    if names and not sources:
+        raise UsageError(
+            f"the model uses operators that LibTorch has not: {', '.join(names)}. Give the C++ source that registers "
+            "them, which the program compiles: --operators FILE.cpp (one that is written in Python cannot leave it); "
+            "or take the weights alone: --format safetensors"
+        )
+    if sources and not names:
+        raise UsageError("--operators: the model uses no operator but LibTorch's own: leave the option out")
+    for file in sources:
+        if file.suffix not in SUFFIXES or not file.is_file():
+            raise UsageError(f"--operators {file}: give a file of C++ ({', '.join(SUFFIXES)}) that is there")
+    if len({file.name for file in sources}) < len(sources):
+        raise UsageError("--operators: two files have one name: rename one")
+
+
+def instruction_set() -> str:
+    """Returns what the package needs of a processor: "AVX2", or this machine's kind where it has no AVX2."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() == "x86_64" and capability in ("AVX2", "AVX512"):
+        return "AVX2"
+    return f"{platform.machine()} {capability}"
+
+
+def compile_to(file: Path, traced: torch.export.ExportedProgram) -> str:
+    """Compiles the traced program to `file`, a package of native code; returns the file's SHA-256.
+
+    Raises:
+        UsageError: there is no C++ compiler ($CXX, or on the PATH), or it fails.
+    """
+    if not any(name and shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS)):
+        raise UsageError(
+            "grappe export compiles the model, and there is no C++ compiler on the PATH: module load gcc on a cluster, "
+            "apt install g++ elsewhere; or take the weights alone: --format safetensors"
+        )
+    options: dict[str, Any] = {**OPTIONS, **(PORTABLE if instruction_set() == "AVX2" else {})}
+    with tempfile.TemporaryDirectory(prefix="grappe-export-") as scratch:
+        try:
+            torch_inductor.compile_package(traced, file, options, Path(scratch))
+        except Exception as error:  # of torch's compiler, or of the C++ compiler
+            text = printable(" ".join(str(error).split()), 700)
+            raise UsageError(
+                f"torch cannot compile the model: {type(error).__name__}: {text}. The weights alone need no compiler: "
+                "--format safetensors"
+            ) from error
+    return sha256(file)
+
+
+def open_package(file: Path, digest: str) -> torch_inductor.Package:
+    """Opens a package that this process has written: opening runs what is in it.
+
+    Args:
+        digest: its SHA-256, as `compile_to` returned it.
+
+    Raises:
+        GrappeError: it is not as it was written.
+    """
+    if files.kind(file) != "file" or sha256(file) != digest:
+        raise GrappeError(f"{file} is not as it was made: somebody has changed it, and it is not opened")
+    return torch_inductor.load_package(file)
 
 
 def write_sources(
-    package: Path, samples: Samples, inputs: Sequence[str], outputs: Sequence[str], *, graph: str
+    package: Path, samples: ExportSamples, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[str]:
-    """Writes the sources beside the package; returns their names.
-
-    Args:
-        graph: the hash of the model without its weights' values.
-    """
-    folder = package.parent
-    here = resources.files(__package__ or __name__)
+    """Writes the program's sources beside the package; returns their names."""
+    folder, shipped = package.parent, resources.files(__package__ or __name__)
     for name in SOURCES:
-        files.replace(folder / name, here.joinpath(name).read_bytes(), durable=True)
+        files.replace(folder / name, shipped.joinpath(name).read_bytes(), durable=True)
+    rows = []
+    for name, shape, dtype in zip(inputs, samples.shapes, samples.dtypes, strict=True):
+        kind, size = TYPES[dtype], shape.numel() * dtype.itemsize
+        text, numbers = "".join(f", {length}" for length in shape), ", ".join(map(str, shape))
+        rows.append(f'    {{"{name}", "{kind}", at::k{SCALARS[kind]}, {{{numbers}}}, "{text}", {size}}}')
     major, minor = torch.__version__.split(".")[:2]
     text = MODEL_H.format(
-        inputs=",\n".join(_input(*one) for one in zip(inputs, samples.shapes, samples.dtypes, strict=True)),
+        inputs=",\n".join(rows),
         outputs=", ".join(f'"{name}"' for name in outputs),
         instructions=instruction_set(),
-        graph=graph,
         major=major,
         minor=minor,
         bytes=package.stat().st_size,
@@ -81,23 +241,6 @@ def write_sources(
     )
     files.replace(folder / "model.h", text.encode(), durable=True)
     return [*SOURCES, "model.h"]
-
-
-def _input(name: str, shape: torch.Size, dtype: torch.dtype) -> str:
-    kind = TYPES[dtype]
-    text = "".join(f", {length}" for length in shape)
-    size = shape.numel() * dtype.itemsize
-    numbers = ", ".join(map(str, shape))
-    return f'    {{"{name}", "{kind}", at::k{SCALARS[kind]}, {{{numbers}}}, "{text}", {size}}}'
-
-
-def cannot_build() -> str | None:
-    """Returns why no C++ program can be built here; None if it can."""
-    if shutil.which("cmake") is None:
-        return "there is no cmake on the PATH"
-    if compiler() is None:
-        return "there is no C++ compiler on the PATH"
-    return None
 
 
 def build(folder: Path, into: Path) -> Path:
@@ -118,31 +261,16 @@ def build(folder: Path, into: Path) -> Path:
     return into / "predict"
 
 
-def runner(
-    program: Path, package: Path, names: Sequence[str], options: Sequence[str] = ()
-) -> Callable[[list[Tensor], int], list[Tensor]]:
-    """Returns what runs the built program on samples [N, ...], a batch size at a time, and reads its lines.
-
-    Args:
-        options: more words for the program.
-    """
+def runner(program: Path, package: Path, names: Sequence[str]) -> Runner:
+    """Returns what runs the built program on samples [N, ...], a batch size at a time, and reads its lines."""
 
     def run(inputs: list[Tensor], size: int) -> list[Tensor]:
         with tempfile.TemporaryDirectory(prefix="grappe-samples-") as folder:
-            files = write_samples(Path(folder), [str(number) for number in range(len(inputs))], inputs)
+            arrays = write_npy(Path(folder), [str(number) for number in range(len(inputs))], inputs)
             environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-            words = (str(program), str(package), *files, "--batch", str(size), *options)
+            words = (str(program), str(package), *arrays, "--batch", str(size))
             text = command.run(*words, seconds=RUN_SECONDS, environment=environment)
         rows = [json.loads(line) for line in text.splitlines()]
         return [torch.from_numpy(np.array([row[name] for row in rows], np.float64)) for name in names]
 
     return run
-
-
-def write_samples(folder: Path, names: Sequence[str], inputs: Sequence[Tensor]) -> list[str]:
-    """Writes tensors to .npy files; returns the files."""
-    arrays = [folder / f"{name}.npy" for name in names]
-    for file, leaf in zip(arrays, inputs, strict=True):
-        with files.new_file(file) as stream:
-            np.save(stream, leaf.numpy(), allow_pickle=False)
-    return [str(file) for file in arrays]

@@ -1,28 +1,49 @@
-"""grappe export: writes a run's model as a C++ program, or its weights alone; proven, or not written."""
+"""grappe export: writes a run's model as a C++ program, its weights alone, or ONNX; proven, or not written."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import torch
+
+import grappe
 from grappe.errors import UsageError
+from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
+from grappe.launch import files
+from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_reference import resolve_task
-from grappe.verbs.export import exchange
-from grappe.verbs.export.folder import check_target, whole_or_nothing
-from grappe.verbs.export.proof import Proof
-from grappe.verbs.export.replacement import write_replacement
-from grappe.verbs.export.samples import samples_of
-from grappe.verbs.export.work import SPLIT, Format, Work
-from grappe.verbs.export.writers import WRITERS
+from grappe.training.task_reference import field_texts, resolve_task
+from grappe.verbs.export.cpp import write_program
+from grappe.verbs.export.folder import check_target, complete_or_nothing, write_manifest
+from grappe.verbs.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
+from grappe.verbs.export.program import Exporter, ExportJob, input_names, output_names, program_of
+from grappe.verbs.export.proof import TOLERANCE, Proof, prove
+from grappe.verbs.export.samples import TYPES, samples_of, write_npy
 from grappe.verbs.load import data_of, load
+from grappe.verbs.predict.predict import predict
+
+Format = Literal["program", "safetensors", "transformers", "onnx"]
+FORMATS: Mapping[Format, Exporter] = {
+    "program": write_program,
+    "safetensors": write_safetensors,
+    "transformers": write_transformers,
+    "onnx": write_onnx,
+}
+SPLIT = "validation"
+TESTS = 8
+"""Samples that are written with their predictions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportResult:
     """Result of an export: the folder, and its proof."""
 
     folder: Path
@@ -42,12 +63,11 @@ def export(
     format: Format = "program",
     build: bool = True,
     sources: Sequence[Path] = (),
-    weights_for: Path | str | None = None,
     trained: bool = False,
     progress: Callable[[str], None] = lambda words: None,
-) -> Exported:
+) -> ExportResult:
     """Writes the model of one of a run's checkpoints to `folder`: a C++ program, weights alone, as transformers'
-    from_pretrained reads it, ONNX or TorchScript.
+    from_pretrained reads it, or ONNX.
 
     Nothing is left at `folder` unless the predictions for the whole validation split, at several batch sizes, are those
     of grappe.predict.
@@ -57,45 +77,110 @@ def export(
         task: needed where the run was not trained here by this user, as for grappe.load.
         build: whether to build and prove the C++ program too, where there are cmake and a compiler.
         sources: C++ files that register the operators which the model uses and LibTorch has not.
-        weights_for: an exported program's folder, of which weights alone are written: the program takes them as they
-            are. It was exported here by the same user, of a model that differs in its weights alone.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
         progress: called with a few words, now and then.
 
     Raises:
         UsageError: the folder holds something; there is no compiler, or a package; the program cannot be built.
         TaskError: the model cannot be traced, with the user's line where it is known.
-        Differs: a prediction is another one; with the first sample and layer.
+        PredictionMismatch: a prediction is another one; with the first sample.
     """
     target = Path(folder)
     check_target(target)
-    if format in exchange.FILES:
-        exchange.check_packages(format)
+    if format == "onnx":
+        check_packages()
     if sources and format != "program":
         raise UsageError(f"--operators: --format {format} compiles nothing: leave the option out")
-    if weights_for is not None and format != "program":
-        raise UsageError(f"--weights-for: --format {format} makes no program: leave one of the two out")
     run = run if isinstance(run, Run) else Run(run)
-    made = resolve_task(run, task).resolve()
-    model = load(run, made, checkpoint=checkpoint, trained=trained)
+    resolved = resolve_task(run, task).resolve()
+    model = load(run, resolved, checkpoint=checkpoint, trained=trained)
+    name = Path(str(model.grappe_checkpoint)).name
     place = data_of(run, data)
-    with naming_user_line(made):
-        samples = samples_of(made, SPLIT, place)
-    work = Work(
-        run=run,
-        task=made,
+    with naming_user_line(resolved):
+        samples = samples_of(resolved, SPLIT, place)
+        program = program_of(resolved, model, samples)
+        outputs = output_names(program, samples.example())
+    job = ExportJob(
+        task=resolved,
         model=model,
+        program=program,
         samples=samples,
-        checkpoint=Path(str(model.grappe_checkpoint)).name,
-        trained=trained,
-        data=place,
-        format=format,
+        inputs=input_names(samples),
+        outputs=outputs,
+        origin=_origin(run, resolved, name, averaged=resolved.ema is not None and not trained),
         build=build,
         sources=sources,
-        weights_for=None if weights_for is None else Path(weights_for),
         progress=progress,
     )
-    write = WRITERS[format] if weights_for is None else write_replacement
-    with whole_or_nothing(target) as staged:
-        proof, why = write(work, staged, work.known())
-    return Exported(folder=target, checkpoint=work.checkpoint, proof=proof, cpp=why)
+
+    def predictions() -> Iterator[Any]:
+        step = int(name.rpartition("-")[2])
+        return predict(run, SPLIT, task=resolved, data=place, checkpoint=step, trained=trained)
+
+    with (
+        complete_or_nothing(target) as staged,
+        tempfile.TemporaryDirectory(prefix="grappe-build-") as scratch,
+    ):
+        written = FORMATS[format](job, staged, Path(scratch))
+        proof = prove(
+            written.runners,
+            samples,
+            predictions(),
+            names=outputs,
+            batch_size=resolved.batch_size,
+            progress=progress,
+        )
+        names, interface = list(written.files), {}
+        if written.takes_samples:
+            names += _write_tests(job, staged / "test", predictions())
+            tensors = zip(job.inputs, samples.dtypes, samples.shapes, strict=True)
+            interface = {
+                "inputs": [
+                    {"name": name, "dtype": TYPES[dtype], "shape": list(shape)}
+                    for name, dtype, shape in tensors
+                ],
+                "outputs": [{"name": name} for name in outputs],
+            }
+        proven = {**dataclasses.asdict(proof), "tolerance": TOLERANCE}
+        if format == "program":
+            proven["cpp"] = written.not_built or True
+        facts = {"kind": format, **job.origin, **written.facts, **interface, "proof": proven}
+        write_manifest(staged, names, facts, written.readme(facts))
+    return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built)
+
+
+def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:
+    """Describes where the model is from, with what is foreign in it made fit to show."""
+    description = run.read_description()
+    processes = description.get("processes")
+    own_statistics = (
+        "batchnorm=sync" not in str(description.get("plan")) and isinstance(processes, int) and processes > 1
+    )
+    return {
+        "format": 1,
+        "grappe": grappe.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "run": printable(run.folder.absolute().name),
+        "checkpoint": checkpoint,
+        "averaged": averaged,
+        "task": printable(description.get("task", "")),
+        "class": type(task).__name__,
+        "fields": field_texts(task),
+        "trained_with": printable(description.get("plan", "")),
+        "computes_in": "float32, whatever the precision of the training, as grappe predict",
+        "buffers": "the mean over the processes' own" if own_statistics else "as in the checkpoint",
+    }
+
+
+def _write_tests(job: ExportJob, folder: Path, predictions: Iterator[Any]) -> list[str]:
+    """Writes the first samples and their predictions; returns the files, relative to the exported folder."""
+    files.make_folder(folder)
+    count = min(TESTS, job.samples.length)
+    arrays = write_npy(folder, job.inputs, job.samples.read(0, count))
+    lines = []
+    for _, row in zip(range(count), predictions, strict=False):
+        leaves = [leaf.tolist() for leaf in tree_leaves(row)]
+        lines.append(json.dumps(dict(zip(job.outputs, leaves, strict=True))))
+    files.replace(folder / "expected.jsonl", "".join(f"{line}\n" for line in lines).encode(), durable=True)
+    return [*(f"test/{Path(file).name}" for file in arrays), "test/expected.jsonl"]

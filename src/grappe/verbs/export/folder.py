@@ -1,29 +1,42 @@
-"""Makes an exported folder, which appears whole or not at all."""
+"""Makes an exported folder, which appears complete or not at all, with manifest.json, SHA256SUMS and README.md."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import secrets
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from grappe.errors import UsageError
 from grappe.launch import files
 
+MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"
+README = "README.md"
+PART = 1 << 20  # bytes that are read at a time
+
 
 def check_target(folder: Path) -> None:
     """Raises UsageError where `folder` cannot become an exported folder: only what is new or empty can."""
-    found = files.kind(folder)
-    if found not in ("", "folder") or (found and files.names(folder)):
-        what = "holds something" if found == "folder" else "is no folder"
+    kind = files.kind(folder)
+    if kind not in ("", "folder") or (kind and files.names(folder)):
+        what = "holds something" if kind == "folder" else "is no folder"
         raise UsageError(f"--to {folder}: it {what}, and grappe overwrites nothing: give a new folder")
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"--to {folder}: there is no folder {folder.absolute().parent}")
 
 
 @contextlib.contextmanager
-def whole_or_nothing(folder: Path) -> Iterator[Path]:
-    """Gives a folder beside `folder` to write in, which becomes `folder` in the end, or is removed after an error."""
+def complete_or_nothing(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside `folder`, which takes its name in the end, and goes if anything fails.
+
+    Raises:
+        UsageError: `folder` is there already, and is not an empty folder.
+    """
     check_target(folder)
     target = folder.absolute()
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -37,3 +50,53 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
         files.flush(target.parent)
     finally:
         files.remove_tree(staged)
+
+
+def sha256(file: Path) -> str:
+    """Hashes a file; no link is followed."""
+    with files.reader(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def crc32(file: Path) -> int:
+    """Computes a file's CRC-32, by which the C++ program recognises its package."""
+    checksum = 0
+    with files.reader(file) as stream:
+        while part := stream.read(PART):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def write_manifest(folder: Path, written: Iterable[str], facts: Mapping[str, Any], readme: str) -> None:
+    """Writes the README, the manifest with the hash of each written file, and SHA256SUMS, for `sha256sum --check`."""
+    files.replace(folder / README, readme.encode(), durable=True)
+    names = sorted({*written, README})
+    hashes = {name: sha256(folder / name) for name in names}
+    text = json.dumps({**facts, "files": hashes}, indent=1) + "\n"
+    files.replace(folder / MANIFEST, text.encode(), durable=True)
+    hashes[MANIFEST] = sha256(folder / MANIFEST)
+    lines = "".join(f"{digest}  {name}\n" for name, digest in hashes.items())
+    files.replace(folder / SUMS, lines.encode(), durable=True)
+
+
+def title(facts: Mapping[str, Any]) -> str:
+    """Formats a README's title: the task and the checkpoint."""
+    return f"{facts['class']}, {facts['checkpoint']}"
+
+
+def interface(tensors: Iterable[Mapping[str, Any]]) -> str:
+    """Formats the tensors that a program takes or gives, as the manifest describes them."""
+    return ", ".join(
+        f"`{tensor['name']}`"
+        + (f" {tensor['dtype']} {['N', *tensor['shape']]}".replace("'", "") if "shape" in tensor else "")
+        for tensor in tensors
+    )
+
+
+def proven(proof: Mapping[str, Any], where: str) -> str:
+    """Formats a proof, as the manifest describes it, for a README."""
+    return (
+        f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
+        f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against `grappe predict`; the largest "
+        f"difference was {proof['largest_difference']:.1e} of a row."
+    )

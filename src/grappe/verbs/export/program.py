@@ -1,10 +1,12 @@
-"""Program: a task's preprocessing, model and prediction as one module of plain tensors, and its trace."""
+"""Program: a task's preprocessing, model and prediction as one module of plain tensors; its trace, and its export."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,15 @@ from grappe.errors.user_code import line_of
 from grappe.private_api.torch import TreeSpec, leaf_names, tree_leaves, tree_unflatten
 from grappe.private_api.torch_inductor import quiet
 from grappe.task import Task
-from grappe.verbs.export.samples import Samples
+from grappe.verbs.export.proof import Runner
+from grappe.verbs.export.samples import ExportSamples
 
 NAME = re.compile(r"[A-Za-z0-9_ .:+/-]{1,100}")  # stands in C++, JSON and file names as it is
-FREE = "Take it out of forward(), or have the task's prediction() do it after the export, in your own program"
+LIBTORCH = frozenset({"aten", "prim", "prims", "higher_order", "mkldnn", "onednn", "quantized"})
+"""Namespaces of the operators that LibTorch registers itself."""
+OUTSIDE = (
+    "Take it out of forward(), or have the task's prediction() do it after the export, in your own program"
+)
 
 
 class Program(nn.Module):
@@ -43,21 +50,78 @@ class Program(nn.Module):
         return tuple(tree_leaves(self.predict(leaves)))
 
 
-def program_of(task: Task, model: nn.Module, samples: Samples) -> Program:
+def program_of(task: Task, model: nn.Module, samples: ExportSamples) -> Program:
     """Makes the program of a task's model, in evaluation mode."""
     return Program(task, model, samples.transform, samples.spec).eval()
+
+
+def in_batches(program: Callable[..., Any]) -> Runner:
+    """Returns what runs `program` on samples [N, ...], a batch size at a time."""
+
+    def run(inputs: list[Tensor], size: int) -> list[Tensor]:
+        with torch.no_grad():
+            starts = range(0, len(inputs[0]), size)
+            batches = [program(*(leaf[start : start + size] for leaf in inputs)) for start in starts]
+        return [torch.cat(column) for column in zip(*batches, strict=True)]
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportJob:
+    """What each format writes: a run's model and its samples, with the user's choices."""
+
+    task: Task
+    model: nn.Module
+    program: Program
+    samples: ExportSamples
+    inputs: tuple[str, ...]
+    """Names of the tensors that the program takes."""
+    outputs: tuple[str, ...]
+    """Names of the tensors that the program gives."""
+    origin: Mapping[str, Any]
+    """Where the model is from: run, checkpoint, task, versions."""
+    build: bool
+    sources: Sequence[Path]
+    progress: Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenModel:
+    """What a format has written, not yet proven."""
+
+    files: Sequence[str]
+    runners: Mapping[str, Runner]
+    """What computes with the written files, by where it does."""
+    readme: Callable[[Mapping[str, Any]], str]
+    """From the manifest's facts to the text of README.md."""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the manifest says of this format."""
+    takes_samples: bool = True
+    """Whether the files are a program, which is written with samples and their predictions."""
+    not_built: str | None = None
+    """Why there is no C++ program, where there should be one."""
+
+
+class Exporter(Protocol):
+    """Writes a model in one format."""
+
+    def __call__(self, job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
+        """Writes the files to `folder`; `scratch` is for what is needed until they are proven."""
+        ...
 
 
 def output_names(program: Program, example: list[Tensor]) -> tuple[str, ...]:
     """Names the tensors that the program gives: keys of the prediction's dict, else "output".
 
     Raises:
-        TaskError: one is no tensor with a row for each sample, or has a name that no C++ source can have.
+        TaskError: an output is no tensor with a row for each sample, has a name that no C++ source can have, or that
+            another one has.
     """
     with torch.no_grad():
-        found = program.predict(tuple(example))
-    names = leaf_names(found, alone="output")
-    for name, leaf in zip(names, tree_leaves(found), strict=True):
+        prediction = program.predict(tuple(example))
+    names = leaf_names(prediction, alone="output")
+    for name, leaf in zip(names, tree_leaves(prediction), strict=True):
         if not isinstance(leaf, Tensor) or leaf.is_complex() or leaf.shape[:1] != example[0].shape[:1]:
             what = f"a tensor {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise TaskError(
@@ -69,10 +133,12 @@ def output_names(program: Program, example: list[Tensor]) -> tuple[str, ...]:
             raise TaskError(
                 f"the prediction {printable(name, 100)!r} cannot be a name in a program: letters, digits and _ are"
             )
+    if len(set(names)) < len(names):
+        raise TaskError(f"two predictions have one name: {', '.join(names)}")
     return names
 
 
-def input_names(samples: Samples) -> tuple[str, ...]:
+def input_names(samples: ExportSamples) -> tuple[str, ...]:
     """Names the tensors that the program takes: keys of the inputs with a number behind, else "inputs"."""
     nested = tree_unflatten(list(range(len(samples.shapes))), samples.spec)
     names = leaf_names(nested, alone="inputs")
@@ -94,24 +160,29 @@ def trace(program: nn.Module, example: list[Tensor]) -> torch.export.ExportedPro
         with quiet(), torch.no_grad():
             return torch.export.export(program, tuple(example), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises many kinds, and the model's own
-        raise TaskError(_reason(error)) from error
+        line = line_of(error)
+        where = f" ({line})" if line else ""
+        lines = str(error).splitlines()
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            reason = (
+                f"the model looks at values in its forward{where}, so which operations it does is known only when it "
+                f"runs, and no program can be made of it: use torch.where instead of if. {OUTSIDE}"
+            )
+        elif "Constraints violated" in str(error):
+            first = next((text.strip(" -") for text in lines if text.startswith("  - ")), "")
+            reason = (
+                "the model is made for some numbers of samples in a batch, and a program takes any: "
+                f"{printable(first, 400)}. Let forward() use x.shape[0] or -1 where it has a number"
+            )
+        else:
+            text = printable(next(iter(lines), ""), 400)
+            reason = f"torch.export cannot trace the model: {type(error).__name__}: {text}{where}. {OUTSIDE}"
+        raise TaskError(reason) from error
 
 
-def _reason(error: Exception) -> str:
-    line = line_of(error)
-    where = f" ({line})" if line else ""
-    if type(error).__name__ == "GuardOnDataDependentSymNode":
-        return (
-            f"the model looks at values in its forward{where}, so which operations it does is known only when it "
-            f"runs, and no program can be made of it: use torch.where instead of if. {FREE}"
-        )
-    first = next((text.strip(" -") for text in str(error).splitlines() if text.startswith("  - ")), "")
-    if "Constraints violated" in str(error):
-        return (
-            "the model is made for some numbers of samples in a batch, and a program takes any: "
-            f"{printable(first, 400)}. Let forward() use x.shape[0] or -1 where it has a number"
-        )
-    text = next(iter(str(error).splitlines()), "")
-    return (
-        f"torch.export cannot trace the model: {type(error).__name__}: {printable(text, 400)}{where}. {FREE}"
-    )
+def custom_operators(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Lists the operators of a traced program that LibTorch does not have, as `namespace::name`."""
+    graphs = [module for module in traced.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    names = {target.name() for target in targets if getattr(target, "namespace", "aten") not in LIBTORCH}  # type: ignore[union-attr]
+    return tuple(sorted(name.partition(".")[0] for name in names))

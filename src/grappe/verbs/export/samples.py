@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grappe.errors import DataError, TaskError
+from grappe.launch import files
 from grappe.private_api.torch import TreeSpec, tree_flatten
 from grappe.task import Task
 
@@ -24,7 +25,7 @@ EXAMPLE = 3  # samples: torch.export takes 0 and 1 for constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Samples:
+class ExportSamples:
     """A split's samples, and what becomes of a batch before the model sees it."""
 
     split: str
@@ -49,12 +50,12 @@ class Samples:
     def read_ids(self, ids: np.ndarray) -> list[Tensor]:
         """Reads the samples `ids` [B]; raises as `read` does."""
         leaves, spec = tree_flatten(self.batch(ids))
-        found = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-        if spec != self.spec or found != [
+        forms = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        if spec != self.spec or forms != [
             (tuple(shape), dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]:
             raise TaskError(
-                f"the samples from {ids[0]} on have other shapes or types than the first ({found}): an exported "
+                f"the samples from {ids[0]} on have other shapes or types than the first ({forms}): an exported "
                 "program takes samples of one shape; pad them in data() or collate() to one length"
             )
         return [leaf.contiguous() for leaf in leaves]
@@ -64,7 +65,7 @@ class Samples:
         return self.read_ids(np.arange(EXAMPLE) % self.length)
 
 
-def samples_of(task: Task, split: str, folder: Path) -> Samples:
+def samples_of(task: Task, split: str, folder: Path) -> ExportSamples:
     """Prepares the samples of a task's split.
 
     Raises:
@@ -97,7 +98,7 @@ def samples_of(task: Task, split: str, folder: Path) -> Samples:
                 f"the model's inputs hold {what}: an exported program takes tensors [N, ...] of numbers that .npy "
                 f"files have ({', '.join(TYPES.values())})"
             )
-    return Samples(
+    return ExportSamples(
         split=split,
         length=length,
         transform=transform,
@@ -106,3 +107,12 @@ def samples_of(task: Task, split: str, folder: Path) -> Samples:
         dtypes=tuple(leaf.dtype for leaf in leaves),
         batch=batch,
     )
+
+
+def write_npy(folder: Path, names: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:
+    """Writes tensors to .npy files; returns the files."""
+    arrays = [folder / f"{name}.npy" for name in names]
+    for file, tensor in zip(arrays, tensors, strict=True):
+        with files.new_file(file) as stream:
+            np.save(stream, tensor.numpy(), allow_pickle=False)
+    return [str(file) for file in arrays]

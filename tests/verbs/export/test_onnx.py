@@ -1,4 +1,4 @@
-"""ONNX and TorchScript: what they predict is proven, and what they cannot express is refused."""
+"""ONNX: what it predicts is proven, and what it cannot express is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from grappe.cli.commands import app
-from grappe.errors import GrappeError, TaskError, UsageError
+from grappe.errors import TaskError, UsageError
 from grappe.training.run import Run
-from grappe.verbs.export import exchange
+from grappe.verbs.export import formats
 from grappe.verbs.export.export import export
-from grappe.verbs.export.program import input_names, output_names, program_of, trace
-from grappe.verbs.export.samples import samples_of
+from grappe.verbs.export.program import trace
+from grappe.verbs.export.proof import PredictionMismatch
 from tests.training.test_training import train
 from tests.verbs.export import tasks
 
@@ -57,27 +57,47 @@ def test_onnx_gives_the_runs_predictions(run: Run, tmp_path: Path) -> None:
     assert "onnxruntime.InferenceSession" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_torchscript_gives_them_and_says_that_it_is_deprecated(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    words = ["export", str(run.folder), "--to", str(tmp_path / "out"), "--format", "torchscript"]
-    app([*words, "--task", f"{tasks.__file__}:Tied"], exit_on_error=False, print_error=False)
-    assert "TorchScript is deprecated since torch 2.11" in capsys.readouterr().err
-    _, feed, wanted = written(tmp_path / "out")
-    module = torch.jit.load(tmp_path / "out" / "model.pt")
-    found = module(*(torch.from_numpy(array[:3]) for array in feed.values()))
-    assert found[0].tolist() == [row["class"] for row in wanted[:3]]
-    assert "is deprecated" in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("kind", ["onnx", "torchscript"])
-def test_what_looks_at_values_is_refused_in_any_format(kind: exchange.Exchange, tmp_path: Path) -> None:
-    """A trace by TorchScript alone would take one way of the two for ever."""
+def test_what_looks_at_values_is_refused(tmp_path: Path) -> None:
     task = tasks.LooksAtValues()
     run = Run(train(tmp_path / "run", task, steps=1).run)
     with pytest.raises(TaskError, match="looks at values in its forward"):
-        export(run, tmp_path / "out", task=tasks.LooksAtValues, data=tmp_path, format=kind)
+        export(run, tmp_path / "out", task=tasks.LooksAtValues, data=tmp_path, format="onnx")
     assert not (tmp_path / "out").exists()
+
+
+def differs(folder: Path, task: tasks.Plain) -> str:
+    run = Run(train(folder / "run", task, steps=1).run)
+    with pytest.raises(PredictionMismatch) as bad:
+        export(run, folder / "out", task=task, data=folder, format="onnx")
+    assert not (folder / "out").exists()
+    assert "\n" not in str(bad.value)
+    return str(bad.value)
+
+
+def test_what_is_traced_another_way_is_not_written(tmp_path: Path) -> None:
+    assert differs(tmp_path, tasks.Layered(middle="TwoWays")).startswith("sample ")
+
+
+@pytest.mark.parametrize("tensor", ["model.2.bias", "model.1.1.running_mean"])
+def test_what_is_written_wrongly_is_not_kept(
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is changed in the trace alone, as a fault of what writes it would."""
+
+    def spoiled(*arguments: Any) -> torch.export.ExportedProgram:
+        traced = trace(*arguments)
+        value = traced.state_dict[tensor]
+        changed = value.detach() + 0.5
+        traced.state_dict[tensor] = (
+            torch.nn.Parameter(changed) if isinstance(value, torch.nn.Parameter) else changed
+        )
+        return traced
+
+    monkeypatch.setattr(formats, "trace", spoiled)
+    message = differs(tmp_path, tasks.Layered(middle="BatchNorm1d"))
+    assert message.startswith(
+        "sample 0: in onnxruntime, 1 at a time, the exported program predicts something else"
+    )
 
 
 class Sorted(tasks.Plain):
@@ -88,33 +108,16 @@ class Sorted(tasks.Plain):
 
 
 def test_what_onnx_has_not_is_refused(tmp_path: Path) -> None:
-    task = Sorted()
-    samples = samples_of(task, "validation", tmp_path)
-    program, example = program_of(task, task.model(), samples), samples.example()
-    names = output_names(program, example)
+    run = Run(train(tmp_path / "run", Sorted(), steps=1).run)
     with pytest.raises(TaskError, match=r"--format onnx cannot express the model: .*Take --format program"):
-        exchange.write(
-            "onnx",
-            tmp_path / "x.onnx",
-            program,
-            trace(program, example),
-            example,
-            input_names(samples),
-            names,
-        )
-
-
-def test_a_file_that_was_changed_is_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_bytes(b"native code")
-    with pytest.raises(GrappeError, match="somebody has changed it, and it is not opened"):
-        exchange.opened("torchscript", tmp_path / "model.pt", "0" * 64)
+        export(run, tmp_path / "out", task=Sorted, data=tmp_path, format="onnx")
 
 
 def test_what_is_missing_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         UsageError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'grappe\[onnx\]'"
     ):
         export(run, tmp_path / "out", task=tasks.Tied, format="onnx")
-    with pytest.raises(UsageError, match="--operators: --format torchscript compiles nothing"):
-        export(run, tmp_path / "out", task=tasks.Tied, format="torchscript", sources=[Path("x.cpp")])
+    with pytest.raises(UsageError, match="--operators: --format safetensors compiles nothing"):
+        export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", sources=[Path("x.cpp")])
