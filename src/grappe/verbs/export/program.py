@@ -69,7 +69,7 @@ def in_batches(program: Callable[..., Any]) -> Runner:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportJob:
-    """What each format writes: a run's model and its samples, with the user's choices."""
+    """Job of an export: a run's model and its samples, with the user's choices."""
 
     task: Task
     model: nn.Module
@@ -80,7 +80,7 @@ class ExportJob:
     outputs: tuple[str, ...]
     """Names of the tensors that the program gives."""
     origin: Mapping[str, Any]
-    """Where the model is from: run, checkpoint, task, versions."""
+    """Origin of the model: run, checkpoint, task, versions."""
     build: bool
     sources: Sequence[Path]
     progress: Callable[[str], None]
@@ -88,19 +88,19 @@ class ExportJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenModel:
-    """What a format has written, not yet proven."""
+    """Files that a format has written, not yet proven."""
 
     files: Sequence[str]
     runners: Mapping[str, Runner]
-    """What computes with the written files, by where it does."""
+    """Runners of the written files, by the place where they compute."""
     readme: Callable[[Mapping[str, Any]], str]
     """From the manifest's facts to the text of README.md."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the manifest says of this format."""
+    """Entries of the manifest about this format."""
     takes_samples: bool = True
     """Whether the files are a program, which is written with samples and their predictions."""
     not_built: str | None = None
-    """Why there is no C++ program, where there should be one."""
+    """Reason why there is no C++ program where there should be one; None: there is one, or none was to be."""
 
 
 class Exporter(Protocol):
