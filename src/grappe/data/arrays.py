@@ -170,7 +170,7 @@ def _picked(stored: Any, index: Tensor, device: torch.device | None) -> Any:
     if isinstance(stored, Tensor):
         return _pick(stored, index, device)
     if type(stored) is dict:
-        return {name: _picked(one, index, device) for name, one in stored.items()}
+        return {name: _picked(tensor, index, device) for name, tensor in stored.items()}
     return tree_map(lambda leaf: _pick(leaf, index, device), stored)
 
 

@@ -34,7 +34,7 @@ def counts_of(task: Task, targets: Any) -> LossWeights:
         return counts
     wrong: Any = counts
     if isinstance(counts, Mapping) and counts:
-        wrong = next((one for one in counts.values() if not isinstance(one, Tensor)), None)
+        wrong = next((count for count in counts.values() if not isinstance(count, Tensor)), None)
         if wrong is None and None not in counts.values():
             return dict(counts)
     raise TaskError(
@@ -47,7 +47,7 @@ def counts_of(task: Task, targets: Any) -> LossWeights:
 def as_weights(counts: LossWeights, *, counted: bool) -> LossWeights:
     """Returns counts as float32; zeros unless `counted`, as for a row of padding."""
     if isinstance(counts, Mapping):
-        return {name: _as_weights(one, counted) for name, one in counts.items()}
+        return {name: _as_weights(each, counted) for name, each in counts.items()}
     return None if counts is None else _as_weights(counts, counted)
 
 
@@ -70,7 +70,7 @@ def divided(
     several = [micro.weights for micro in micros if micro.weights is not None]
     if not several:
         return float(samples), micros
-    total = _total(torch.stack([_sums(one) for one in several]), exact, group)
+    total = _total(torch.stack([_sums(weights) for weights in several]), exact, group)
     if not isinstance(several[0], Mapping):
         return total, micros
     factors = dict(zip(several[0], torch.where(total > 0, samples / total, 0.0).unbind(), strict=True))
@@ -80,24 +80,24 @@ def divided(
 def _sums(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Sums a microbatch's weights: a scalar, or one number for each loss."""
     if isinstance(weights, Mapping):
-        return torch.stack([one.sum() for one in weights.values()])
+        return torch.stack([each.sum() for each in weights.values()])
     return weights.sum()
 
 
-def _total(mine: Tensor, exact: ExactPieces | None, group: Any) -> Tensor:
+def _total(sums: Tensor, exact: ExactPieces | None, group: Any) -> Tensor:
     """Sums what each microbatch has, over all data slices."""
     if group is None:
-        return mine.sum(0)
+        return sums.sum(0)
     if exact is not None:
-        return exact.gathered(mine, group).sum(0)
-    total = mine.sum(0)
+        return exact.gathered(sums, group).sum(0)
+    total = sums.sum(0)
     torch.distributed.all_reduce(total, group=group)
     return total
 
 
 def _times(weights: LossWeights, factors: Mapping[str, Tensor]) -> LossWeights:
     assert isinstance(weights, Mapping), "counts() gives the same kind for each microbatch"
-    return {name: one * factors[name] for name, one in weights.items()}
+    return {name: each * factors[name] for name, each in weights.items()}
 
 
 def flat(several: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Tensor:

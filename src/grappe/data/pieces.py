@@ -58,12 +58,12 @@ class ExactPieces:
         """Returns the begin and the end of a slice's pieces in a global batch of `samples` rows."""
         return [cut(samples, self.pieces, piece) for piece in self.places(data_rank)]
 
-    def gathered(self, mine: Tensor, group: ProcessGroup | None) -> Tensor:
+    def gathered(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         """Gathers all slices' rows [V, ...] in the order of pieces, from this slice's [V / W, ...]. Collective."""
         if group is None:
-            return mine
-        rows = mine.new_empty(self.pieces, *mine.shape[1:])
-        gather_into(rows, mine, group)
+            return tensor
+        rows = tensor.new_empty(self.pieces, *tensor.shape[1:])
+        gather_into(rows, tensor, group)
         return self.in_order(rows)
 
     def in_order(self, rows: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class ExactPieces:
 def rows_of_slices(plan: Plan, samples: int) -> list[np.ndarray]:
     """Returns, for each data slice, the rows of a global batch of `samples` rows that it has: int64 arrays."""
     exact = ExactPieces.of(plan)
-    found = []
+    indices = []
     for rank in range(plan.data_parallel):
         spans = [cut(samples, plan.data_parallel, rank)] if exact is None else exact.spans(samples, rank)
-        found.append(np.concatenate([np.arange(begin, end) for begin, end in spans]))
-    return found
+        indices.append(np.concatenate([np.arange(begin, end) for begin, end in spans]))
+    return indices

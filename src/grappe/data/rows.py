@@ -22,11 +22,11 @@ def at_rows(batch: Any, places: Sequence[int], count: int) -> Any:
             return batch[torch.tensor(places, dtype=torch.int64, device=batch.device)]
         raise PlanError(f"{_WHY}: a tensor has {list(batch.shape)} for {count} samples. {_INSTEAD}")
     if isinstance(batch, Mapping):
-        return {key: at_rows(one, places, count) for key, one in batch.items()}
+        return {key: at_rows(value, places, count) for key, value in batch.items()}
     if isinstance(batch, list) and len(batch) == count and not _are_columns(batch, count):
         return [batch[place] for place in places]
     if isinstance(batch, tuple | list):
-        return type(batch)([at_rows(one, places, count) for one in batch])
+        return type(batch)([at_rows(value, places, count) for value in batch])
     if batch is None or isinstance(batch, Tensor | str | int | float | bool):
         return batch
     raise PlanError(f"{_WHY}: there is a {type(batch).__name__} in it. {_INSTEAD}")
@@ -38,4 +38,4 @@ _INSTEAD = "Give tensors with a row for each sample, or use replicate= or shard=
 
 def _are_columns(batch: list[Any], count: int) -> bool:
     """Returns whether a list has several tensors of all samples in it, and not a sample in each entry."""
-    return all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in batch)
+    return all(isinstance(value, Tensor) and value.dim() and len(value) == count for value in batch)

@@ -190,7 +190,7 @@ def _environment(world: World, address: tuple[str, int] | None) -> dict[str, str
     """Returns the environment variables that horovodrun would set."""
     assert address is not None
     process = world.process
-    found = {
+    variables = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address[0],
@@ -204,8 +204,8 @@ def _environment(world: World, address: tuple[str, int] | None) -> dict[str, str
         "HOROVOD_CROSS_SIZE": str(-(-process.size // process.local_size)),
     }
     if world.size == process.local_size:
-        found["HOROVOD_GLOO_IFACE"] = "lo"
-    return found
+        variables["HOROVOD_GLOO_IFACE"] = "lo"
+    return variables
 
 
 ENGINE = Horovod

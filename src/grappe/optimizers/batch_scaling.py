@@ -67,7 +67,7 @@ def warmed_up(
     if schedule is not None and not isinstance(schedule, CHAINABLE):
         raise TaskError(
             f"{type(schedule).__name__} computes its rate from the step alone and would undo the warm-up: write the "
-            f"warm-up into it, without warmed_up, or take one of {', '.join(one.__name__ for one in CHAINABLE[1:])}"
+            f"warm-up into it, without warmed_up, or take one of {', '.join(kind.__name__ for kind in CHAINABLE[1:])}"
         )
     rising = LinearLR(optimizer, start_factor=1 / factor, total_iters=steps)
     return rising if schedule is None else ChainedScheduler([rising, schedule], optimizer)

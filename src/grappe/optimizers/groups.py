@@ -26,10 +26,10 @@ def by_name(
     groups = {pattern: {"params": [], **options} for pattern, options in rules.items()}
     matched, names = set(), []
     for name, parameter in named_parameters:
-        found = [pattern for pattern in rules if fnmatchcase(name, pattern)]
-        matched.update(found)
+        patterns = [pattern for pattern in rules if fnmatchcase(name, pattern)]
+        matched.update(patterns)
         names.append(name)
-        (groups[found[0]] if found else rest)["params"].append((name, parameter))
+        (groups[patterns[0]] if patterns else rest)["params"].append((name, parameter))
     for pattern in rules:
         if pattern not in matched:
             raise TaskError(f"by_name: no trained parameter is called {pattern!r}: {nearest(pattern, names)}")

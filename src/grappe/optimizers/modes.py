@@ -34,7 +34,7 @@ def evaluated_weights(optimizer: Any) -> Iterator[None]:
     if not has_modes(optimizer):
         yield
         return
-    parameters = [local_part(one) for group in optimizer.param_groups for one in group["params"]]
+    parameters = [local_part(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     kept = [parameter.clone() for parameter in parameters]
     optimizer.eval()
     try:

@@ -100,8 +100,8 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer, gradient = local_part(state["momentum_buffer"]), local_gradient(parameter)
         buffer.lerp_(gradient, 1 - momentum)
-        mine = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        matrix = _whole(mine, parameter).flatten(1)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        matrix = _gathered(update, parameter).flatten(1)
         rows, columns = matrix.shape
         scale = math.sqrt(max(1, rows / columns))
         if group["adjust_lr_fn"] == "match_rms_adamw":
@@ -130,27 +130,27 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
     return (x.T if tall else x).contiguous()
 
 
-def _whole(mine: Tensor, parameter: nn.Parameter) -> Tensor:
+def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """The tensor that this process has the part `mine` of, which lies as `parameter` does. Collective where sharded."""
     if not isinstance(parameter, DTensor):
-        return mine
+        return part
     mesh, placed = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(mine, mesh, placed, run_check=False, shape=shape, stride=stride).full_tensor()
+    return DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
-def _part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+def _part(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """This process's part of a whole tensor that lies as `parameter` does."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return tensor
     shape, offset = local_shape_and_offset(parameter)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 def _split(params: Any, rest: Sequence[str], rest_lr: float) -> Iterator[dict[str, Any]]:
     """Groups of matrices and groups of what AdamW updates."""
-    given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    entries = list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     matched: set[str] = set()
     for group in groups:
         if "muon" in group:
@@ -159,9 +159,9 @@ def _split(params: Any, rest: Sequence[str], rest_lr: float) -> Iterator[dict[st
         kinds: dict[bool, list[Any]] = {True: [], False: []}
         for entry in group["params"]:
             name, parameter = entry if isinstance(entry, tuple) else ("", entry)
-            found = {pattern for pattern in rest if fnmatchcase(name, pattern)}
-            matched |= found
-            kinds[parameter.dim() >= 2 and not found].append(entry)
+            patterns = {pattern for pattern in rest if fnmatchcase(name, pattern)}
+            matched |= patterns
+            kinds[parameter.dim() >= 2 and not patterns].append(entry)
         options = {key: value for key, value in group.items() if key != "params"}
         if kinds[True]:
             yield {**options, "params": kinds[True], "muon": True}

@@ -45,8 +45,8 @@ def norm_pairs(parameters: Sequence[nn.Parameter], others: Sequence[Tensor]) -> 
 
     Collective where parameters are sharded.
     """
-    mine = [local_part(parameter).detach() for parameter in parameters]
-    weights, rest = whole_norms([*mine, *others], [*parameters, *parameters]).split(len(parameters))
+    parts = [local_part(parameter).detach() for parameter in parameters]
+    weights, rest = whole_norms([*parts, *others], [*parameters, *parameters]).split(len(parameters))
     return weights, rest
 
 

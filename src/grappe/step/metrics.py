@@ -65,7 +65,7 @@ class Metrics:
         return {
             name: states
             for name, states in self.device_states().items()
-            if not any(isinstance(one, list) for one in default_states(self._metrics[name]).values())
+            if not any(isinstance(state, list) for state in default_states(self._metrics[name]).values())
         }
 
     def computed(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
@@ -74,7 +74,7 @@ class Metrics:
         Raises:
             TaskError: a metric cannot be computed.
         """
-        found = {}
+        results = {}
         for name, metric in self._metrics.items():
             _merge(metric, [states[name] for states in everyone])
             try:
@@ -83,18 +83,18 @@ class Metrics:
                 raise TaskError(
                     f"the metric '{name}' cannot be computed: {sentence(error, self._task, 'metrics')}"
                 ) from error
-            found[name] = _number(self._task, name, value)
-        return found
+            results[name] = _number(self._task, name, value)
+        return results
 
     def computed_so_far(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
         """Computes those of the `small_states` that few samples are enough for; changes nothing."""
-        found = {}
+        results = {}
         for name in everyone[0]:
             metric = copy.deepcopy(self._metrics[name])
             _merge(metric, [states[name] for states in everyone])
             with contextlib.suppress(Exception):  # an evaluation says it, if more samples do not help
-                found[name] = _number(self._task, name, metric.compute())
-        return found
+                results[name] = _number(self._task, name, metric.compute())
+        return results
 
     def reset(self) -> None:
         """Forgets all samples."""
@@ -113,7 +113,7 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
         merged: Any = (
             torch.stack(values)
             if isinstance(values[0], Tensor)
-            else [one for value in values for one in value]
+            else [item for value in values for item in value]
         )
         empty = isinstance(merged, list) and not merged
         if reduce is not None and not empty:

@@ -39,8 +39,8 @@ class Noise(NamedTuple):
     @property
     def scale(self) -> float | None:
         """The noise scale in samples; None: it cannot be told from chance."""
-        found = self.variance / self.square if self.square > 0 and self.variance > 0 else math.nan
-        return found if math.isfinite(found) else None
+        scale = self.variance / self.square if self.square > 0 and self.variance > 0 else math.nan
+        return scale if math.isfinite(scale) else None
 
 
 def refuse(task: Task, plan: Plan) -> None:
@@ -123,12 +123,12 @@ class NoiseScale:
 
     def take(self) -> Noise | None:
         """Returns the noise so far, the newest steps counting most. Waits for the device. None: nothing new."""
-        variance, square, steps = (float(one) for one in self._sums)
+        variance, square, steps = (float(total) for total in self._sums)
         if not steps:
             return None
-        before = [KEPT * one for one in self._kept]
+        before = [KEPT * total for total in self._kept]
         self._kept = (before[0] + steps, before[1] + variance, before[2] + square)
-        self._sums = [torch.zeros_like(one) for one in self._sums]
+        self._sums = [torch.zeros_like(total) for total in self._sums]
         weight, variance, square = self._kept
         return Noise(steps=int(steps), variance=variance / weight, square=square / weight)
 
@@ -143,21 +143,23 @@ class NoiseScale:
 
     def _measure(self) -> None:
         """Adds this step's estimates of S and |G|^2, neither of which is biased, but for their ratio."""
-        whole = self._batch_size
+        batch_size = self._batch_size
         # What backward leaves is divided by the whole batch's count, and multiplied by what DDP divides by.
         scaled = [
-            square * (whole / (self._data_size * rows)) ** 2
+            square * (batch_size / (self._data_size * rows)) ** 2
             for rows, square in zip(self._rows, self._squares, strict=True)
         ]
         small = torch.stack(scaled).mean()
         inverse = sum(1.0 / rows for rows in self._rows) / len(self._rows)
-        big = torch.stack([_square(one.grad) for one in self._parameters if one.grad is not None]).sum()
-        variance = (small - big) / (inverse - 1.0 / whole)
-        square = big - variance / whole
+        big = torch.stack(
+            [_square(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        ).sum()
+        variance = (small - big) / (inverse - 1.0 / batch_size)
+        square = big - variance / batch_size
         # A step whose gradients overflow says nothing, and would make all that follow say nothing.
         finite = torch.isfinite(variance) & torch.isfinite(square)
-        found = (torch.where(finite, one, 0.0) for one in (variance, square, torch.ones_like(small)))
-        self._sums = [total.to(small.device) + one for total, one in zip(self._sums, found, strict=True)]
+        terms = (torch.where(finite, term, 0.0) for term in (variance, square, torch.ones_like(small)))
+        self._sums = [total.to(small.device) + term for total, term in zip(self._sums, terms, strict=True)]
 
 
 def _square(gradient: Tensor) -> Tensor:

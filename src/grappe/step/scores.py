@@ -89,8 +89,8 @@ class Scorer:
             self._totals.append(total)
             self._divisors.append(count)
             for into, several in ((self._named, named), (self._counts, counts)):
-                for name, one in several.items():
-                    into.setdefault(name, Column(self._world.device)).append(one)
+                for name, number in several.items():
+                    into.setdefault(name, Column(self._world.device)).append(number)
         if micro.rows:
             self._samples += micro.rows
             self._metrics.update(output, micro)
@@ -101,21 +101,21 @@ class Scorer:
         Raises:
             TaskError: the number of samples is not `expected`, so a sample was lost or seen twice.
         """
-        mine = {
+        sums = {
             "samples": self._samples,
             "totals": list(zip(self._totals.tolist(), self._divisors.tolist(), strict=True)),
             "named": {name: column.tolist() for name, column in self._named.items()},
             "counts": {name: column.tolist() for name, column in self._counts.items()},
             "states": self._metrics.states(),
         }
-        everyone = self._world.gather_data(mine)
-        samples = sum(one["samples"] for one in everyone)
+        everyone = self._world.gather_data(sums)
+        samples = sum(sums["samples"] for sums in everyone)
         if samples != expected:
             raise TaskError(
                 f"evaluation saw {samples} samples of a dataset of {expected}: its length changed"
             )
         loss, count, losses, divisors = self._divided(everyone)
-        metrics = self._metrics.computed([one["states"] for one in everyone if one["samples"]])
+        metrics = self._metrics.computed([sums["states"] for sums in everyone if sums["samples"]])
         for name in losses.keys() & metrics.keys():
             raise TaskError(
                 f"a metric and a loss are both called '{name}': give one another name{at(self._task, 'metrics')}"
@@ -133,13 +133,13 @@ class Scorer:
     ) -> tuple[float, float, dict[str, float], dict[str, float]]:
         """Returns the mean loss and what it was divided by, and both of each named loss."""
         # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
-        pairs = [pair for one in everyone for pair in one["totals"]]
+        pairs = [pair for sums in everyone for pair in sums["totals"]]
         total, count = (math.fsum(pair[part] for pair in pairs) for part in (0, 1))
-        named, counts = (_summed([one[what] for one in everyone]) for what in ("named", "counts"))
+        named, counts = (_summed([sums[what] for sums in everyone]) for what in ("named", "counts"))
         divisors = {f"loss_{name}": counts.get(name, count) for name in named}
         losses = {
-            f"loss_{name}": self._mean(one, divisors[f"loss_{name}"], name if counts else "")
-            for name, one in named.items()
+            f"loss_{name}": self._mean(total, divisors[f"loss_{name}"], name if counts else "")
+            for name, total in named.items()
         }
         loss = math.fsum(losses.values()) if counts else self._mean(total, count)
         return loss, count, losses, divisors
@@ -159,5 +159,5 @@ class Scorer:
 
 def _summed(slices: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Sums what all data slices have, by name."""
-    names = dict.fromkeys(name for one in slices for name in one)
-    return {name: math.fsum(part for one in slices for part in one.get(name, ())) for name in names}
+    names = dict.fromkeys(name for parts in slices for name in parts)
+    return {name: math.fsum(part for parts in slices for part in parts.get(name, ())) for name in names}

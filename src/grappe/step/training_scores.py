@@ -74,12 +74,12 @@ class TrainingScores:
         if self._nothing_to_show:
             return {}
         slices = self._gathered(copied)
-        found = _losses(slices)
+        scores = _losses(slices)
         if slices and self._metrics is not None:
-            found |= self._metrics.computed_so_far([one.states for one in slices])
-        # Every process has found the same: from now on all of them gather, or none.
-        self._nothing_to_show = self._metrics is None and not found
-        return _named(found)
+            scores |= self._metrics.computed_so_far([part.states for part in slices])
+        # Every process has the same: from now on all of them gather, or none.
+        self._nothing_to_show = self._metrics is None and not scores
+        return _named(scores)
 
     def joined(self, scores: Scores) -> Scores:
         """Returns an evaluation's scores with those of the training before it, and begins anew. Collective."""
@@ -87,36 +87,36 @@ class TrainingScores:
             return scores
         states = self._metrics.device_states() if self._metrics is not None else {}
         slices = self._gathered(self._copied(states))
-        found = _losses(slices)
+        averages = _losses(slices)
         if slices and self._metrics is not None:
-            found |= self._metrics.computed([one.states for one in slices])
+            averages |= self._metrics.computed([part.states for part in slices])
         self._clear()
         if self._metrics is not None:
             self._metrics.reset()
-        return dataclasses.replace(scores, metrics={**scores.metrics, **_named(found)})
+        return dataclasses.replace(scores, metrics={**scores.metrics, **_named(averages)})
 
     def _copied(self, states: dict[str, dict[str, Any]]) -> Slice:
-        mine = Slice(self._world.data_rank, self._samples, self._count, self._sums, states)
-        return tree_map(host_copy, mine)
+        part = Slice(self._world.data_rank, self._samples, self._count, self._sums, states)
+        return tree_map(host_copy, part)
 
     def _gathered(self, copied: Slice) -> list[Slice]:
         """Gathers the data slices that had a sample, in the order of their ranks. Collective."""
         # Stages before the last have seen no output, and tensor-parallel processes the same ones.
-        seen = {one.rank: one for one in self._world.gather(tree_map(read, copied)) if one.samples}
-        return [one for _, one in sorted(seen.items())]
+        seen = {part.rank: part for part in self._world.gather(tree_map(read, copied)) if part.samples}
+        return [part for _, part in sorted(seen.items())]
 
 
 def _losses(slices: Sequence[Slice]) -> dict[str, Number]:
     """Computes the mean of each named loss."""
-    count = sum(float(one.count) for one in slices) or 1.0
+    count = sum(float(part.count) for part in slices) or 1.0
     return {
-        f"loss_{name}": math.fsum(float(one.sums.get(name, 0.0)) for one in slices) / count
-        for name in dict.fromkeys(name for one in slices for name in one.sums)
+        f"loss_{name}": math.fsum(float(part.sums.get(name, 0.0)) for part in slices) / count
+        for name in dict.fromkeys(name for part in slices for name in part.sums)
     }
 
 
-def _named(found: Mapping[str, Number]) -> dict[str, Number]:
-    return {f"training_{name}": value for name, value in found.items()}
+def _named(scores: Mapping[str, Number]) -> dict[str, Number]:
+    return {f"training_{name}": value for name, value in scores.items()}
 
 
 def _detached(output: Any, micro: Microbatch) -> Any:

@@ -99,11 +99,11 @@ class PipelinedGradients:
                 pass
         self._model.reshard()
 
-    def _anybody(self, mine: bool) -> bool:
+    def _anybody(self, flag_here: bool) -> bool:
         """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""
         if not self._together:
-            return mine
-        flag = torch.tensor(float(mine))
+            return flag_here
+        flag = torch.tensor(float(flag_here))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._setup.world.control)
         return bool(flag)
 

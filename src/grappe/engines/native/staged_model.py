@@ -61,17 +61,20 @@ class StagedModel:
     def make_optimizer(self) -> Optimizer:
         """Makes the optimizer over the whole model, which the task may need, then removes other stages' parameters."""
         everywhere, self._everywhere = self._everywhere, []
-        mine, device = dict(self.named), self._setup.world.device
+        own, device = dict(self.named), self._setup.world.device
         optimizer = self._setup.task.optimizer(
-            [(name, mine[name] if name in mine else _stand_in(one, device)) for name, one in everywhere]
+            [
+                (name, own[name] if name in own else _stand_in(parameter, device))
+                for name, parameter in everywhere
+            ]
         )
-        own = {id(parameter) for parameter in mine.values()}
+        own_ids = {id(parameter) for parameter in own_ids.values()}
         for group in optimizer.param_groups:
-            kept = [number for number, one in enumerate(group["params"]) if id(one) in own]
+            kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own_ids]
             for key in {"params", "param_names"} & set(group):
                 group[key] = [group[key][number] for number in kept]
-        for parameter in [one for one in optimizer.state if id(one) not in own]:
-            del optimizer.state[parameter]
+        for key in [key for key in optimizer.state if id(key) not in own_ids]:
+            del optimizer.state[key]
         return optimizer
 
     def train_state(
@@ -114,7 +117,7 @@ class StagedModel:
                 module.train()
         self.reshard()
         scores = scorer.scores(samples) if self.stages[-1].is_last else None
-        return next(one for one in world.gather(scores) if one is not None)
+        return next(result for result in world.gather(scores) if result is not None)
 
 
 class StagedState:
@@ -146,10 +149,10 @@ class StagedState:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""
         ranks = dist.get_process_group_ranks(self._group)
-        mine = self._world.coordinates()["pipeline"][0]
+        stage = self._world.coordinates()["pipeline"][0]
         listed = self._world.gather([name for name, _ in _named_tensors(self._module)])
         for place, rank in enumerate(ranks):
-            if place == mine:
+            if place == stage:
                 for name, tensor in export(self._module, self._world):
                     if place and self._world.rank == rank and ranks[0] == 0:
                         dist.send_object_list([tensor.shape, tensor.dtype], dst=0, group=self._world.control)
@@ -203,8 +206,8 @@ def _pruned(
 ) -> list[tuple[Stage, list[nn.Module]]]:
     """Returns this process's stages, each with its units; removes the other processes' units from the model."""
     plan, place = setup.plan, setup.world.coordinates()["pipeline"][0]
-    mine = [number for number in range(len(parts)) if number % plan.pipeline == place]
-    kept = [(number, [units[unit] for unit in parts[number]]) for number in mine]
+    numbers = [number for number in range(len(parts)) if number % plan.pipeline == place]
+    kept = [(number, [units[unit] for unit in parts[number]]) for number in numbers]
     own = [unit for _, several in kept for unit in several]
     prune(model, own, [unit for unit in units if unit not in own])
     device = setup.world.device

@@ -108,7 +108,9 @@ class ModelState:
         if has_modes(self._optimizer):
             with self.evaluated_weights():
                 evaluated = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            trained = {f"{OPTIMIZER}{name}.{TRAINED}": one for name, one in trained_parameters(self._model)}
+            trained = {
+                f"{OPTIMIZER}{name}.{TRAINED}": weight for name, weight in trained_parameters(self._model)
+            }
             tensors, parameters = {**tensors, **trained}, evaluated
         tensors.update({f"{MODEL}{name}": parameter for name, parameter in parameters.items()})
         values = {"optimizer": plain, **position(self._schedule, self._world)}
@@ -195,7 +197,7 @@ def _counters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _holds(group: dict[str, Any], parameter: nn.Parameter) -> bool:
-    return any(one is parameter for one in group["params"])
+    return any(member is parameter for member in group["params"])
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

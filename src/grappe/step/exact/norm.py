@@ -18,10 +18,10 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert gradients, NO_GRADIENT
-    groups = next((found for one in gradients if (found := sharded_groups(one))), [])
+    groups = next((sharded for gradient in gradients if (sharded := sharded_groups(gradient))), [])
     # What is whole on every process, a scalar beside sharded tensors, is counted by the first alone.
     first = all(dist.get_rank(group) == 0 for group in groups)
-    parts = [local_part(one) for one in gradients if first or sharded_groups(one)]
+    parts = [local_part(gradient) for gradient in gradients if first or sharded_groups(gradient)]
     pieces = [piece for part in parts if part.numel() for piece in part.reshape(-1).split(PIECE)]
     device = local_part(gradients[0]).device
     largest = torch.zeros((), device=device)

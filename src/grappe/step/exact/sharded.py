@@ -74,7 +74,7 @@ class ShardedExact(Exact):
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        self._put([None if one is None else local_part(one) for one in gradients])
+        self._put([None if gradient is None else local_part(gradient) for gradient in gradients])
 
     @torch.no_grad()
     def reduce(self, flag: float, samples: int) -> Sums:
@@ -98,11 +98,11 @@ class ShardedExact(Exact):
         return Sums(self._loss_and_flags(flag))
 
     def _loss_and_flags(self, flag: float) -> Tensor:
-        mine = torch.cat([*self._losses, torch.full_like(self._losses[0], flag)])
+        sums = torch.cat([*self._losses, torch.full_like(self._losses[0], flag)])
         self._losses = []
         assert self._group is not None
-        everyone = mine.new_empty(self._world.data_size * len(mine))
-        gather_into(everyone, mine, self._group)
+        everyone = sums.new_empty(self._world.data_size * len(sums))
+        gather_into(everyone, sums, self._group)
         rows = everyone.view(self._world.data_size, -1)
         losses = self._pieces.in_order(rows[:, :-1].reshape(-1))
         return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])

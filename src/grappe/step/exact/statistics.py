@@ -32,14 +32,16 @@ class Statistics:
     def __init__(self, model: nn.Module, pieces: ExactPieces, world: World) -> None:
         self._pieces, self._world = pieces, world
         self._all = [
-            one for one in model.modules() if isinstance(one, BatchNormBase) and one.running_mean is not None
+            module
+            for module in model.modules()
+            if isinstance(module, BatchNormBase) and module.running_mean is not None
         ]
         for module in self._all:
             module.register_forward_hook(self._record)
-        mine = {id(buffer) for module in self._all for buffer in module.buffers(recurse=False)}
+        own = {id(buffer) for module in self._all for buffer in module.buffers(recurse=False)}
         self._model = model
         self._others = {
-            name: buffer.clone() for name, buffer in model.named_buffers() if id(buffer) not in mine
+            name: buffer.clone() for name, buffer in model.named_buffers() if id(buffer) not in own
         }
         self._modules: list[BatchNormBase] = []
         self._before: list[Tensor] = []
@@ -88,7 +90,7 @@ class Statistics:
                 f"samples and {len(self._calls)} times for others, or in another order: statistics cannot be "
                 "combined in order then: leave exact out"
             )
-        self._rows[index] = torch.cat([one for _, one in self._recorded])
+        self._rows[index] = torch.cat([row for _, row in self._recorded])
         self._recorded = []
 
     def combine(self, samples: int) -> None:
@@ -120,8 +122,8 @@ class Statistics:
         """Returns a forward's calls; from other processes if this process's pieces had no sample. Collective."""
         if self._agreed is None:
             places = {module: place for place, module in enumerate(self._all)}
-            mine = None if self._calls is None else [places[module] for module in self._calls]
-            agreed = next((one for one in self._world.gather_data(mine) if one is not None), None)
+            calls_here = None if self._calls is None else [places[module] for module in self._calls]
+            agreed = next((calls for calls in self._world.gather_data(calls_here) if calls is not None), None)
             if agreed is None:
                 return []  # they have all been put into evaluation
             self._agreed = [self._all[place] for place in agreed]
@@ -131,19 +133,21 @@ class Statistics:
     def _gathered(self, size: int) -> Tensor:
         """Gathers every piece's statistics, [V, S], on every process."""
         share = self._pieces.pieces // self._pieces.slices
-        mine = torch.zeros(share, size, device=self._world.device)
+        rows = torch.zeros(share, size, device=self._world.device)
         for index, row in self._rows.items():
-            mine[index] = row
-        return self._pieces.gathered(mine, self._world.data_group)
+            rows[index] = row
+        return self._pieces.gathered(rows, self._world.data_group)
 
     def _take_in(self, calls: Sequence[BatchNormBase], row: Tensor) -> None:
-        for module, one in zip(calls, row.split([2 * module.num_features for module in calls]), strict=True):
+        for module, statistics in zip(
+            calls, row.split([2 * module.num_features for module in calls]), strict=True
+        ):
             mean, variance, batches = module.running_mean, module.running_var, module.num_batches_tracked
             assert mean is not None and variance is not None and batches is not None
             batches += 1
             weight = 1.0 / float(batches) if module.momentum is None else module.momentum
-            mean.lerp_(one[: module.num_features], weight)
-            variance.lerp_(one[module.num_features :], weight)
+            mean.lerp_(statistics[: module.num_features], weight)
+            variance.lerp_(statistics[module.num_features :], weight)
 
     def _check_others(self) -> None:
         """Checks the other buffers once, after the first step."""

@@ -111,13 +111,13 @@ class Exact:
             [*self._sizes, 1, 1, count]
         )
         # A parameter that no sample reached stays without: zeros would let momentum and decay move it.
-        has = [mine is not None for mine in entry[:count]]
+        has = [value is not None for value in entry[:count]]
         if self._group is not None and not all(
             has
         ):  # only then are the others' notes read, which waits for them
             has = [seen > 0 for seen in reached.tolist()]
-        for parameter, gradient, given in zip(self._parameters, gradients, has, strict=True):
-            if given:
+        for parameter, gradient, is_there in zip(self._parameters, gradients, has, strict=True):
+            if is_there:
                 parameter.grad = gradient.view_as(parameter)
         self._statistics.combine(samples)
         return Sums(torch.cat([loss, flags]))
@@ -142,9 +142,9 @@ def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
     Each process receives one chunk from all, sums the chunk in the tree's order, and sends the sum to all: over a link
     go 2 n (W-1) / W numbers, as in a ring, and no process adds in its own order.
     """
-    whole = torch.empty_like(vector)
-    gather_into(whole, tree_reduce_scatter(vector, group), group)
-    return whole
+    total = torch.empty_like(vector)
+    gather_into(total, tree_reduce_scatter(vector, group), group)
+    return total
 
 
 def tree_reduce_scatter(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
