@@ -31,7 +31,7 @@ RETURNED = {
     "grappe.step.scores:Scores": (),
     "grappe.verbs.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
     "grappe.verbs.tune.study:Trial": (),
-    "grappe.verbs.verify.judge:Finding": (),
+    "grappe.verbs.verify.verdict:PlanVerdict": (),
     "grappe.sites.slurm:Entry": (),
 }
 MEMBERS = {
