@@ -34,9 +34,9 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     except GrappeError:
         raise
     except Exception as error:
-        said = explained(error)
-        if said is not error:  # default_collate allocates a worker's batch there
-            raise said from error
+        described = explained(error)
+        if described is not error:  # default_collate allocates a worker's batch there
+            raise described from error
         if overrides(task, "collate"):
             raise TaskError(f"{name}.collate() failed: {sentence(error)}") from error
         text = str(error).partition("\n")[0]
@@ -121,11 +121,11 @@ def form(value: Any, depth: int = 2) -> str:
     """Describes the form of a sample or batch in a few words: `(Tensor [3, 8, 8], int)`."""
     if isinstance(value, dict):
         inside = (
-            [f"{key!r}: {form(one, depth - 1)}" for key, one in list(value.items())[:4]] if depth else ["…"]
+            [f"{key!r}: {form(item, depth - 1)}" for key, item in list(value.items())[:4]] if depth else ["…"]
         )
         return "{" + ", ".join(inside) + (", …" if depth and len(value) > 4 else "") + "}"
     if isinstance(value, tuple | list):
-        inside = [form(one, depth - 1) for one in value[:4]] if depth else ["…"]
+        inside = [form(item, depth - 1) for item in value[:4]] if depth else ["…"]
         words = ", ".join(inside) + (", …" if depth and len(value) > 4 else "")
         if isinstance(value, list):
             return f"[{words}]"

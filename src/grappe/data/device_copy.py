@@ -35,12 +35,12 @@ class Constant:
         """Returns the tensor on `device`."""
         if device.type == "cpu":
             return self._values
-        found = self._there.get(device)
-        if found is None:
-            found = sent(self._values, device)
-            if type(found) is Tensor:  # a fake tensor is of use to its own trace only
-                self._there[device] = found
-        return found
+        copy = self._there.get(device)
+        if copy is None:
+            copy = sent(self._values, device)
+            if type(copy) is Tensor:  # a fake tensor is of use to its own trace only
+                self._there[device] = copy
+        return copy
 
 
 def page_locked(values: Tensor) -> Tensor:

@@ -54,12 +54,12 @@ def locate(
     absent, where = list(names), folder
     for place in (folder / name for name in inside):
         candidates = [[place / f"{name}{ending}" for ending in endings] for name in names]
-        found = [next(filter(os.path.isfile, paths), None) for paths in candidates]
-        there = [path for path in found if path is not None]
+        places = [next(filter(os.path.isfile, paths), None) for paths in candidates]
+        there = [path for path in places if path is not None]
         if len(there) == len(names):
             return there
         if len(names) - len(there) < len(absent):
-            absent = [name for name, path in zip(names, found, strict=True) if path is None]
+            absent = [name for name, path in zip(names, places, strict=True) if path is None]
             where = place
     command = f"grappe fetch {task} --data {shlex.quote(str(folder))}" if task else ""
     raise missing(absent, where, source, command)
@@ -119,8 +119,8 @@ def mnist(images: Path, labels: Path, most: int = MOST_SAMPLES) -> tuple[Images,
     pixels = idx(images, (28, 28), most)
     classes = idx(labels, None, len(pixels))
     if classes.shape != pixels.shape[:1]:
-        found = _dims(classes.shape)
-        raise _damaged(labels, f"expected a label for each of {len(pixels)} images, found {found}")
+        shape = _dims(classes.shape)
+        raise _damaged(labels, f"expected a label for each of {len(pixels)} images, found {shape}")
     return pixels[:, None], _labels(classes, labels)
 
 
@@ -167,9 +167,9 @@ def cifar10_python(paths: Sequence[Path]) -> tuple[Images, Labels]:
     return np.concatenate(images).reshape(-1, 3, _SIDE, _SIDE), np.concatenate(labels)
 
 
-def _pixels(found: object, path: Path) -> NDArray[np.uint8]:
+def _pixels(pixels: object, path: Path) -> NDArray[np.uint8]:
     """Makes the array [N, 3072] from its raw bytes, without calling the functions that the pickle names."""
-    match found:
+    match pixels:
         # as numpy's ndarray.__reduce__ and dtype.__reduce__ lay them out
         case Rebuilt(
             "_reconstruct",
@@ -186,18 +186,18 @@ def _pixels(found: object, path: Path) -> NDArray[np.uint8]:
     raise _damaged(path, f"expected data to be a uint8 array [N, {_PIXELS}]")
 
 
-def _label_list(found: object, rows: int, path: Path) -> Labels:
-    if not isinstance(found, list) or len(found) != rows or not all(type(label) is int for label in found):
+def _label_list(stored: object, rows: int, path: Path) -> Labels:
+    if not isinstance(stored, list) or len(stored) != rows or not all(type(label) is int for label in stored):
         raise _damaged(path, f"expected labels to be a list of {rows} whole numbers")
-    if not all(0 <= label < _CLASSES for label in found):  # before an array, where a large one would not fit
+    if not all(0 <= label < _CLASSES for label in stored):  # before an array, where a large one would not fit
         raise _damaged(path, f"a label is not in 0 to {_CLASSES - 1}")
-    return np.array(found, np.int64)
+    return np.array(stored, np.int64)
 
 
-def _labels(found: NDArray[np.uint8], path: Path) -> Labels:
-    if found.size and found.max() >= _CLASSES:
-        raise _damaged(path, f"a label is {found.max()}, and the last class is {_CLASSES - 1}")
-    return found.astype(np.int64)
+def _labels(numbers: NDArray[np.uint8], path: Path) -> Labels:
+    if numbers.size and numbers.max() >= _CLASSES:
+        raise _damaged(path, f"a label is {numbers.max()}, and the last class is {_CLASSES - 1}")
+    return numbers.astype(np.int64)
 
 
 class _Expected(NamedTuple):

@@ -51,7 +51,7 @@ def _refuse_other_kinds(what: str, data: Any, place: str) -> None:
             f"{what} gave a {type(data).__name__}, whose columns do not say what is input and what is target: "
             f"`return grappe.Arrays(frame[[…]], frame['…'])`{place}"
         )
-    if isinstance(data, tuple | list) and len(data) == 2 and all(_is_column(one) for one in data):
+    if isinstance(data, tuple | list) and len(data) == 2 and all(_is_column(column) for column in data):
         raise TaskError(
             f"{what} gave a pair of arrays, not pairs of samples: `return grappe.Arrays(inputs, targets)`{place}"
         )
@@ -62,5 +62,5 @@ def _refuse_other_kinds(what: str, data: Any, place: str) -> None:
         )
 
 
-def _is_column(one: Any) -> bool:
-    return getattr(one, "ndim", 0) > 0 and hasattr(one, "dtype") and len(one) != 2
+def _is_column(column: Any) -> bool:
+    return getattr(column, "ndim", 0) > 0 and hasattr(column, "dtype") and len(column) != 2

@@ -49,9 +49,9 @@ def before_measuring(plan: Plan, process: ProcessRank, device: str) -> Loading:
     kind: Kind = "threads" if plan.loading == "threads" else "processes"
     if plan.workers is not None:
         return Loading(kind=kind, workers=plan.workers)
-    mine = own_cores(process)
+    available = own_cores(process)
     # Training on a CPU needs the cores itself; beside a GPU the cores only load data.
-    return Loading(kind=kind, workers=min(FIRST, mine - 1 if device == "cuda" else mine // 4))
+    return Loading(kind=kind, workers=min(FIRST, available - 1 if device == "cuda" else available // 4))
 
 
 def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:
@@ -62,7 +62,10 @@ def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:
 
 
 def search(
-    first: Loading, kinds: Sequence[Kind], most: int, allowed: Callable[[Loading], bool] = lambda one: True
+    first: Loading,
+    kinds: Sequence[Kind],
+    most: int,
+    allowed: Callable[[Loading], bool] = lambda loading: True,
 ) -> Generator[Loading, Cost, Loading]:
     """Yields ways to load, is sent the cost of each, and returns the quickest.
 
@@ -76,28 +79,30 @@ def search(
     best, cost = first, (yield first)
     few = max(1, first.workers)
     for kind in kinds:
-        one = Loading(kind=kind, workers=few)
-        if one != first and cost.waits > ENOUGH and few <= most:
-            best, cost, _ = yield from _tried(one, best, cost)
+        candidate = Loading(kind=kind, workers=few)
+        if candidate != first and cost.waits > ENOUGH and few <= most:
+            best, cost, _ = yield from _tried(candidate, best, cost)
     while cost.waits > ENOUGH and 0 < best.workers < most:
-        one = dataclasses.replace(best, workers=min(2 * best.workers, most))
-        if not allowed(one):
+        candidate = dataclasses.replace(best, workers=min(2 * best.workers, most))
+        if not allowed(candidate):
             break
-        best, cost, better = yield from _tried(one, best, cost)
+        best, cost, better = yield from _tried(candidate, best, cost)
         if not better:
             break
     return best
 
 
-def _tried(one: Loading, best: Loading, cost: Cost) -> Generator[Loading, Cost, tuple[Loading, Cost, bool]]:
-    ours, theirs = [cost], [(yield one)]
+def _tried(
+    candidate: Loading, best: Loading, cost: Cost
+) -> Generator[Loading, Cost, tuple[Loading, Cost, bool]]:
+    ours, theirs = [cost], [(yield candidate)]
     if CLOSE[0] < theirs[0].seconds / cost.seconds < CLOSE[1]:
         for _ in range(TURNS - 1):
             ours.append((yield best))
-            theirs.append((yield one))
-    cost, found = _median(ours), _median(theirs)
-    better = found.seconds < FASTER * cost.seconds
-    return (one, found, True) if better else (best, cost, False)
+            theirs.append((yield candidate))
+    cost, candidate_cost = _median(ours), _median(theirs)
+    better = candidate_cost.seconds < FASTER * cost.seconds
+    return (candidate, candidate_cost, True) if better else (best, cost, False)
 
 
 def _median(costs: Sequence[Cost]) -> Cost:
@@ -116,12 +121,12 @@ def record(loading: Loading, cores: int, device: str) -> dict[str, Any]:
     return {"kind": loading.kind, "workers": loading.workers, "cores": cores, "device": device}
 
 
-def recorded(found: object, kinds: Sequence[Kind], cores: int, device: str) -> Loading | None:
+def recorded(record: object, kinds: Sequence[Kind], cores: int, device: str) -> Loading | None:
     """Reads what `record` wrote; None if there is none, or it was measured on another number of cores."""
-    if not isinstance(found, Mapping) or (found.get("cores"), found.get("device")) != (cores, device):
+    if not isinstance(record, Mapping) or (record.get("cores"), record.get("device")) != (cores, device):
         return None
-    kind = next((one for one in kinds if one == found.get("kind")), None)
-    workers = found.get("workers")
+    kind = next((kind_name for kind_name in kinds if kind_name == record.get("kind")), None)
+    workers = record.get("workers")
     if kind is None or type(workers) is not int or not 0 <= workers <= MOST:
         return None
     return Loading(kind=kind, workers=workers)

@@ -140,16 +140,16 @@ def _called(function: Any, arguments: Any) -> Any:
     return _text(text)
 
 
-def _noted(found: Any) -> Rebuilt:
-    if not isinstance(found, Rebuilt):
+def _noted(value: Any) -> Rebuilt:
+    if not isinstance(value, Rebuilt):
         raise TypeError
-    return found
+    return value
 
 
-def _text(found: Any) -> str:
+def _text(value: Any) -> str:
     """Returns `found`, which must be text: a nested tuple as a key could take very long to hash."""
-    if isinstance(found, bytes):
-        return found.decode("latin-1")
-    if not isinstance(found, str):
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    if not isinstance(value, str):
         raise TypeError
-    return found
+    return value

@@ -63,7 +63,7 @@ def prepare(task: Task, folder: Path, world: World | None = None) -> None:
             problem = error
     problems = [problem] if world is None else world.gather(problem)
     if world is not None:
-        problem = world.share(next((one for one in problems if one is not None), None))
+        problem = world.share(next((reported for reported in problems if reported is not None), None))
     if problem is not None:
         raise problem if world is None else TaskError(str(problem))
 

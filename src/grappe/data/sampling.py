@@ -155,7 +155,7 @@ def _check_copies(sampling: Sampling) -> None:
     if sampling.copies < 1:
         raise TaskError(f"sampling(): copies={sampling.copies}: it must be at least 1")
     others = (sampling.weights, sampling.classes, sampling.lengths, sampling.samples)
-    if sampling.copies > 1 and any(one is not None for one in others):
+    if sampling.copies > 1 and any(column is not None for column in others):
         raise TaskError("sampling(): copies goes with no weights, classes, lengths or samples: give it alone")
 
 

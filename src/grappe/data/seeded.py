@@ -115,10 +115,10 @@ def draws_nothing(dataset: Any) -> bool:
 
 def claims(kind: type, claim: str, method: str) -> bool:
     """Returns whether a class says `claim` where it defines `method`, or below: an override ends a base's claim."""
-    order = [vars(one) for one in kind.__mro__]
-    said = next((number for number, names in enumerate(order) if claim in names), None)
+    order = [vars(base) for base in kind.__mro__]
+    claimed = next((number for number, names in enumerate(order) if claim in names), None)
     defined = next((number for number, names in enumerate(order) if method in names), len(order))
-    return said is not None and said <= defined
+    return claimed is not None and claimed <= defined
 
 
 @contextmanager

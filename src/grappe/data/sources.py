@@ -73,20 +73,20 @@ class Sources:
         self._busy.clear()
         self._idle = None
 
-    def tune(self, spent: Spent, known: object, chosen: Callable[[Mapping[str, Any]], None]) -> None:
+    def tune(self, spent: Spent, earlier_record: object, chosen: Callable[[Mapping[str, Any]], None]) -> None:
         """Finds the quickest way to load during the first steps, where the plan leaves it open.
 
         Args:
             spent: what steps have cost.
-            known: what an earlier start of the run has found.
+            earlier_record: what an earlier start of the run has found.
             chosen: told what is to be kept with the run.
         """
         asked = self._plan.workers
         if asked == 0 or (asked is not None and len(self._kinds) == 1):
             return
-        found = recorded(known, self._kinds, self._cores, self._device)
-        if found is not None and asked in (None, found.workers):
-            self._load_as(found)
+        earlier = recorded(earlier_record, self._kinds, self._cores, self._device)
+        if earlier is not None and asked in (None, earlier.workers):
+            self._load_as(earlier)
             self.tuned = True
             return
 
@@ -106,7 +106,7 @@ class Sources:
             spent=spent,
             device=self._device,
             chosen=tuned,
-            allowed=lambda one: one.kind == "threads" or is_half_free(),
+            allowed=lambda loading: loading.kind == "threads" or is_half_free(),
         )
 
     def _load_as(self, loading: Loading) -> bool:

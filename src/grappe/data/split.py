@@ -48,7 +48,7 @@ def split(
         raise TaskError(f"split(): {length} samples are too few for these parts")
     order = permute(np.arange(length, dtype=np.int64), key=mix(seed, _SPLIT), length=length)
     ends = np.cumsum([sizes["validation"], sizes["test"]])
-    found = dict(zip(("validation", "test", "train"), np.split(order, ends), strict=True))[part]
-    rows = np.sort(found)  # neighbours on a disk are read together
+    drawn = dict(zip(("validation", "test", "train"), np.split(order, ends), strict=True))[part]
+    rows = np.sort(drawn)  # neighbours on a disk are read together
     arrays = in_memory(dataset)
     return Subset(dataset, rows.tolist()) if arrays is None else arrays.rows(rows)

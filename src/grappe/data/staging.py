@@ -60,7 +60,7 @@ def stage(source: Path | str, to: Path | str) -> Path:
     return copied(Path(source), Path(to)).place
 
 
-def copied(source: Path, to: Path, told: Callable[[int, int], None] = lambda done, total: None) -> Staged:
+def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda done, total: None) -> Staged:
     """Copies as `stage` does; `told` is told how many bytes of how many are there."""
     source, to = source.absolute(), to.absolute()
     if to == source or to.is_relative_to(source) or to == source.parent:
@@ -68,7 +68,7 @@ def copied(source: Path, to: Path, told: Callable[[int, int], None] = lambda don
     try:
         to.mkdir(parents=True, exist_ok=True)
         with _alone(to / f".{source.name}.stage.lock"):
-            return _copied(source, to, told)
+            return _copied(source, to, report)
     except OSError as error:
         full = "make room and " if error.errno in DISK_IS_FULL else ""
         where = f": {printable(error.filename)}" if error.filename else ""
@@ -78,29 +78,29 @@ def copied(source: Path, to: Path, told: Callable[[int, int], None] = lambda don
         ) from None
 
 
-def _copied(source: Path, to: Path, told: Callable[[int, int], None]) -> Staged:
-    found = _files(source)
+def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Staged:
+    sources = _files(source)
     record = to / f".{source.name}.staged.json"
-    known = _known(record)
-    _remove_others(to, source, {one.name for one in found}, known)
-    missing = [one for one in found if known is None or not _is_there(to, one)]
-    total, needed = (sum(one.size for one in some) for some in (found, missing))
+    recorded = _recorded_names(record)
+    _remove_others(to, source, {file.name for file in sources}, recorded)
+    missing = [file for file in sources if recorded is None or not _is_there(to, file)]
+    total, needed = (sum(file.size for file in some) for some in (sources, missing))
     room = shutil.disk_usage(to).free
     if missing and room < needed + _SPARE:
         raise DataError(
             f"{source} does not fit into {to}: {needed / 1e9:.1f} GB are needed, {room / 1e9:.1f} GB are free"
         )
-    names = {one.name for one in found}
-    if known != names:  # before the first file: what a killed process leaves is known to be a copy
-        files.replace(record, json.dumps(sorted(names | (known or set()))).encode(), durable=True)
+    names = {file.name for file in sources}
+    if recorded != names:  # before the first file: what a killed process leaves is known to be a copy
+        files.replace(record, json.dumps(sorted(names | (recorded or set()))).encode(), durable=True)
     done = total - needed
-    for one in missing:
-        _copy(source.parent / one.name, to / one.name, one)
-        done += one.size
-        told(done, total)
+    for file in missing:
+        _copy(source.parent / file.name, to / file.name, file)
+        done += file.size
+        report(done, total)
     if source.is_dir():
         _set_folder_times(source, to / source.name)
-    return Staged(place=to / source.name, files=len(found), bytes=total, copied=len(missing))
+    return Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
 
 
 def _files(source: Path) -> list[_File]:
@@ -112,15 +112,15 @@ def _files(source: Path) -> list[_File]:
     if not source.exists():
         raise DataError(f"{source}: there is no such file or folder")
     beside = [source.with_name(source.name + ending) for ending in (INDEX, QUARANTINE)]
-    places = [*_walk(source), *(one for one in beside if one.is_file())]
-    found = []
+    places = [*_walk(source), *(file for file in beside if file.is_file())]
+    sources = []
     for place in places:
         facts = place.stat()
         if not stat.S_ISREG(facts.st_mode):
             raise DataError(f"{printable(place)} is no file: it cannot be staged")
         name = str(place.relative_to(source.parent))
-        found.append(_File(name=name, size=facts.st_size, mtime=facts.st_mtime_ns))
-    return found
+        sources.append(_File(name=name, size=facts.st_size, mtime=facts.st_mtime_ns))
+    return sources
 
 
 def _walk(source: Path) -> Iterator[Path]:
@@ -142,45 +142,45 @@ def _raised(error: OSError) -> NoReturn:
     raise error
 
 
-def _is_there(to: Path, one: _File) -> bool:
+def _is_there(to: Path, file: _File) -> bool:
     """Returns whether a file was copied: it has its name and its time only once its content was read to be right."""
     try:
-        facts = (to / one.name).stat()
+        facts = (to / file.name).stat()
     except OSError:
         return False
-    return (facts.st_size, facts.st_mtime_ns) == (one.size, one.mtime)
+    return (facts.st_size, facts.st_mtime_ns) == (file.size, file.mtime)
 
 
-def _remove_others(to: Path, source: Path, names: set[str], known: set[str] | None) -> None:
+def _remove_others(to: Path, source: Path, names: set[str], recorded: set[str] | None) -> None:
     """Removes what an earlier copy had and the source has no more; refuses what no copy has made."""
     place = to / source.name
     beside = [source.name, *(source.name + ending for ending in (INDEX, QUARANTINE))]
-    for one in sorted(to.iterdir()):  # of a single file, copies that a killed process has left lie here
-        if any(one.name.startswith(f".{name}.") for name in beside) and _is_unfinished(one, to, names):
-            one.unlink()
+    for left in sorted(to.iterdir()):  # of a single file, copies that a killed process has left lie here
+        if any(left.name.startswith(f".{name}.") for name in beside) and _is_unfinished(left, to, names):
+            left.unlink()
     for name in beside[1:]:
-        if known is not None and name in known - names:
+        if recorded is not None and name in recorded - names:
             (to / name).unlink(missing_ok=True)
     if place.is_symlink():
         raise UsageError(f"{place} is a link: name another folder with --to")
     if not place.exists():
         return
-    if known is None:
+    if recorded is None:
         raise UsageError(f"{place} is there and was not staged by grappe: name another folder with --to")
-    for one in _walk(place):
-        name = str(one.relative_to(to))
-        if _is_unfinished(one, to, names) or name in known - names:
-            one.unlink()
+    for path in _walk(place):
+        name = str(path.relative_to(to))
+        if _is_unfinished(path, to, names) or name in recorded - names:
+            path.unlink()
         elif name not in names:
             raise UsageError(
-                f"{printable(one)} was not staged by grappe: remove it, or name another folder with --to"
+                f"{printable(path)} was not staged by grappe: remove it, or name another folder with --to"
             )
 
 
-def _is_unfinished(one: Path, to: Path, names: set[str]) -> bool:
+def _is_unfinished(path: Path, to: Path, names: set[str]) -> bool:
     """Returns whether a file is a copy that was not ended: of our own form of name, and none of the source's."""
-    ours = one.name.startswith(".") and one.name.endswith(_UNFINISHED)
-    return ours and str(one.relative_to(to)) not in names
+    ours = path.name.startswith(".") and path.name.endswith(_UNFINISHED)
+    return ours and str(path.relative_to(to)) not in names
 
 
 def _set_folder_times(source: Path, copy: Path) -> None:
@@ -190,7 +190,7 @@ def _set_folder_times(source: Path, copy: Path) -> None:
         os.utime(folder, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
 
 
-def _copy(source: Path, place: Path, one: _File) -> None:
+def _copy(source: Path, place: Path, file: _File) -> None:
     """Copies a file, and reads the copy: it is there whole and right, or not at all.
 
     Raises:
@@ -205,14 +205,14 @@ def _copy(source: Path, place: Path, one: _File) -> None:
                 digest.update(content)
                 copy.write(content)
             copy.flush()
-            if one.size > _CHUNK:
+            if file.size > _CHUNK:
                 os.fsync(copy.fileno())  # else the copy would be read from memory
             facts = os.fstat(stream.fileno())
-        if (facts.st_size, facts.st_mtime_ns) != (one.size, one.mtime):
+        if (facts.st_size, facts.st_mtime_ns) != (file.size, file.mtime):
             raise DataError(f"{printable(source)} changes while it is copied: wait until it is whole")
         if _hash(beside) != digest.hexdigest():
             raise DataError(f"{printable(place)} reads otherwise than it was written: this disk is damaged")
-        os.utime(beside, ns=(one.mtime, one.mtime))
+        os.utime(beside, ns=(file.mtime, file.mtime))
         beside.rename(place)
     finally:
         beside.unlink(missing_ok=True)
@@ -228,15 +228,15 @@ def _hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _known(record: Path) -> set[str] | None:
+def _recorded_names(record: Path) -> set[str] | None:
     """Reads which files a copy has begun with; None: there was none."""
     try:
-        found = json.loads(files.read_bytes(record))
+        names = json.loads(files.read_bytes(record))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
         return set()
-    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
 @contextlib.contextmanager

@@ -127,13 +127,13 @@ class _Batch:
 
 def settle() -> None:
     """Waits until no thread of this module is at work: a process that is forked now inherits no lock that is held."""
-    for one in list(_ACTIVE):
-        one.settle()
+    for pool in list(_ACTIVE):
+        pool.settle()
 
 
 def _pool(workers: int) -> ThreadPoolExecutor:
     """Starts threads whose tensor operations run on themselves alone, as those of a data worker do."""
-    mine, started = torch.get_num_threads(), threading.Barrier(workers + 1)
+    process_threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
     pool = ThreadPoolExecutor(workers, "grappe-data", initializer=_begin_thread)
     try:
         for _ in range(workers):
@@ -146,7 +146,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
             raise PlanError(f"{workers} threads cannot be started ({error}): use fewer workers=") from error
         raise
     # OpenMP's number of threads is each thread's own; MKL's and the one for new threads are the process's.
-    torch.set_num_threads(mine)
+    torch.set_num_threads(process_threads)
     return pool
 
 

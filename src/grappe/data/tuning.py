@@ -41,7 +41,7 @@ class Tuner:
         spent: Spent,
         device: str,
         chosen: Callable[[Loading], None],
-        allowed: Callable[[Loading], bool] = lambda one: True,
+        allowed: Callable[[Loading], bool] = lambda loading: True,
         seconds: float = SECONDS,
     ) -> None:
         self._search = search(first, kinds, most, allowed)
@@ -73,5 +73,5 @@ class Tuner:
     def _cost(self) -> Cost:
         (first, earlier), (last, now) = self._before, self._spent()
         spent = [after - then for after, then in zip(now, earlier, strict=True)][: len(IN_A_STEP)]
-        whole = sum(spent) - (spent[COMMUNICATION] if self._on_cpu else 0.0)
-        return Cost(seconds=whole / max(1, last - first), waits=spent[DATA] / (whole or 1.0))
+        total = sum(spent) - (spent[COMMUNICATION] if self._on_cpu else 0.0)
+        return Cost(seconds=total / max(1, last - first), waits=spent[DATA] / (total or 1.0))

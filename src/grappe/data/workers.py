@@ -44,22 +44,22 @@ def explaining_ended_workers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = _said(error)
-        if said is error:
+        explained_error = _explained(error)
+        if explained_error is error:
             raise
-        raise said from error
+        raise explained_error from error
 
 
-def _said(error: BaseException) -> BaseException:
+def _explained(error: BaseException) -> BaseException:
     """Returns an error that says what to do, if `error` says that a worker has ended; else `error`."""
     cause = error.__cause__ or error  # torch's own says no more than that a worker has ended
     if (full := explained(cause)) is not cause:
         return full
-    found = _KILLED.search(str(cause)) or _KILLED.search(str(error))
-    if found is None and "exited unexpectedly" not in str(error):
+    killed = _KILLED.search(str(cause)) or _KILLED.search(str(error))
+    if killed is None and "exited unexpectedly" not in str(error):
         return explained(error)
-    name = found["signal"] if found is not None else "no signal"
-    number = next((one for one in signal.Signals if signal.strsignal(one) == name), None)
+    name = killed["signal"] if killed is not None else "no signal"
+    number = next((number for number in signal.Signals if signal.strsignal(number) == name), None)
     why = " (mostly by the kernel, when memory is short)" if number == signal.SIGKILL else ""
     return DataError(
         f"a data worker was ended by {name if number is None else number.name}{why}. Nothing is lost that was saved: "
@@ -79,6 +79,6 @@ def next_batch(loaded: Iterator[Any]) -> Any:
         # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them later.
         end_data_workers(loaded)
         if not isinstance(error, GrappeError):
-            raise _said(error) from error.__cause__
+            raise _explained(error) from error.__cause__
         kind = type(error)
         raise kind(str(error).rstrip().rpartition(f"{kind.__name__}: ")[2]) from error

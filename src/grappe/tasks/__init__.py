@@ -143,20 +143,21 @@ def _executed(load: Callable[[], T], shown: str) -> T:
 
 
 def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:
-    mine = {
+    tasks_here = {
         key: value
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, Task) and value.__module__ == module.__name__
     }
     if name:
-        found = getattr(module, name, None)
-        if not (inspect.isclass(found) and issubclass(found, Task)):
-            raise TaskError(f"{reference}: there is no task '{name}' in it: {nearest(name, mine)}")
-        return found
-    if len(mine) == 1:
-        return next(iter(mine.values()))
-    if not mine:
+        attribute = getattr(module, name, None)
+        if not (inspect.isclass(attribute) and issubclass(attribute, Task)):
+            raise TaskError(f"{reference}: there is no task '{name}' in it: {nearest(name, tasks_here)}")
+        return attribute
+    if len(tasks_here) == 1:
+        return next(iter(tasks_here.values()))
+    if not tasks_here:
         raise TaskError(f"{reference}: there is no class in it that derives from grappe.Task")
     raise TaskError(
-        f"{reference} has several tasks: {', '.join(mine)}. Say which, as in {Path(reference).name}:{next(iter(mine))}"
+        f"{reference} has several tasks: {', '.join(tasks_here)}. Say which, as in "
+        f"{Path(reference).name}:{next(iter(tasks_here))}"
     )

@@ -157,7 +157,7 @@ class Head(nn.Module):
         return self.classes(self.norm(x.mean((2, 3))))
 
 
-WHOLE = 22 * 64
+IMAGES = 22 * 64
 """Training samples of 1,437: a pipeline cuts no odd batch evenly, and fills none where there is batch normalisation."""
 
 
@@ -184,7 +184,7 @@ class CoAtNet(Task):
 
     def data(self, split: str, folder: Path) -> Arrays:
         digits, side = Digits().data(split, folder), self.side
-        kept = WHOLE if split == "train" else len(digits)
+        kept = IMAGES if split == "train" else len(digits)
         return Arrays(
             digits.inputs[:kept],
             digits.targets[:kept],

@@ -97,13 +97,13 @@ class ImageNet(Task):
         return network
 
     def data(self, split: str, folder: Path) -> Images:
-        train = _found(folder, self.train_images, TRAIN)
+        train = _find(folder, self.train_images, TRAIN)
         if split == "train":
             images = Images(train, RandomResizedCrop(size=self.image_size, area=(self.area, 1.0)))
         else:
             size = self.validation_size or self.image_size
             view = CentreCrop(size=size, short=self.validation_resize)
-            place = _found(folder, self.validation_images, (*VALIDATION, ARCHIVE))
+            place = _find(folder, self.validation_images, (*VALIDATION, ARCHIVE))
             labels = folder / LABELS if place.name == ARCHIVE else None
             classes = Images(train, view).classes  # the same numbers as in training
             images = Images(place, view, labels=labels, classes=classes)
@@ -180,18 +180,18 @@ class ImageNet(Task):
         return list(model)
 
 
-def _found(folder: Path, name: str, usual: Sequence[str]) -> Path:
+def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
     """The source of images that is named, or the first of the usual ones that is there.
 
     Raises:
         DataError: there is none.
     """
-    places = [folder / one for one in ((name,) if name else usual)]
+    places = [folder / path for path in ((name,) if name else usual)]
     for place in places:
         if place.exists():
             return place
     raise DataError(
-        f"not found in {folder.absolute()}: {' or '.join(one.name for one in places)}. ImageNet's archives come from "
+        f"not found in {folder.absolute()}: {' or '.join(path.name for path in places)}. ImageNet's archives come from "
         "https://www.image-net.org, behind a registration; name their folder with --data. To try without them: "
         "grappe data make-photos FOLDER"
     )

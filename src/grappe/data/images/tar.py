@@ -109,19 +109,19 @@ def _extended(before: _Extension, kind: bytes, archive: Extent, position: int, s
         return before._replace(name=content.rstrip(b"\0"))
     if kind == b"K":  # the long target of a link, which is refused with the link
         return before
-    found = dict(_pax_records(content, archive))
+    records = dict(_pax_records(content, archive))
     if kind == b"g":
-        if found.keys() & {b"path", b"size"}:
+        if records.keys() & {b"path", b"size"}:
             _refuse(archive, "one name or size for all members (a global pax header)")
         return before
     try:
-        size_now = int(found[b"size"]) if b"size" in found else before.size
+        size_now = int(records[b"size"]) if b"size" in records else before.size
     except ValueError:
         _refuse(archive, "a pax header whose size is no number")
     if size_now is not None and size_now < 0:
         _refuse(archive, "a pax header with a negative size")
-    sparse = before.sparse or any(key.startswith(b"GNU.sparse.") for key in found)
-    return _Extension(found.get(b"path", before.name), size_now, sparse)
+    sparse = before.sparse or any(key.startswith(b"GNU.sparse.") for key in records)
+    return _Extension(records.get(b"path", before.name), size_now, sparse)
 
 
 def _pax_records(content: bytes, archive: Extent) -> Iterator[tuple[bytes, bytes]]:
@@ -142,9 +142,9 @@ def _pax_records(content: bytes, archive: Extent) -> Iterator[tuple[bytes, bytes
 def _checked_size(header: bytes, archive: Extent, position: int) -> int:
     """The size that a header says, once its checksum is right."""
     total = sum(header) - sum(header[148:156]) + 8 * 32
-    said = _number(header[148:156])
+    checksum = _number(header[148:156])
     size = _number(header[124:136])
-    if said != total or size is None:
+    if checksum != total or size is None:
         inside = position - archive.start
         if inside == 0:
             _refuse(archive, "no tar header at its beginning: it is another kind of file, or compressed")

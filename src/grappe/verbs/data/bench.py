@@ -105,8 +105,10 @@ def bench(
             f"copies for the measurement cannot be written: {error.strerror or error}: give a folder with room by --on"
         ) from None
     progress("")
-    found = tuple(rows)
-    return Benched(rows=found, images=len(chosen), cores=cores(), advice=tuple(advice(found, data, size)))
+    measured = tuple(rows)
+    return Benched(
+        rows=measured, images=len(chosen), cores=cores(), advice=tuple(advice(measured, data, size))
+    )
 
 
 def _rows(
@@ -153,8 +155,8 @@ def _copies(
     labels, everything = data.targets(), range(len(chosen))
     files = {index: data.read(index) for index in chosen}
     archive, shards = folder / "archive", folder / "shards"
-    for one in (archive, shards):
-        one.mkdir()
+    for place in (archive, shards):
+        place.mkdir()
     members = [(f"{labels[index]:05d}/{index:08d}.jpg", content) for index, content in files.items()]
     write_shard(archive, 0, sorted(members), len(members))
     yield "one archive", Images(archive / shard_name(0), view), everything

@@ -65,11 +65,11 @@ def _bad(source: Path, index: Index) -> dict[int, str]:
             return str(error)
         return ""
 
-    found: dict[int, str] = {}
+    bad: dict[int, str] = {}
     meter = Meter("checking", len(index))
     for place, why in enumerate(in_threads(reason, range(len(index)))):
         if why:
-            found[place] = why
-        meter.at(place + 1, f"{len(found):,} bad" if found else "")
+            bad[place] = why
+        meter.at(place + 1, f"{len(bad):,} bad" if bad else "")
     meter.end()
-    return found
+    return bad

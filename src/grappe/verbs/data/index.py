@@ -36,13 +36,13 @@ def index(
     """
     began = time.monotonic()
     source = source.absolute()
-    found, file = open_index(source, labels, numbering, again=again, report=Ticker())
+    index, file = open_index(source, labels, numbering, again=again, report=Ticker())
     return Indexed(
-        kind=found.kind,
-        images=len(found),
-        classes=len(found.classes),
-        left_out=found.left_out,
-        quarantined=len(quarantined(source, found)),
+        kind=index.kind,
+        images=len(index),
+        classes=len(index.classes),
+        left_out=index.left_out,
+        quarantined=len(quarantined(source, index)),
         file=file,
         size=file.stat().st_size,
         seconds=time.monotonic() - began,

@@ -59,7 +59,7 @@ class Packed:
     @property
     def bytes(self) -> int:
         """Of all shards together."""
-        return sum(one.bytes for one in self.shards)
+        return sum(shard.bytes for shard in self.shards)
 
 
 def pack(
@@ -83,7 +83,7 @@ def pack(
         raise UsageError(f"--to {to}: this is in the source, which stays as it is")
     data = Images(source, _nothing, labels=labels, numbering=numbering)
     description = _description(source, data, form)
-    found, there = [], 0
+    written, there = [], 0
     with packing(to, description):
         meter = Meter("packing", len(data))
         for number, first in enumerate(range(0, len(data), form.per_shard)):
@@ -98,12 +98,12 @@ def pack(
                         f"{to / shard_name(number)} cannot be written: {error.strerror or error}. {number} shards are "
                         "whole and stay: make room, and start the same command again"
                     ) from None
-            found.append(shard)
+            written.append(shard)
             meter.at(ids.stop)
         meter.end()
-        write_manifest(to, data.classes, found, description)
+        write_manifest(to, data.classes, written, description)
     return Packed(
-        folder=to, shards=tuple(found), images=len(data), source_bytes=data.total_bytes(), were_there=there
+        folder=to, shards=tuple(written), images=len(data), source_bytes=data.total_bytes(), were_there=there
     )
 
 

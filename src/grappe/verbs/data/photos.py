@@ -54,8 +54,8 @@ def make_photos(to: Path, images: int = 1000, seed: int = 0) -> Cut:
         raise UsageError(f"{to} is there already: name a new folder")
     if not 1 <= images <= 1_000_000:
         raise UsageError(f"--images {images}: it must be 1 to 1,000,000")
-    found = photographs()
-    if not found:
+    pictures = photographs()
+    if not pictures:
         raise UsageError(
             "no package with photographs is installed: pip install scikit-learn, or 'grappe[demo]'"
         )
@@ -64,7 +64,7 @@ def make_photos(to: Path, images: int = 1000, seed: int = 0) -> Cut:
             f"{name}-{side}",
             picture.crop((round(a * picture.width), 0, round(b * picture.width), picture.height)),
         )
-        for name, picture in found
+        for name, picture in pictures
         for side, a, b in _AREAS
     ]
     splits = {"train": images, "validation": -(-images // _VALIDATION)}
@@ -80,22 +80,22 @@ def make_photos(to: Path, images: int = 1000, seed: int = 0) -> Cut:
             files.replace(to / split / name / f"{number:06d}.jpg", content)
             meter.at(number + 1)
         meter.end()
-    return Cut(folder=to, photographs=tuple(name for name, _ in found), classes=len(areas), images=splits)
+    return Cut(folder=to, photographs=tuple(name for name, _ in pictures), classes=len(areas), images=splits)
 
 
 def photographs() -> list[tuple[str, Image]]:
     """The photographs that are installed, by name."""
     from PIL import Image
 
-    found = []
+    pictures = []
     for package, name in PHOTOGRAPHS:
         spec = importlib.util.find_spec(package)
         for place in (spec.submodule_search_locations or ()) if spec is not None else ():
             file = Path(place) / name
             if file.is_file():
                 with Image.open(file) as picture:
-                    found.append((file.stem, picture.convert("RGB")))
-    return found
+                    pictures.append((file.stem, picture.convert("RGB")))
+    return pictures
 
 
 def _part(area: Image, draw: random.Random) -> Image:

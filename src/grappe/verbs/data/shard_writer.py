@@ -54,11 +54,11 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         _check_begun(folder, text)
-        for one in files.names(folder):
-            if one.startswith(
+        for name in files.names(folder):
+            if name.startswith(
                 (".shard-", f".{BEGUN}.", f".{MANIFEST}.", f".{CLASSES}.")
             ):  # of a process that was killed
-                files.remove(folder / one)
+                files.remove(folder / name)
         yield
     files.remove(folder / _LOCK)
 
@@ -71,7 +71,7 @@ def _check_begun(folder: Path, text: bytes) -> None:
                 "or remove this one"
             )
         return
-    there = [one for one in files.names(folder) if one != _LOCK and not one.startswith(f".{BEGUN}.")]
+    there = [name for name in files.names(folder) if name != _LOCK and not name.startswith(f".{BEGUN}.")]
     if there:
         raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
     files.replace(folder / BEGUN, text, durable=True)
@@ -85,9 +85,9 @@ def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]],
     """
     content = bytearray()
     for name, data in members:
-        told = tarfile.TarInfo(name)  # of no time, owner or machine: the same bytes each time
-        told.size = len(data)
-        content += told.tobuf(tarfile.USTAR_FORMAT)
+        header = tarfile.TarInfo(name)  # of no time, owner or machine: the same bytes each time
+        header.size = len(data)
+        content += header.tobuf(tarfile.USTAR_FORMAT)
         content += data
         content += bytes(-len(data) % _BLOCK)
     content += bytes(2 * _BLOCK)
@@ -119,9 +119,9 @@ def write_manifest(
         DataError: a class has a name of several lines.
     """
     names = list(classes)
-    broken = [one for one in names if len(one.splitlines()) != 1]
+    broken = [name for name in names if len(name.splitlines()) != 1]
     if broken:
         raise DataError(f"the class {broken[0]!r} has a name that is no line of text")
-    files.replace(folder / CLASSES, "".join(f"{one}\n" for one in names).encode(), durable=True)
-    told = {"packed": description, "shards": [dataclasses.asdict(one) for one in shards]}
-    files.replace(folder / MANIFEST, json.dumps(told, indent=1).encode(), durable=True)
+    files.replace(folder / CLASSES, "".join(f"{name}\n" for name in names).encode(), durable=True)
+    manifest = {"packed": description, "shards": [dataclasses.asdict(shard) for shard in shards]}
+    files.replace(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=True)

@@ -56,7 +56,7 @@ def fetch(
     for download in cls.downloads:
         _check(download, schemes)
     folder.mkdir(parents=True, exist_ok=True)
-    return [_one(download, folder, show, schemes) for download in cls.downloads]
+    return [_fetch_file(download, folder, show, schemes) for download in cls.downloads]
 
 
 def _check(download: Download, schemes: tuple[str, ...]) -> None:
@@ -77,18 +77,20 @@ def _check(download: Download, schemes: tuple[str, ...]) -> None:
         raise UsageError(f"{download.url}: its sha256 must have 64 hexadecimal digits, in small letters")
 
 
-def _one(download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]) -> Fetched:
+def _fetch_file(
+    download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]
+) -> Fetched:
     name, place = _name(download), folder / download.folder
     if _is_there(download, folder):
         return Fetched(name=name, size=download.size, was_there=True)
     place.mkdir(parents=True, exist_ok=True)
     partial = place / f".{name}.part"
     meter = Meter(f"fetching {name}", max(1, download.size // _MEGABYTE), show, unit="MB")
-    with received(download, partial, lambda done: meter.at(done // _MEGABYTE), schemes) as whole:
+    with received(download, partial, lambda done: meter.at(done // _MEGABYTE), schemes) as archive:
         meter.end()
         _check_sum(download, partial)
         if download.members:
-            take_out(whole, download, place)
+            take_out(archive, download, place)
             files.remove(partial)
         else:
             files.rename(partial, place / name)
@@ -112,11 +114,11 @@ def _is_there(download: Download, folder: Path) -> bool:
 
 
 def _check_sum(download: Download, partial: Path) -> None:
-    found = _sha256(partial)
-    if found != download.sha256:
+    digest = _sha256(partial)
+    if digest != download.sha256:
         files.remove(partial)
         raise DataError(
-            f"{download.url} gave another file than the task names: its sha256 is {found}, not {download.sha256}. It "
+            f"{download.url} gave another file than the task names: its sha256 is {digest}, not {download.sha256}. It "
             "was removed. Try once more; if it comes again, the address serves something else now"
         )
 

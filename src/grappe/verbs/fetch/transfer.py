@@ -61,8 +61,8 @@ def received(
                 f"{download.size:,} bytes are there: the same command goes on from there. A compute node "
                 "often has no internet: use a login node"
             ) from None
-        with files.reader(partial) as whole:
-            yield whole
+        with files.reader(partial) as archive:
+            yield archive
 
 
 def _append(

@@ -18,21 +18,21 @@ def take_out(archive: BinaryIO, download: Download, place: Path) -> None:
     Raises:
         DataError: it is no such archive, or lacks a member of that name and size.
     """
-    wanted = dict(download.members)
+    missing = dict(download.members)
     try:
         with tarfile.open(fileobj=archive, mode="r:*") as tar:
             for member in tar:
-                if not member.isreg() or wanted.get(member.name) != member.size:
+                if not member.isreg() or missing.get(member.name) != member.size:
                     continue
                 stream = tar.extractfile(member)
                 assert stream is not None
                 target = place / member.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.replace(target, stream.read(), durable=True)
-                del wanted[member.name]
+                del missing[member.name]
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
-    if wanted:
+    if missing:
         raise DataError(
-            f"{download.url}: it has no {next(iter(wanted))} of {next(iter(wanted.values())):,} bytes"
+            f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes"
         )
