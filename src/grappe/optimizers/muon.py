@@ -131,7 +131,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The tensor that this process has the part `mine` of, which lies as `parameter` does. Collective where sharded."""
+    """Returns the tensor of which this process has `part`, sharded as `parameter` is. Collective where sharded."""
     if not isinstance(parameter, DTensor):
         return part
     mesh, placed = parameter.device_mesh, parameter.placements
@@ -140,7 +140,7 @@ def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _part(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This process's part of a whole tensor that lies as `parameter` does."""
+    """Returns this process's part of a tensor, sharded as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return tensor
     shape, offset = local_shape_and_offset(parameter)

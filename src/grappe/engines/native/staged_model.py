@@ -68,7 +68,7 @@ class StagedModel:
                 for name, parameter in everywhere
             ]
         )
-        own_ids = {id(parameter) for parameter in own_ids.values()}
+        own_ids = {id(parameter) for parameter in own.values()}
         for group in optimizer.param_groups:
             kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own_ids]
             for key in {"params", "param_names"} & set(group):
