@@ -97,16 +97,6 @@ def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
             "study a: 3 of 9 trials ended, 1 failed, 2 stopped early, 1 running, waiting: there is none",
             "étude a : 3 essais terminés sur 9, 1 en échec, 2 arrêtés tôt, 1 en cours, en attente : il n'y en a aucun",
         ),
-        (
-            "Nothing was written. The layer 1 is the first that differs, by 0.1 of its row, in the model and as it was "
-            "written",
-            "Rien n'a été écrit. La couche 1 est la première qui diffère, de 0.1 de sa ligne, entre le modèle et "
-            "ce qui a été écrit",
-        ),
-        (
-            "Nothing was written. Which layer differs is not known: RuntimeError: it is damaged",
-            "Rien n'a été écrit. On ne sait pas quelle couche diffère : RuntimeError : it is damaged",
-        ),
     ],
 )
 def test_a_line_is_french_to_its_end(english: str, french: str) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 NAMES = re.compile(
-    r"(absolute|accounts?|base|command|cwd|data|entry|field|files?|folder|full_url|given|host|keys?|lines?|members?"
+    r"(absolute|accounts?|base|command|cwd|data|entry|field|files?|folder|full_url|given|host|host_name|keys?|lines?|members?"
     r"|metric|module|names?|nodename|option|own_folder|parent|partition|paths?|pattern|quote|record|reference|root|runs?"
-    r"|run_folder|site|split|task|typed|url|watcher)\d*"
+    r"|run_folder|scores|site|source|split|task|typed|url|watcher)\d*"
 )
 """Values that users, other programs or file systems chose: never translated."""
 OPEN = re.compile(
-    r"(advice|after|at|began|behind|beside|described|disk_advice|doing|end|error|failure|forms?|found|get|hint|holds"
-    r"|instead|job|kinds?|message|mistake|more|most|nearest|needed|note|of|others?|own|part|place|plan|problem|processes"
-    r"|reasons?|remedy|rest|sentence|server|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
+    r"(advice|after|at|band|began|behind|beside|choice|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
+    r"|instead|job|kinds?|largest|message|mistake|more|most|nearest|needed|note|of|others?|own|part|place|plan|problem|processes"
+    r"|reasons?|remedy|rest|result|sentence|server|shapes|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
     r"|where|whose?|why|words?)\d*"
 )
 """Words of grappe's, be they as few as those of a name: "step 3"."""

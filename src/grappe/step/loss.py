@@ -60,7 +60,7 @@ class ScoredLoss(NamedTuple):
 
 
 class LossValues(NamedTuple):
-    """What a task's `loss` returned for some rows."""
+    """The values that a task's `loss` returned for some rows."""
 
     values: Tensor
     """Of several losses their sum; of losses of several shapes their values one after the other."""

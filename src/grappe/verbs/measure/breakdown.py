@@ -41,7 +41,7 @@ LEAST_PRECISION = 0.05  # of matrix products' time, below which another precisio
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessTrace:
-    """What one process of a traced training took."""
+    """Times of one process of a traced training."""
 
     operators: OperatorTotals | None
     computing: float

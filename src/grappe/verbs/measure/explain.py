@@ -42,7 +42,7 @@ PERIOD = WARMUP + UNTRACED_STEPS + 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Where the time of a measured plan goes, and what would make it faster."""
+    """The parts of a measured plan's time, and what would make it faster."""
 
     plan: str
     batch: int

@@ -42,7 +42,7 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartRule:
-    """What moves a part of the time."""
+    """A remedy that moves a part of the time."""
 
     word: Callable[[TimeBreakdown, Measurement], str]
     """The change; "": there is none."""

@@ -45,13 +45,13 @@ class SearchOptions:
     metric: str = "loss"
     """The objective, at a training's last evaluation: loss, or a metric of the task."""
     maximize: Annotated[bool | None, Parameter(negative="--minimize")] = None
-    """Which way the metric is better. Default: the loss is low."""
+    """Whether a larger metric is better. Default: the loss is to be low."""
     sampler: SamplerName = "tpe"
     """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
     halving: int | None = None
     """Successive halving (ASHA): trials are first trained in part, and of 3, say, the best goes on."""
     rungs: int | None = None
-    """How often a training stops to be compared, its end included. Default: 3, with --halving."""
+    """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
     seed: int = 0
     """Of the sampler; the task's own seed is a field."""
 
