@@ -30,18 +30,18 @@ COMMON = {
     "zero_grad": ("torch.optim:Optimizer.zero_grad",),
 }
 GRAPPE = {
-    "backward": ("grappe.engines.native.whole:backward",),
+    "backward": ("grappe.engines.native:backward",),
     "feed": (
         "grappe.training.loop:Training._timed.__next__",
         "grappe.data.loader:BatchLoader._microbatch",
     ),
     "ledger": ("grappe.data.order:SampleOrder.ids",),
     "gather": ("grappe.data.arrays:Arrays.gather",),
-    "seed dropout": ("grappe.engines.native.whole:seed_dropout",),
+    "seed dropout": ("grappe.engines.native:seed_dropout",),
     "engine's own": (
-        "grappe.engines.native.engine:Native.step",
-        "grappe.engines.native.whole:WholeGradients.gradients",
-        "grappe.engines.native.whole:ForwardBackward.__call__",
+        "grappe.engines.native:Native.step",
+        "grappe.engines.native:WholeGradients.gradients",
+        "grappe.engines.native:MicrobatchRunner.loss",
     ),
     "losses: check": ("grappe.step.loss:Losses.values",),
     "losses: gradient": ("grappe.step.loss:Losses._output_gradient",),

@@ -12,7 +12,7 @@ from grappe import Arrays, Task, engines
 from grappe.checkpoint.initial import built
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.engines.base import EngineSetup
-from grappe.engines.native.engine import Native
+from grappe.engines.native import Native
 from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, choose_device

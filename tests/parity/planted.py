@@ -18,7 +18,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.loader import BatchLoader
 from grappe.data.order import SampleOrder
-from grappe.engines.native import whole as native
+from grappe.engines import native
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan

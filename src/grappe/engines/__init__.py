@@ -14,7 +14,7 @@ from grappe.plan import Plan
 if TYPE_CHECKING:
     from grappe.engines.base import Engine, EngineSetup
 
-NOT_ENGINES = frozenset({"base", "shared"})
+NOT_ENGINES = frozenset({"base", "native_pipeline", "shared"})
 
 
 def names() -> list[str]:

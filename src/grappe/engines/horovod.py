@@ -8,7 +8,6 @@ in the network that connects the processes: use Horovod in private networks only
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -21,26 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, Engine, EngineSetup
-from grappe.engines.shared.evaluation import evaluate
-from grappe.engines.shared.first_pass import first_pass
+from grappe.engines.native import MicrobatchRunner
+from grappe.engines.shared.forward import evaluate
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
 from grappe.launch.world import World
-from grappe.parallel.batchnorm import statistics_frozen
 from grappe.parallel.materialise import fill, on_meta
 from grappe.plan import Plan
-from grappe.profiling.phases import COMMUNICATION, FORWARD, UPDATE
+from grappe.profiling.phases import COMMUNICATION, UPDATE
 from grappe.step.clip import clipping, gradient_norm
-from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale, set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, Sums
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
-from grappe.step.whole_batch_loss import make_losses
 
 LOOPBACK = "127.0.0.1"
 MISSING = (
@@ -67,7 +62,9 @@ class Horovod(Engine):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._losses = make_losses(self._task, setup.plan, setup.world, setup.observers)
+        self._runner = MicrobatchRunner(
+            setup, self._model, functools.partial(self._task.forward, self._model)
+        )
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),
@@ -89,13 +86,12 @@ class Horovod(Engine):
     def step(self, batch: Batch) -> StepResult:
         if not self._alike:
             self._broadcast()
-        seed_dropout(self._task.seed, batch.step, self._world)
-        first_pass(self._losses, self._setup, self._model, batch, self._forward)
-        total = torch.zeros((), device=self._world.device)
+        self._runner.begin(batch)
         for micro in batch.microbatches:
-            total += self._backward(batch, micro)
+            self._runner.run(batch, micro, lambda loss, _: loss.values.backward(loss.output_gradient))
         self._setup.observers.phase(COMMUNICATION)
-        sums = self._sum(total)
+        assert self._runner.total is not None
+        sums = self._sum(self._runner.total)
         self._setup.observers.phase(UPDATE)
         norm, _ = self._clip() if self._clip is not None else (None, False)
         lr = self._optimizer.param_groups[0]["lr"]
@@ -115,17 +111,6 @@ class Horovod(Engine):
         if self._optimizer.state:
             self._hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
         self._alike = True
-
-    def _forward(self, number: int, micro: Microbatch) -> Any:
-        return self._task.forward(self._model, entering(micro))
-
-    def _backward(self, batch: Batch, micro: Microbatch) -> Tensor:
-        """Adds a microbatch's part to the gradients; returns the sum of its losses. A padding row counts 0."""
-        self._setup.observers.phase(FORWARD)
-        with contextlib.nullcontext() if micro.rows else statistics_frozen(self._model):
-            loss = self._losses(self._forward(0, micro), micro, batch)
-            loss.values.backward(loss.output_gradient)
-        return loss.total
 
     @torch.no_grad()
     def _sum(self, total: Tensor) -> Sums:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grappe import engines
-from grappe.engines.native.engine import Native
+from grappe.engines.native import Native
 from grappe.errors import PlanError
 from grappe.plan import Plan
 

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.deepspeed import disk, library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel
 from grappe.engines.deepspeed.reached import explained
-from grappe.engines.shared.first_pass import first_pass
+from grappe.engines.native import NOT_SCALED, MicrobatchRunner
 from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import DivergedError
-from grappe.parallel.batchnorm import ignoring_padding
 from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan
-from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm, needs_norm
-from grappe.step.fast_paths import seed_dropout
+from grappe.step.loss import Loss
 from grappe.step.precision import LossScale, autocast, set_tf32
-from grappe.step.reduction import loss_reduction
+from grappe.step.reduction import Roots, loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
-from grappe.step.whole_batch_loss import make_losses
 
 
 class DeepSpeed(Engine):
@@ -74,9 +69,17 @@ class DeepSpeed(Engine):
         self._held = held = DeepSpeedModel(setup, self._loss_scale)
         self.train_state = held.train_state
         self._group = held.optimizer.param_groups[0]
-        self._autocast = autocast(setup.plan.precision, setup.world.device)
-        self._losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
-        self._reduction = loss_reduction(setup.world)
+        self._runner = MicrobatchRunner(
+            setup,
+            held.module,
+            held.engine,
+            # ZeRO scales the loss itself.
+            loss_scale=NOT_SCALED if held.stage else self._loss_scale,
+            gradient_divisor=float(setup.world.data_size),  # DeepSpeed averages over processes
+            precision=autocast(setup.plan.precision, setup.world.device),
+            reduction=loss_reduction(setup.world),
+            first_forward=held.forward,
+        )
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]
         norm = functools.partial(gradient_norm, parameters)
@@ -87,18 +90,16 @@ class DeepSpeed(Engine):
 
     def step(self, batch: Batch) -> StepResult:
         held, setup = self._held, self._setup
-        seed_dropout(setup.task.seed, batch.step, setup.world)
         if held.stage and self._loss_scale.is_dynamic:
             held.engine.optimizer.override_loss_scale(self._loss_scale.value)
-        total: Tensor | None = None
         last = batch.microbatches[-1]
         with library.linear(zero3=held.stage == 3), explained():
-            first_pass(self._losses, setup, held.module, batch, self._forward, self._loss_factor())
+            self._runner.begin(batch)
             for micro in batch.microbatches:
                 held.engine.set_gradient_accumulation_boundary(micro is last)
-                total = self._accumulate(batch, micro, total, micro is last)
+                self._runner.run(batch, micro, self._backward)
         held.reached.check()
-        sums = self._reduction.sums()
+        sums = self._runner.sums()
         lr = self._group["lr"]
         setup.observers.phase(UPDATE)
         norm, skipped = self._update()
@@ -106,28 +107,8 @@ class DeepSpeed(Engine):
             held.schedule.step()
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
 
-    def _loss_factor(self) -> float:
-        factor = float(self._setup.world.data_size)  # DeepSpeed averages over processes
-        return factor if self._held.stage else factor * self._loss_scale.value  # ZeRO scales the loss itself
-
-    def _forward(self, number: int, micro: Microbatch) -> Any:
-        with self._autocast:
-            return self._held.forward(entering(micro))
-
-    def _accumulate(self, batch: Batch, micro: Microbatch, before: Tensor | None, last: bool) -> Tensor:
-        """Runs forward and backward of a microbatch; returns the sum of losses so far."""
-        self._setup.observers.phase(FORWARD)
-        scale = self._loss_factor()
-        with contextlib.nullcontext() if micro.rows else ignoring_padding(self._held.module):
-            output = self._held.engine(entering(micro))
-            with self._autocast:
-                loss = self._losses(output, micro, batch, scale)
-            total = loss.total if before is None else before + loss.total
-            if last:
-                self._reduction.start(total, self._setup.stop_requested())
-            # DeepSpeed takes a scalar only.
-            self._held.engine.backward(loss.scalar(), scale_wrt_gas=False)
-        return total
+    def _backward(self, loss: Loss, roots: Roots) -> None:
+        self._held.engine.backward(loss.scalar(), scale_wrt_gas=False)  # DeepSpeed takes a scalar only
 
     def _update_partitioned(self) -> tuple[Tensor | None, bool]:
         """Updates with ZeRO's own clipping and its own check for infinities, whose result all processes share."""

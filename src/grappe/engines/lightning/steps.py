@@ -13,15 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
-from grappe.engines.shared.first_pass import first_pass
+from grappe.engines.native import MicrobatchRunner
 from grappe.engines.shared.state import TrainState
-from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
+from grappe.parallel.batchnorm import buffers_restored
 from grappe.profiling.phases import FORWARD, UPDATE
-from grappe.step.fast_paths import seed_dropout
 from grappe.step.reduction import loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
-from grappe.step.whole_batch_loss import make_losses
 
 
 class Item(NamedTuple):
@@ -62,48 +60,36 @@ class Steps:
         after_update: Callable[[], Tensor | None],
     ) -> None:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
-        self._forward, self._gradient_divisor, self._switch = forward, gradient_divisor, switch
-        self._loss_context, self._clip, self._after_update = loss_context, clip, after_update
-        self._losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
-        self._reduction = loss_reduction(setup.world)
+        self._forward, self._switch = forward, switch
+        self._clip, self._after_update = clip, after_update
+        self._runner = MicrobatchRunner(
+            setup,
+            model,
+            forward,
+            gradient_divisor=gradient_divisor,
+            precision=loss_context,
+            reduction=loss_reduction(setup.world),
+        )
         self._padding = contextlib.ExitStack()
-        self._total: Tensor | None = None
         self._norm: Tensor | None = None
         self._lr = 0.0
 
     def begin(self, item: Item) -> None:
         """Begins an item."""
         if item.micro is item.batch.microbatches[0]:
-            seed_dropout(self.setup.task.seed, item.batch.step, self.setup.world)
-            self._total = None
-            with self._loss_context:
-                first_pass(
-                    self._losses, self.setup, self.model, item.batch, self._first, self._gradient_divisor
-                )
+            self._runner.begin(item.batch)
         if self._switch is not None:
             self._switch(item.last)
-        if (
-            not item.micro.rows
-        ):  # until its backward is over, where activation checkpointing runs the forward again
-            self._padding.enter_context(ignoring_padding(self.model))
-
-    def _first(self, number: int, micro: Microbatch) -> Any:
-        return self._forward(entering(micro))
+        self._padding.enter_context(self._runner.padding_ignored(item.micro))
 
     def loss(self, item: Item) -> Tensor:
-        """Computes the item's part of the step's loss, times the gradient divisor; a scalar."""
-        self.setup.observers.phase(FORWARD)
-        batch, micro, last, dry_run = item
-        output = self._forward(entering(micro))
-        with self._loss_context:
-            if dry_run:
-                loss = self._losses.dry_run(output, micro, batch)
-            else:
-                loss = self._losses(output, micro, batch, self._gradient_divisor)
-        self._total = loss.total if self._total is None else self._total + loss.total
-        if last:
-            self._reduction.start(self._total, self.setup.stop_requested())
-        return loss.scalar()  # Lightning takes a scalar only
+        """Computes the item's part of the step's loss, times the gradient divisor; a scalar, as Lightning takes."""
+        if item.dry_run:
+            self.setup.observers.phase(FORWARD)
+            return self._runner.losses.dry_run(
+                self._forward(entering(item.micro)), item.micro, item.batch
+            ).scalar()
+        return self._runner.loss(item.batch, item.micro)[0].scalar()
 
     def clip(self) -> None:
         """Clips the gradients, between the step's last backward and its update."""
@@ -119,7 +105,7 @@ class Steps:
         norm = self._after_update()
         return StepResult(
             batch=item.batch,
-            sums=self._reduction.sums(),
+            sums=self._runner.sums(),
             norm=self._norm if norm is None else norm,
             skipped=False,
             lr=self._lr,
@@ -129,9 +115,7 @@ class Steps:
         """Runs forward and backward without an update; returns whether every parameter got a gradient. Collective."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with buffers_restored(self.model):
-            self._total = None
             loss(item._replace(dry_run=True)).backward()
-        self._reduction.sums().read()
         reached = all(parameter.grad is not None for parameter in parameters)
         for parameter in parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""StagedModel: this process's pipeline stages of a task's model; evaluates, saves and exports with the other stages."""
+"""Pipelines of the native engine: this process's stages, and a step's gradients in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -15,24 +15,127 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
+from grappe.engines.native import MicrobatchRunner
+from grappe.engines.shared.forward import nothing_changed
 from grappe.engines.shared.state import ModelState, SavedState, State, export, trained_parameters
-from grappe.errors import GrappeError
+from grappe.errors import GrappeError, PlanError
 from grappe.launch.fork import run_in_fork
 from grappe.launch.world import World
-from grappe.parallel.batchnorm import buffers_agreed
+from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.pipeline.check import check_units
 from grappe.parallel.pipeline.cut import Cut, cut
-from grappe.parallel.pipeline.even import check_even
+from grappe.parallel.pipeline.even import check_even, even, largest
 from grappe.parallel.pipeline.relay import Relay
+from grappe.parallel.pipeline.replicas import sum_gradients
 from grappe.parallel.pipeline.rules import stages_each
+from grappe.parallel.pipeline.schedules import Runner
 from grappe.parallel.pipeline.stage import Stage, prune
 from grappe.parallel.pipeline.units import pipeline_units
-from grappe.parallel.shard import reshard
+from grappe.parallel.shard import reshard, uses_shard
 from grappe.private_api.torch import BatchNormBase
+from grappe.profiling.phases import BACKWARD, FORWARD
+from grappe.step.clip import gradient_norm
+from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale, autocast
+from grappe.step.reduction import Sums, loss_reduction
 from grappe.step.scores import Scorer, Scores
+from grappe.step.whole_batch_loss import WholeBatchLosses
+
+
+class PipelinedGradients:
+    """Runs a step's microbatches through all stages, and sums the gradients over replicas of the pipeline."""
+
+    def __init__(self, setup: EngineSetup, model: StagedModel, loss_scale: LossScale) -> None:
+        self._setup, self._model = setup, model
+        plan, world = setup.plan, setup.world
+        self._place = world.coordinates()["pipeline"][0]
+        self._parameters = [parameter for _, parameter in model.named]
+        self._reduction = loss_reduction(world)
+        # Gradients are summed, by replicas too. The last stage alone has the loss; the reduction starts after the step.
+        self._precision = autocast(plan.precision, world.device)
+        self._loss_runner = MicrobatchRunner(
+            setup, model.module, _no_forward, loss_scale=loss_scale, precision=self._precision
+        )
+        if setup.task.whole_batch_loss and len(model.stages) > 1:
+            raise PlanError(
+                f"schedule={plan.schedule} with whole_batch_loss: stages of one process take turns in another order "
+                "than in the pass that gives the loss its outputs, and dropout would differ: take schedule=1f1b"
+            )
+        # Parameters and gradients of zero=1 are whole during a step: torch's stages then reduce them at its end.
+        held = uses_shard(plan) and plan.zero == 1
+        self._runner = Runner(plan.schedule, model.relay, world.device, self._loss, held)
+        # Collectives inside a forward: whoever sees a new shape would be alone in sending one through.
+        together = uses_shard(plan) or plan.batchnorm == "sync"
+        self._together = together and world.data_group is not None
+        self._replicas = None if uses_shard(plan) else world.data_group
+        self._batch: Batch | None = None
+        for stage in model.stages:  # what a schedule does between two forwards is backward, but for its waits
+            stage.register_forward_pre_hook(lambda *_: setup.observers.phase(FORWARD))
+            stage.register_forward_hook(lambda *_: setup.observers.phase(BACKWARD))
+
+    def gradients(self, batch: Batch) -> Sums:
+        """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
+        plan, world = self._setup.plan, self._setup.world
+        micros = even(batch.microbatches, largest(plan, batch.samples))
+        if self._anybody(not self._model.relay.knows(micros[0])):
+            self._learn(micros[0])
+        seed_dropout(self._setup.task.seed, batch.step, world, self._place)
+        self._batch, self._loss_runner.total = batch._replace(microbatches=micros), None
+        if isinstance(self._loss_runner.losses, WholeBatchLosses):
+            self._first_pass(self._batch, self._loss_runner.losses)
+        self._runner.run(micros)
+        self._batch = None
+        if self._replicas is not None:
+            sum_gradients(self._parameters, self._replicas)
+        # Only the last stage has the loss, but the reduction divides by the stages: multiply by them.
+        total = self._loss_runner.total
+        total = total * plan.pipeline if total is not None else self._reduction.zero
+        self._reduction.start(total, self._setup.stop_requested())
+        return self._reduction.sums()
+
+    def _first_pass(self, batch: Batch, losses: WholeBatchLosses) -> None:
+        """Runs all microbatches forward through all stages, for their outputs; no state changes. Collective."""
+        with nothing_changed(self._model.module, self._setup.world.device):
+            outputs = [output for _, output in self._model.relay.forward(batch.microbatches)]
+            if outputs:
+                with self._precision:
+                    losses.look_ahead(batch, outputs, self._loss_runner.scale)
+        self._model.reshard()
+
+    def norm(self) -> Tensor:
+        """Computes the 2-norm of the whole gradient, over all stages. Collective."""
+        group = self._model.relay.group
+        if not self._parameters:  # all that this stage has is frozen
+            square = torch.zeros((), dtype=torch.float64, device=self._setup.world.device)
+            dist.all_reduce(square, group=group)
+            return square.sqrt().float()
+        return gradient_norm(self._parameters, group)
+
+    def _learn(self, micro: Microbatch) -> None:
+        """Runs a microbatch of a new shape through all stages, so that every stage knows its input's shapes."""
+        with buffers_restored(self._model.module):
+            for _ in self._model.relay.forward([micro]):
+                pass
+        self._model.reshard()
+
+    def _anybody(self, flag_here: bool) -> bool:
+        """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""
+        if not self._together:
+            return flag_here
+        flag = torch.tensor(float(flag_here))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._setup.world.control)
+        return bool(flag)
+
+    def _loss(self, output: Any, micro: Microbatch) -> Tensor:
+        """Computes a microbatch's loss on the last stage: a scalar from which backward starts."""
+        assert self._batch is not None
+        return self._loss_runner.loss_of(output, self._batch, micro)[0].scalar()
+
+
+def _no_forward(inputs: Any) -> Any:
+    raise AssertionError("a pipeline's schedule runs the forward")
 
 
 class StagedModel:
@@ -61,20 +164,20 @@ class StagedModel:
     def make_optimizer(self) -> Optimizer:
         """Makes the optimizer over the whole model, which the task may need, then removes other stages' parameters."""
         everywhere, self._everywhere = self._everywhere, []
-        own, device = dict(self.named), self._setup.world.device
+        own_parameters, device = dict(self.named), self._setup.world.device
         optimizer = self._setup.task.optimizer(
             [
-                (name, own[name] if name in own else _stand_in(parameter, device))
+                (name, own_parameters[name] if name in own_parameters else _stand_in(parameter, device))
                 for name, parameter in everywhere
             ]
         )
-        own_ids = {id(parameter) for parameter in own.values()}
+        own = {id(parameter) for parameter in own_parameters.values()}
         for group in optimizer.param_groups:
-            kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own_ids]
+            kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
             for key in {"params", "param_names"} & set(group):
                 group[key] = [group[key][number] for number in kept]
-        for key in [key for key in optimizer.state if id(key) not in own_ids]:
-            del optimizer.state[key]
+        for parameter in [held for held in optimizer.state if id(held) not in own]:
+            del optimizer.state[parameter]
         return optimizer
 
     def train_state(
@@ -117,7 +220,7 @@ class StagedModel:
                 module.train()
         self.reshard()
         scores = scorer.scores(samples) if self.stages[-1].is_last else None
-        return next(result for result in world.gather(scores) if result is not None)
+        return next(gathered for gathered in world.gather(scores) if gathered is not None)
 
 
 class StagedState:
@@ -149,10 +252,10 @@ class StagedState:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""
         ranks = dist.get_process_group_ranks(self._group)
-        stage = self._world.coordinates()["pipeline"][0]
+        own_place = self._world.coordinates()["pipeline"][0]
         listed = self._world.gather([name for name, _ in _named_tensors(self._module)])
         for place, rank in enumerate(ranks):
-            if place == stage:
+            if place == own_place:
                 for name, tensor in export(self._module, self._world):
                     if place and self._world.rank == rank and ranks[0] == 0:
                         dist.send_object_list([tensor.shape, tensor.dtype], dst=0, group=self._world.control)

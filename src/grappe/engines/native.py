@@ -1,0 +1,362 @@
+"""The native engine, on torch alone: DDP, FSDP2, tensor parallelism, pipelines and their products.
+
+It reads in the order of a step: `Native.step` asks a strategy for the gradients, clips them and updates the parameters;
+`WholeGradients` (or `ExactGradients`, or those of native_pipeline.py) runs each microbatch by a `MicrobatchRunner`,
+which other engines use too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
+from grappe.engines.base import COMMON, Engine, EngineSetup
+from grappe.engines.shared.forward import evaluate, first_pass
+from grappe.engines.shared.state import ModelState, trained_parameters
+from grappe.parallel import compile as compile_rules
+from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
+from grappe.parallel.compile import replaying
+from grappe.parallel.parallelize import KEYS, parallelize
+from grappe.parallel.pipeline import rules as pipeline_rules
+from grappe.parallel.replicate import Replicas, uses_replicas
+from grappe.parallel.shard import reduction_switch
+from grappe.plan import Plan
+from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.step.clip import clipping, gradient_norm
+from grappe.step.exact import rules as exact_rules
+from grappe.step.exact.sharded import exact_sums
+from grappe.step.fast_paths import OptimizerStep, backward, seed_dropout
+from grappe.step.loss import Loss
+from grappe.step.precision import LossScale, autocast, set_tf32
+from grappe.step.reduction import NO_ROOTS, LossReduction, Roots, Sums, loss_reduction
+from grappe.step.result import StepResult
+from grappe.step.scores import Scores
+from grappe.step.task_contract import optimizer_of, schedule_of
+from grappe.step.whole_batch_loss import make_losses
+
+if TYPE_CHECKING:
+    from grappe.engines.native_pipeline import StagedModel
+
+_NOTHING: Any = contextlib.nullcontext()
+NOT_SCALED = LossScale("fp32")
+
+
+class Gradients(Protocol):
+    """Strategy that computes the gradients of a step. All methods are collective."""
+
+    def gradients(self, batch: Batch) -> Sums:
+        """Leaves the global batch's gradient on each parameter; returns the step's sums, still being computed."""
+
+    def norm(self) -> Tensor:
+        """Computes the 2-norm of the whole gradient on the parameters: a scalar, the same on every process."""
+
+
+class Native(Engine):
+    """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
+
+    supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs"}
+    about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
+
+    @classmethod
+    def unsupported_reason(cls, plan: Plan) -> str | None:
+        if plan.offload.startswith("nvme:"):
+            return (
+                "engine=native offloads to the CPU only: use offload=cpu, or an engine with offload to disk"
+            )
+        if plan.tensor > 1 and plan.batchnorm == "sync":
+            return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
+        rules = (exact_rules, pipeline_rules, compile_rules)
+        return next((why for rule in rules if (why := rule.unsupported_reason(plan))), None)
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._on_phase, self._plan = setup.observers.phase, setup.plan
+        set_tf32(setup.plan.precision)
+        loss_scale = LossScale(setup.plan.precision)
+        strategy: Gradients
+        self._model: WholeModel | StagedModel
+        if setup.plan.pipeline > 1:
+            from grappe.engines.native_pipeline import PipelinedGradients, StagedModel
+
+            self._model = StagedModel(setup)
+            strategy = PipelinedGradients(setup, self._model, loss_scale)
+        else:
+            self._model = WholeModel(setup)
+            make = ExactGradients if setup.plan.exact else WholeGradients
+            strategy = make(setup, self._model, loss_scale)
+        self._gradients = strategy.gradients
+        optimizer = self._model.make_optimizer()
+        setup.observers.optimizer(optimizer, self._model.named)
+        self._schedule = schedule_of(setup.task, optimizer, setup.total_steps)
+        self.train_state = self._model.train_state(optimizer, self._schedule, loss_scale)
+        self._group = optimizer.param_groups[0]
+        self._step_optimizer = OptimizerStep(optimizer)
+        self._parameters = [parameter for _, parameter in self._model.named]
+        self._clip = clipping(setup.task, setup.plan, loss_scale, self._parameters, strategy.norm)
+
+    def step(self, batch: Batch) -> StepResult:
+        sums = self._gradients(batch)
+        lr = self._group["lr"]
+        self._on_phase(UPDATE)
+        norm, skipped = self._clip() if self._clip is not None else (None, False)
+        if not skipped:
+            self._step_optimizer()
+            if self._schedule is not None:
+                self._schedule.step()
+        # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
+        for parameter in self._parameters:
+            parameter.grad = None
+        return StepResult(batch, sums, norm, skipped, lr)
+
+    def remarks(self) -> Sequence[str]:
+        return compile_rules.remarks(self._plan)
+
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        return self._model.evaluate(batches, samples)
+
+
+# ---- The model, whole on this process or sharded -----------------------------------------------------------
+
+
+class WholeModel:
+    """The task's model under the plan, with all its modules on this process."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self.module = parallelize(setup.task, setup.plan, setup.world, setup.weights)
+        self.named = trained_parameters(self.module)
+
+    def make_optimizer(self) -> Optimizer:
+        """Makes the task's optimizer over this process's parameters."""
+        return optimizer_of(self._setup.task, self.named)
+
+    def train_state(
+        self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
+    ) -> ModelState:
+        """Returns the model's TrainState."""
+        return ModelState(
+            model=self.module,
+            optimizer=optimizer,
+            schedule=schedule,
+            world=self._setup.world,
+            loss_scale=loss_scale,
+        )
+
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """Computes the scores over all data slices. Collective."""
+        return evaluate(self.module, self._setup, batches, samples)
+
+
+# ---- The gradients of a step -------------------------------------------------------------------------------
+
+
+class WholeGradients:
+    """Strategy with gradient accumulation: sums the microbatches' gradients, and reduces them over the processes."""
+
+    def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
+        self._parameters = [parameter for _, parameter in model.named]
+        self._switch = reduction_switch(model.module, setup.plan)
+        self._unwrapped: Replicas | None = None
+        forward: Callable[[Any], Any] = functools.partial(setup.task.forward, model.module)
+        divisor = 1.0
+        if uses_replicas(setup.plan, setup.world):
+            forward = self._unwrapped = Replicas(model.module, setup.world, setup.task.forward)
+            divisor = float(setup.world.data_size)  # DDP averages where FSDP2 is made to sum
+            if setup.plan.microbatches > 1:
+                self._switch = self._unwrapped.reduce_in_next_backward
+        self._precision = autocast(setup.plan.precision, setup.world.device)
+        replayed = replaying(forward, setup.plan, keeps=setup.observers.output is not None)
+        self._runner = MicrobatchRunner(
+            setup,
+            model.module,
+            within(self._precision, replayed),
+            loss_scale=loss_scale,
+            gradient_divisor=divisor,
+            precision=self._precision,
+            reduction=loss_reduction(setup.world),
+        )
+
+    def gradients(self, batch: Batch) -> Sums:
+        """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
+        runner = self._runner
+        if self._unwrapped is not None:
+            runner.reduction = self._unwrapped.wrap(functools.partial(self._dry_run, batch))
+            self._unwrapped = None
+        runner.begin(batch)
+        last = batch.microbatches[-1]
+        for micro in batch.microbatches:
+            if self._switch is not None:
+                self._switch(micro is last)
+            runner.run(batch, micro, _backward)
+        return runner.sums()
+
+    def _dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
+        self._runner.dry_run(batch, within(self._precision, forward), roots)
+
+    def norm(self) -> Tensor:
+        """Computes the 2-norm of the whole gradient. Collective if parameters are sharded."""
+        return gradient_norm(self._parameters)
+
+
+class ExactGradients:
+    """Strategy for exact plans: sums every piece's gradients in one order, so that no number of processes shows."""
+
+    def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
+        self._seed, self._stop_requested = setup.task.seed, setup.stop_requested
+        parameters = [parameter for _, parameter in model.named]
+        self._exact = exact_sums(model.module, parameters, setup.plan, setup.world, setup.task.forward)
+        self._precision = autocast(setup.plan.precision, setup.world.device)
+        forward = replaying(self._exact.forward, setup.plan, keeps=setup.observers.output is not None)
+        self._runner = MicrobatchRunner(
+            setup,
+            model.module,
+            within(self._precision, forward),
+            loss_scale=loss_scale,
+            precision=self._precision,
+        )
+
+    def gradients(self, batch: Batch) -> Sums:
+        """Leaves the global batch's gradient on each parameter; returns the step's sums. Collective."""
+        exact, seed, runner = self._exact, self._seed, self._runner
+        ahead = within(self._precision, exact.forward_ahead)
+        runner.first_pass(batch, lambda index, micro: ahead(index, batch.step, seed, entering(micro)))
+        for index, micro in enumerate(batch.microbatches):
+            runner.total = None
+            if micro.rows or exact.every_piece:
+                with exact.piece(index, batch.step, seed):
+                    runner.run(batch, micro, _backward)
+            exact.add(runner.total)
+        return exact.reduce(self._stop_requested(), batch.samples)
+
+    def norm(self) -> Tensor:
+        """Computes the 2-norm of the whole gradient, exact to the bit. Collective if parameters are sharded."""
+        return self._exact.norm()
+
+
+def _backward(loss: Loss, roots: Roots) -> None:
+    backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
+
+
+# ---- A microbatch, on any engine ---------------------------------------------------------------------------
+
+
+class MicrobatchRunner:
+    """Runs the microbatches of a step: seeds dropout, runs forward and loss, adds up the loss, starts its reduction.
+
+    Args:
+        model: the model, whose batch normalisation ignores rows of padding.
+        forward: the function that is called with a microbatch's inputs, in the plan's precision.
+        first_forward: the function that is called in a first pass, if it is another one.
+        gradient_divisor: the number by which the gradients are divided afterwards.
+        precision: the context in which the loss is computed.
+        reduction: sums the loss over the processes; None: the engine does that itself.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        model: nn.Module,
+        forward: Callable[[Any], Any],
+        *,
+        loss_scale: LossScale = NOT_SCALED,
+        gradient_divisor: float = 1.0,
+        precision: contextlib.AbstractContextManager[Any] = _NOTHING,
+        reduction: LossReduction | None = None,
+        first_forward: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._setup, self._model, self._forward = setup, model, forward
+        self._first_forward = first_forward or forward
+        self._loss_scale, self._gradient_divisor, self._precision = loss_scale, gradient_divisor, precision
+        self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
+        self.losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
+        self._whole_batch = setup.task.whole_batch_loss
+        self.reduction = reduction
+        self.total: Tensor | None = None
+        """The sum of the losses of the step's microbatches so far, a float32 scalar."""
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of the output gradient."""
+        return self._gradient_divisor * self._loss_scale.value
+
+    def begin(self, batch: Batch) -> None:
+        """Begins a step: seeds dropout, and runs the first pass where the loss needs one. Collective."""
+        seed_dropout(self._setup.task.seed, batch.step, self._setup.world)
+        self.total = None
+        if self._whole_batch:
+            self.first_pass(batch, lambda _, micro: self._first_forward(entering(micro)))
+
+    def first_pass(self, batch: Batch, forward: Callable[[int, Microbatch], Any]) -> None:
+        """Runs `shared.forward.first_pass`. Collective."""
+        if self._whole_batch:
+            first_pass(
+                self.losses,
+                self._setup,
+                self._model,
+                batch,
+                forward,
+                scale=self.scale,
+                precision=self._precision,
+            )
+
+    def run(self, batch: Batch, micro: Microbatch, backward: Callable[[Loss, Roots], None]) -> None:
+        """Runs forward, loss and `backward`, which adds the microbatch's gradient to the parameters' gradients."""
+        with self.padding_ignored(micro):
+            backward(*self.loss(batch, micro))
+
+    def padding_ignored(self, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Context of a microbatch; of its backward too, where activation checkpointing runs the forward again."""
+        return _NOTHING if micro.rows else ignoring_padding(self._model)
+
+    def loss(self, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
+        """Runs forward and loss; returns the loss, and further roots of the step's last backward, which sum it up."""
+        self._on_phase(FORWARD)
+        return self.loss_of(self._forward(entering(micro)), batch, micro)
+
+    def loss_of(self, output: Any, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
+        """Computes the loss of a microbatch's output; after the step's last one starts the reduction of the sum."""
+        with self._precision:
+            loss = self.losses(output, micro, batch, self.scale)
+        self.total = loss.total if self.total is None else self.total + loss.total
+        if self.reduction is None or micro is not batch.microbatches[-1]:
+            return loss, NO_ROOTS
+        return loss, self.reduction.start(self.total, self._stop_requested())
+
+    def sums(self) -> Sums:
+        """Returns the step's sums over all processes, after the step's last backward has been called."""
+        assert self.reduction is not None
+        return self.reduction.sums()
+
+    def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
+        """Runs a forward and backward of the first microbatch that changes only gradients."""
+        micro = batch.microbatches[0]
+        with buffers_restored(self._model):
+            output = forward(entering(micro))
+            with self._precision:
+                loss = self.losses.dry_run(output, micro, batch)
+            torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
+
+
+def within(
+    precision: contextlib.AbstractContextManager[Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `function`, called inside `precision`."""
+    if isinstance(precision, contextlib.nullcontext):
+        return function
+
+    def call(*arguments: Any) -> Any:
+        with precision:
+            return function(*arguments)
+
+    return call
+
+
+ENGINE = Native
