@@ -17,7 +17,7 @@ from docs.site.links import FRENCH, ORPHAN, ROOT, rewrite, site_page
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^():\s]+)\)")
 LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh": "bash"}
 MACHINES = ("slurm", "from-a-page", "gpu", "lightning", "deepspeed", "horovod")
-PROJECT = ("promises", "parity", "benchmarks", "soak", "security", "log")
+PROJECT = ("promises", "parity", "benchmarks", "soak", "security", "step", "log")
 BOTH = ("commands/", "labs/")
 """Pages that both languages have under the same name."""
 FIRST = ("task", "gallery", "plans", "resume", "measure", "verify", "too-big", "data", "own-loop")

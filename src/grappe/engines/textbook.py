@@ -7,6 +7,8 @@ builds, on processes where the book has one process with several GPUs. Every pro
     2. the gradients are summed over the processes, and each gets the sum;
     3. each makes the same update, so that the models stay the same.
 
+The same step as the native engine does it: docs/step.md.
+
 Shapes: W processes, of which this one is `rank`; P parameters; n numbers in the flat vector that is summed.
 """
 
