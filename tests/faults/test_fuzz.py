@@ -35,10 +35,11 @@ from grappe.sites.layout import ResourceRequest, layout
 from grappe.sites.script import render
 from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
-from grappe.verbs import evaluate, follow, logs, predict, prune, runs
+from grappe.verbs import evaluate, follow, logs, prune, runs
 from grappe.verbs.catalogue import site_facts, site_list
 from grappe.verbs.curves import write_csv
 from grappe.verbs.load import choose, load
+from grappe.verbs.predict.predict import as_json, predict
 from grappe.verbs.report.gather import gather, html
 from grappe.verbs.submit.submission import JobOptions
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
@@ -143,7 +144,7 @@ READERS = {
     "report": lambda run: html(gather([run]), "title"),
     "prune": lambda run: prune.table(prune.prune(all_runs(run.parent), 1), dry_run=False),
     "load": lambda run: load(run, Images()),
-    "predict": lambda run: list(predict.predict(run, "validation", task=Images(), data=run.parent)),
+    "predict": lambda run: list(predict(run, "validation", task=Images(), data=run.parent)),
     "evaluate": evaluated,
     "from": lambda run: train_from(run),  # noqa: PLW0108 - it is defined below
     "train": lambda run: train(run, Images(), steps=1),
@@ -502,9 +503,7 @@ def test_what_a_task_gives(now: dict[str, Any]) -> None:
         try:
             for verb in (
                 lambda: train(here / "other", Odd(epochs=1), steps=1),
-                lambda: list(
-                    map(predict.as_json, predict.predict(made, "validation", task=Odd(), data=here))
-                ),
+                lambda: list(map(as_json, predict(made, "validation", task=Odd(), data=here))),
                 lambda: evaluated_odd(made),
             ):
                 told(verb)

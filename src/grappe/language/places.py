@@ -17,7 +17,7 @@ OPEN = re.compile(
     r"|where|whose?|why|words?)\d*"
 )
 """Words of grappe's, be they as few as those of a name: "step 3"."""
-ONE_WORD = re.compile(r"(epoch|host|hours|index|nodename|number|pid|rank|seconds|seed|steps?)\d*")
+ONE_WORD = re.compile(r"(epoch|host|host_name|hours|index|nodename|number|pid|rank|seconds|seed|steps?)\d*")
 """Values of one word: numbers, and names of nodes."""
 QUOTES = ("'", '"', "`")
 TYPED = re.compile(r"(?:=|--[\w-]+[ =])$")

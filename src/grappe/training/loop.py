@@ -69,7 +69,7 @@ class Session:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Progress:
+class LoopState:
     """State of a training that each checkpoint stores beside the engine's state."""
 
     best_loss: float = math.inf
@@ -127,7 +127,7 @@ class Training:
     def __init__(self, session: Session) -> None:
         options, info = session.options, session.info
         self.session = session
-        self.progress = Progress()
+        self.progress = LoopState()
         self.step = info.start
         """Optimizer steps done, in earlier starts too."""
         self._evaluates = not options.steps_only

@@ -13,7 +13,7 @@ from grappe.cli import foreseeing
 from grappe.errors import RunError, UsageError
 from grappe.foresight.calibration import read as read_calibration
 from grappe.foresight.calibration import write as write_calibration
-from grappe.training import task_record
+from grappe.training import task_reference
 from grappe.training.run import Run
 from grappe.verbs.foresee import history as module
 from grappe.verbs.foresee.history import FILE, Compared, compared, errors, history
@@ -132,13 +132,13 @@ def test_why_steps_are_missing_is_said_once_for_all_runs() -> None:
 def test_a_task_that_has_changed_is_not_traced_and_no_option_is_named_that_is_not_there(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(task_record, "_hash", lambda file: "another")
+    monkeypatch.setattr(task_reference, "_hash", lambda file: "another")
     copy = Run(shutil.copytree(run.folder, tmp_path / "copy"))
     (copy.folder / FILE).unlink()
     found = compared(copy)
     assert "has changed since" in found.why and "train it again" in found.why and "--task" not in found.why
     assert "tracing" not in capsys.readouterr().err
-    monkeypatch.setattr(task_record, "run_around", lambda file: tmp_path)
+    monkeypatch.setattr(task_reference, "run_around", lambda file: tmp_path)
     assert compared(copy).why.endswith("which is not there any more")
 
 
