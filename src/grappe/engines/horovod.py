@@ -22,8 +22,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, Engine, EngineSetup
-from grappe.engines.native import MicrobatchRunner
-from grappe.engines.shared.forward import evaluate
+from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
 from grappe.launch.world import World

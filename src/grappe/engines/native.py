@@ -1,53 +1,46 @@
 """The native engine, on torch alone: DDP, FSDP2, tensor parallelism, pipelines and their products.
 
 It reads in the order of a step: `Native.step` asks a strategy for the gradients, clips them and updates the parameters;
-`WholeGradients` (or `ExactGradients`, or those of native_pipeline.py) runs each microbatch by a `MicrobatchRunner`,
-which other engines use too.
+`WholeGradients` (or `ExactGradients`, or those of native_pipeline.py) runs each microbatch by the
+`MicrobatchRunner` of shared/microbatch.py, which other engines use too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch
 from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
-from grappe.engines.shared.forward import evaluate, first_pass
+from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.parallel import compile as compile_rules
-from grappe.parallel.batchnorm import buffers_restored, ignoring_padding
 from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import KEYS, parallelize
 from grappe.parallel.pipeline import rules as pipeline_rules
 from grappe.parallel.replicate import Replicas, uses_replicas
 from grappe.parallel.shard import reduction_switch
 from grappe.plan import Plan
-from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.exact import rules as exact_rules
 from grappe.step.exact.sharded import exact_sums
-from grappe.step.fast_paths import OptimizerStep, backward, seed_dropout
+from grappe.step.fast_paths import OptimizerStep, backward
 from grappe.step.loss import Loss
 from grappe.step.precision import LossScale, autocast, set_tf32
-from grappe.step.reduction import NO_ROOTS, LossReduction, Roots, Sums, loss_reduction
+from grappe.step.reduction import Roots, Sums, loss_reduction
 from grappe.step.result import StepResult
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
-from grappe.step.whole_batch_loss import make_losses
 
 if TYPE_CHECKING:
     from grappe.engines.native_pipeline import StagedModel
-
-_NOTHING: Any = contextlib.nullcontext()
-NOT_SCALED = LossScale("fp32")
 
 
 class Gradients(Protocol):
@@ -243,120 +236,6 @@ class ExactGradients:
 
 def _backward(loss: Loss, roots: Roots) -> None:
     backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
-
-
-# ---- A microbatch, on any engine ---------------------------------------------------------------------------
-
-
-class MicrobatchRunner:
-    """Runs the microbatches of a step: seeds dropout, runs forward and loss, adds up the loss, starts its reduction.
-
-    Args:
-        model: the model, whose batch normalisation ignores rows of padding.
-        forward: the function that is called with a microbatch's inputs, in the plan's precision.
-        first_forward: the function that is called in a first pass, if it is another one.
-        gradient_divisor: the number by which the gradients are divided afterwards.
-        precision: the context in which the loss is computed.
-        reduction: sums the loss over the processes; None: the engine does that itself.
-    """
-
-    def __init__(
-        self,
-        setup: EngineSetup,
-        model: nn.Module,
-        forward: Callable[[Any], Any],
-        *,
-        loss_scale: LossScale = NOT_SCALED,
-        gradient_divisor: float = 1.0,
-        precision: contextlib.AbstractContextManager[Any] = _NOTHING,
-        reduction: LossReduction | None = None,
-        first_forward: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self._setup, self._model, self._forward = setup, model, forward
-        self._first_forward = first_forward or forward
-        self._loss_scale, self._gradient_divisor, self._precision = loss_scale, gradient_divisor, precision
-        self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
-        self.losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
-        self._whole_batch = setup.task.whole_batch_loss
-        self.reduction = reduction
-        self.total: Tensor | None = None
-        """The sum of the losses of the step's microbatches so far, a float32 scalar."""
-
-    @property
-    def scale(self) -> float:
-        """Returns the factor of the output gradient."""
-        return self._gradient_divisor * self._loss_scale.value
-
-    def begin(self, batch: Batch) -> None:
-        """Begins a step: seeds dropout, and runs the first pass where the loss needs one. Collective."""
-        seed_dropout(self._setup.task.seed, batch.step, self._setup.world)
-        self.total = None
-        if self._whole_batch:
-            self.first_pass(batch, lambda _, micro: self._first_forward(entering(micro)))
-
-    def first_pass(self, batch: Batch, forward: Callable[[int, Microbatch], Any]) -> None:
-        """Runs `shared.forward.first_pass`. Collective."""
-        if self._whole_batch:
-            first_pass(
-                self.losses,
-                self._setup,
-                self._model,
-                batch,
-                forward,
-                scale=self.scale,
-                precision=self._precision,
-            )
-
-    def run(self, batch: Batch, micro: Microbatch, backward: Callable[[Loss, Roots], None]) -> None:
-        """Runs forward, loss and `backward`, which adds the microbatch's gradient to the parameters' gradients."""
-        with self.padding_ignored(micro):
-            backward(*self.loss(batch, micro))
-
-    def padding_ignored(self, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """Context of a microbatch; of its backward too, where activation checkpointing runs the forward again."""
-        return _NOTHING if micro.rows else ignoring_padding(self._model)
-
-    def loss(self, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
-        """Runs forward and loss; returns the loss, and further roots of the step's last backward, which sum it up."""
-        self._on_phase(FORWARD)
-        return self.loss_of(self._forward(entering(micro)), batch, micro)
-
-    def loss_of(self, output: Any, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
-        """Computes the loss of a microbatch's output; after the step's last one starts the reduction of the sum."""
-        with self._precision:
-            loss = self.losses(output, micro, batch, self.scale)
-        self.total = loss.total if self.total is None else self.total + loss.total
-        if self.reduction is None or micro is not batch.microbatches[-1]:
-            return loss, NO_ROOTS
-        return loss, self.reduction.start(self.total, self._stop_requested())
-
-    def sums(self) -> Sums:
-        """Returns the step's sums over all processes, after the step's last backward has been called."""
-        assert self.reduction is not None
-        return self.reduction.sums()
-
-    def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
-        """Runs a forward and backward of the first microbatch that changes only gradients."""
-        micro = batch.microbatches[0]
-        with buffers_restored(self._model):
-            output = forward(entering(micro))
-            with self._precision:
-                loss = self.losses.dry_run(output, micro, batch)
-            torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
-
-
-def within(
-    precision: contextlib.AbstractContextManager[Any], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns `function`, called inside `precision`."""
-    if isinstance(precision, contextlib.nullcontext):
-        return function
-
-    def call(*arguments: Any) -> Any:
-        with precision:
-            return function(*arguments)
-
-    return call
 
 
 ENGINE = Native

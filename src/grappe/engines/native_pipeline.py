@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.engines.base import EngineSetup
-from grappe.engines.native import MicrobatchRunner
-from grappe.engines.shared.forward import nothing_changed
+from grappe.engines.shared.microbatch import MicrobatchRunner, nothing_changed
 from grappe.engines.shared.state import ModelState, SavedState, State, export, trained_parameters
 from grappe.errors import GrappeError, PlanError
 from grappe.launch.fork import run_in_fork

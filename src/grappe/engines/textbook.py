@@ -27,7 +27,7 @@ from grappe.data.device_copy import sent
 from grappe.data.draw import mix
 from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
-from grappe.engines.shared.forward import evaluate, first_pass
+from grappe.engines.shared.microbatch import evaluate, first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.launch.world import choose_backend
 from grappe.parallel.batchnorm import statistics_frozen

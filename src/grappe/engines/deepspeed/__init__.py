@@ -14,8 +14,8 @@ from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.deepspeed import disk, library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel
 from grappe.engines.deepspeed.reached import explained
-from grappe.engines.native import NOT_SCALED, MicrobatchRunner
 from grappe.engines.shared.memory_needs import Needs
+from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner
 from grappe.errors import DivergedError
 from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan

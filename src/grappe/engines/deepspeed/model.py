@@ -16,7 +16,7 @@ from grappe.engines.deepspeed.partition import partitioned
 from grappe.engines.deepspeed.reached import Reached
 from grappe.engines.deepspeed.state import Partitioned
 from grappe.engines.deepspeed.train_state import PartitionedState, WholeState
-from grappe.engines.shared.forward import evaluate
+from grappe.engines.shared.microbatch import evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.errors import TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches

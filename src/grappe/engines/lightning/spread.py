@@ -12,7 +12,7 @@ from torch import Tensor
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.lightning.steps import Item, Steps
-from grappe.engines.shared.forward import evaluate
+from grappe.engines.shared.microbatch import evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.shard import reduction_switch, uses_shard

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
-from grappe.engines.native import MicrobatchRunner
+from grappe.engines.shared.microbatch import MicrobatchRunner
 from grappe.engines.shared.state import TrainState
 from grappe.parallel.batchnorm import buffers_restored
 from grappe.profiling.phases import FORWARD, UPDATE

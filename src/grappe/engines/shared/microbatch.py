@@ -1,0 +1,210 @@
+"""Runs microbatches on any engine: forward, loss and backward in training, forward alone in evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.rand_like import entering
+from grappe.engines.base import EngineSetup
+from grappe.parallel.batchnorm import buffers_agreed, buffers_kept, buffers_restored, ignoring_padding
+from grappe.parallel.compile import replaying
+from grappe.parallel.shard import reshard
+from grappe.profiling import memory
+from grappe.profiling.phases import FORWARD
+from grappe.step.fast_paths import seed_dropout
+from grappe.step.loss import Loss
+from grappe.step.precision import LossScale, autocast
+from grappe.step.reduction import NO_ROOTS, LossReduction, Roots, Sums
+from grappe.step.scores import Scorer, Scores
+from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses, make_losses
+
+_NOTHING: Any = contextlib.nullcontext()
+NOT_SCALED = LossScale("fp32")
+
+
+class MicrobatchRunner:
+    """Runs the microbatches of a step: seeds dropout, runs forward and loss, adds up the loss, starts its reduction.
+
+    Args:
+        model: the model, whose batch normalisation ignores rows of padding.
+        forward: the function that is called with a microbatch's inputs, in the plan's precision.
+        first_forward: the function that is called in a first pass, if it is another one.
+        gradient_divisor: the number by which the gradients are divided afterwards.
+        precision: the context in which the loss is computed.
+        reduction: sums the loss over the processes; None: the engine does that itself.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        model: nn.Module,
+        forward: Callable[[Any], Any],
+        *,
+        loss_scale: LossScale = NOT_SCALED,
+        gradient_divisor: float = 1.0,
+        precision: contextlib.AbstractContextManager[Any] = _NOTHING,
+        reduction: LossReduction | None = None,
+        first_forward: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._setup, self._model, self._forward = setup, model, forward
+        self._first_forward = first_forward or forward
+        self._loss_scale, self._gradient_divisor, self._precision = loss_scale, gradient_divisor, precision
+        self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
+        self.losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
+        self._whole_batch = setup.task.whole_batch_loss
+        self.reduction = reduction
+        self.total: Tensor | None = None
+        """The sum of the losses of the step's microbatches so far, a float32 scalar."""
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of the output gradient."""
+        return self._gradient_divisor * self._loss_scale.value
+
+    def begin(self, batch: Batch) -> None:
+        """Begins a step: seeds dropout, and runs the first pass where the loss needs one. Collective."""
+        seed_dropout(self._setup.task.seed, batch.step, self._setup.world)
+        self.total = None
+        if self._whole_batch:
+            self.first_pass(batch, lambda _, micro: self._first_forward(entering(micro)))
+
+    def first_pass(self, batch: Batch, forward: Callable[[int, Microbatch], Any]) -> None:
+        """Runs the first pass, if the loss compares samples of the whole batch. Collective."""
+        if self._whole_batch:
+            first_pass(
+                self.losses,
+                self._setup,
+                self._model,
+                batch,
+                forward,
+                scale=self.scale,
+                precision=self._precision,
+            )
+
+    def run(self, batch: Batch, micro: Microbatch, backward: Callable[[Loss, Roots], None]) -> None:
+        """Runs forward, loss and `backward`, which adds the microbatch's gradient to the parameters' gradients."""
+        with self.padding_ignored(micro):
+            backward(*self.loss(batch, micro))
+
+    def padding_ignored(self, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Context of a microbatch; of its backward too, where activation checkpointing runs the forward again."""
+        return _NOTHING if micro.rows else ignoring_padding(self._model)
+
+    def loss(self, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
+        """Runs forward and loss; returns the loss, and further roots of the step's last backward, which sum it up."""
+        self._on_phase(FORWARD)
+        return self.loss_of(self._forward(entering(micro)), batch, micro)
+
+    def loss_of(self, output: Any, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
+        """Computes the loss of a microbatch's output; after the step's last one starts the reduction of the sum."""
+        with self._precision:
+            loss = self.losses(output, micro, batch, self.scale)
+        self.total = loss.total if self.total is None else self.total + loss.total
+        if self.reduction is None or micro is not batch.microbatches[-1]:
+            return loss, NO_ROOTS
+        return loss, self.reduction.start(self.total, self._stop_requested())
+
+    def sums(self) -> Sums:
+        """Returns the step's sums over all processes, after the step's last backward has been called."""
+        assert self.reduction is not None
+        return self.reduction.sums()
+
+    def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
+        """Runs a forward and backward of the first microbatch that changes only gradients."""
+        micro = batch.microbatches[0]
+        with buffers_restored(self._model):
+            output = forward(entering(micro))
+            with self._precision:
+                loss = self.losses.dry_run(output, micro, batch)
+            torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
+
+
+def within(
+    precision: contextlib.AbstractContextManager[Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `function`, called inside `precision`."""
+    if isinstance(precision, contextlib.nullcontext):
+        return function
+
+    def call(*arguments: Any) -> Any:
+        with precision:
+            return function(*arguments)
+
+    return call
+
+
+@torch.no_grad()
+def first_pass(
+    losses: AnyLosses,
+    setup: EngineSetup,
+    model: nn.Module,
+    batch: Batch,
+    forward: Callable[[int, Microbatch], Any],
+    *,
+    scale: float = 1.0,
+    precision: contextlib.AbstractContextManager[Any] | None = None,
+) -> None:
+    """Runs forward of all microbatches without gradients, if the loss needs their outputs. Collective.
+
+    No buffer and no generator changes.
+
+    Args:
+        forward: called with each microbatch's number and the microbatch, in the order of the pass that follows, so that
+            dropout draws the same.
+        scale: factor of the output gradient, as in the pass that follows.
+        precision: context of the loss.
+    """
+    if not isinstance(losses, WholeBatchLosses) or not losses.look_ahead_needed(batch):
+        return
+    outputs = []
+    with nothing_changed(model, setup.world.device):
+        for number, micro in enumerate(batch.microbatches):
+            with contextlib.nullcontext() if micro.rows else ignoring_padding(model):
+                outputs.append(forward(number, micro))
+        with precision or contextlib.nullcontext():
+            losses.look_ahead(batch, outputs, scale)
+    reshard(model)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    setup: EngineSetup,
+    batches: Iterator[Batch],
+    samples: int,
+    forward: Callable[[Any], Any] | None = None,
+) -> Scores:
+    """Computes the scores over all data slices; the model is in training mode again afterwards. Collective.
+
+    Args:
+        forward: the function that is called with the inputs, if it is not the model itself.
+    """
+    plan, world = setup.plan, setup.world
+    scorer = Scorer(setup.task, plan, world)
+    forward = replaying(forward or functools.partial(setup.task.forward, model), plan, keeps=True)
+    model.eval()
+    try:
+        heap = contextlib.nullcontext() if plan.saves_memory else memory.keep_freed_memory()
+        with heap, buffers_agreed(model, world.data_group), autocast(plan.precision, world.device):
+            for batch in batches:
+                for micro in batch.microbatches:
+                    scorer.add(forward(entering(micro)), micro, batch)
+    finally:
+        model.train()
+    scores = scorer.scores(samples)
+    reshard(model)
+    return scores
+
+
+@contextlib.contextmanager
+def nothing_changed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which forwards change no buffer of the model and no random generator."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), buffers_kept(model):
+        yield
