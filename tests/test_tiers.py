@@ -64,7 +64,7 @@ def plain() -> None:
     ],
 )
 def test_what_starts_programs_is_slow(function: object, slow: bool) -> None:
-    assert tiers._launches(function, set()) == slow
+    assert tiers._launches(function) == slow
 
 
 def test_folders_and_files_of_slow_tests_are_not_imported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Iterator
@@ -75,8 +76,7 @@ CLUSTER = "tests/slurm"
 def mark(items: list[pytest.Item]) -> None:
     """Marks tests that start programs, use another library's engine, train as a whole, or look at artefacts."""
     for item in items:
-        path = item.path.relative_to(ROOT)
-        if any(path.is_relative_to(place) for place in ARTEFACTS):
+        if _is_in(item.path, ARTEFACTS):
             item.add_marker(pytest.mark.artefact)
             item.add_marker(pytest.mark.slow)
         elif isinstance(item, pytest.Function) and _is_slow(item):
@@ -85,13 +85,13 @@ def mark(items: list[pytest.Item]) -> None:
 
 def has_slow_tests_only(path: Path) -> bool:
     """Whether a file or folder need not even be imported when slow tests are left out."""
-    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path()
-    return _is_of_whole_trainings(inside) or bool(ENGINES.search(str(inside)))
+    inside = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
+    return _is_in(path, FOLDERS) or bool(ENGINES.search(inside))
 
 
 def arrange(items: list[pytest.Item]) -> None:
     """Puts the cluster's tests first, as they mostly wait, and whole trainings next."""
-    items.sort(key=lambda item: not _is_of_whole_trainings(item.path.relative_to(ROOT)))
+    items.sort(key=lambda item: not _is_in(item.path, FOLDERS))
     items.sort(key=lambda item: unit(item.nodeid) != CLUSTER)
 
 
@@ -101,18 +101,25 @@ def unit(nodeid: str) -> str:
     return CLUSTER if module.startswith(f"{CLUSTER}/") else module
 
 
-def _is_of_whole_trainings(path: Path) -> bool:
-    return any(path.is_relative_to(folder) for folder in FOLDERS)
+@functools.cache  # a file has up to a hundred tests
+def _is_in(path: Path, places: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(ROOT / place) for place in places)
 
 
 def _is_slow(item: pytest.Function) -> bool:
-    if _is_of_whole_trainings(item.path.relative_to(ROOT)) or ENGINES.search(item.nodeid):
+    if _is_in(item.path, FOLDERS) or ENGINES.search(item.nodeid):
         return True
-    fixtures = [one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found]
-    return any(_launches(one, set()) for one in [item.function, *fixtures])
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    fixtures = [fixture.func for overridden in definitions for fixture in overridden]
+    return any(_launches(function) for function in [item.function, *fixtures])
 
 
-def _launches(function: object, seen: set[object]) -> bool:
+@functools.cache
+def _launches(function: object) -> bool:
+    return _refers_to_launcher(function, set())
+
+
+def _refers_to_launcher(function: object, seen: set[object]) -> bool:
     """Whether a function of the tests, or one that it calls, refers to a launcher."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return False
@@ -121,7 +128,7 @@ def _launches(function: object, seen: set[object]) -> bool:
         module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         if module in LAUNCHERS:
             return True
-        if isinstance(module, str) and module.startswith("tests.") and _launches(value, seen):
+        if isinstance(module, str) and module.startswith("tests.") and _refers_to_launcher(value, seen):
             return True
     return False
 
