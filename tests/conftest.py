@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from tests import tiers
 from tests.processes import Pool
 
 pytest_plugins = ["tests.grid", "tests.skips", "tests.small_disk"]
+# Compiled once: else each worker rewrites all asserts again, and each process that a test starts compiles grappe.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What grappe keeps in the user's state folder is kept in one of the tests; processes that they start have it, too.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="grappe-state-")
 os.environ.pop("XDG_RUNTIME_DIR", None)

@@ -19,6 +19,7 @@ from grappe.data.draw import mix
 from grappe.data.loader import BatchLoader
 from grappe.data.order import SampleOrder
 from grappe.engines import native
+from grappe.engines.shared import microbatch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -62,7 +63,7 @@ def alike_dropout() -> Any:
     def seed(seed: int, step: int, world: World) -> None:
         torch.manual_seed(mix(seed, step, 0))
 
-    return mock.patch.object(native, "seed_dropout", seed)
+    return mock.patch.object(microbatch, "seed_dropout", seed)
 
 
 def still_dropout() -> Any:
@@ -71,12 +72,12 @@ def still_dropout() -> Any:
     def seed(seed: int, step: int, world: World) -> None:
         torch.manual_seed(mix(seed, world.data_rank))
 
-    return mock.patch.object(native, "seed_dropout", seed)
+    return mock.patch.object(microbatch, "seed_dropout", seed)
 
 
 def fresh_dropout() -> Any:
     """Every start draws other masks."""
-    return mock.patch.object(native, "seed_dropout", lambda *_: torch.seed())
+    return mock.patch.object(microbatch, "seed_dropout", lambda *_: torch.seed())
 
 
 def means_of_means() -> Any:
