@@ -49,7 +49,6 @@ ELSEWHERE = {
     "launch/local.py": "/proc",
     "launch/mps.py": "/dev, and the user's own folder",
     "launch/openmp.py": "/proc",
-    "launch/output.py": "/dev/null",
     "launch/authentication.py": "the folder where processes meet",
     "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",

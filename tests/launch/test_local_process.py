@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grappe.launch.child import Report
-from grappe.launch.local_process import explanation, hint
+from grappe.launch.local import explanation, hint
 from grappe.profiling import limits
 from grappe.profiling.limits import ControlGroup
 

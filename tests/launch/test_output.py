@@ -6,8 +6,8 @@ import os
 
 from rich.console import Console
 
-from grappe.launch.output import UserStream, user_stream
 from grappe.launch.rank import ProcessRank
+from grappe.launch.terminal import UserStream, user_stream
 
 
 def test_a_reader_who_leaves_does_not_end_the_training() -> None:

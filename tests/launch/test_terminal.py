@@ -19,7 +19,7 @@ from grappe.launch.terminal import complain, say
 ROOT = Path(grappe.__file__).parent
 HOSTILE = "\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
 SHOWN = r"\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
-WRITERS = ("launch/terminal.py", "launch/safe_console.py", "launch/output.py")
+WRITERS = ("launch/terminal.py", "launch/safe_console.py")
 TO_LOGS = ("launch/child.py", "launch/fork.py")  # a traceback, in what is a process's log
 FOREIGN_TEXT = "errors/foreign_text.py"
 HELP = "cli/help.py"  # help has grappe's own texts alone, on cyclopts's console

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from grappe.fields import split
-from grappe.launch.exit import interrupted
+from grappe.launch.start import interrupted
 from grappe.plan import as_plan
 from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.tune.coordinator import SearchProgress

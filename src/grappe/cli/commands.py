@@ -79,7 +79,7 @@ def train(
 ) -> int:
     """Train a task under a plan, or resume a run."""
     from grappe.cli.preflight import preflight
-    from grappe.launch.exit import interrupted
+    from grappe.launch.start import interrupted
 
     texts = split(fields)
     preflight([plan], task, run, once=not smoke)

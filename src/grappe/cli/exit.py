@@ -103,7 +103,7 @@ def usage_error(error: CycloptsError) -> UsageError:
 
 def _complain(error: GrappeError, debug: bool) -> int:
     """Prints an error, once for all processes that raised it, and returns the exit code."""
-    from grappe.launch.exit import leave_error
+    from grappe.launch.start import leave_error
 
     if error.by or is_main_process():
         if debug:

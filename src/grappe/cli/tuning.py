@@ -66,7 +66,7 @@ def tune(
         raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --show STUDY")
     from grappe.cli.preflight import preflight
     from grappe.fields import split
-    from grappe.launch.exit import interrupted
+    from grappe.launch.start import interrupted
 
     if job.site is None and job != NO_JOB:
         name = next(

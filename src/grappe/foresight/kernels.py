@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grappe.launch.local import local
-from grappe.launch.output import without_standard_error
 from grappe.launch.rank import ProcessRank
+from grappe.launch.terminal import without_standard_error
 from grappe.private_api.torch import tree_leaves
 
 WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_product")

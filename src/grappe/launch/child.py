@@ -33,11 +33,10 @@ from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
-from grappe.launch.terminal import complain
+from grappe.launch.terminal import TERMINAL, complain
 from grappe.private_api import torch_dynamo
 from grappe.words import host_name
 
-TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 MOST_WORDS = 2000  # of an error's text: its first lines say what it was
 STARTED = "--- started "  # opens each start's part of a log
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from grappe.errors import ProcessDied, UsageError
 from grappe.launch import authentication, files
-from grappe.launch.output import without_standard_error
+from grappe.launch.terminal import without_standard_error
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from grappe.errors.foreign_text import printable, printable_lines
-from grappe.launch.output import UserStream
+from grappe.launch.terminal import UserStream
 
 WIDTH = 200  # of tables that go into a file or a pipe
 

@@ -1,16 +1,32 @@
-"""Starts a function on a plan's processes: torchrun's or srun's, or local ones."""
+"""Starts a function on a plan's processes, torchrun's or srun's, or local ones; ends a launcher's processes.
+
+An error is reported once, and exit codes pass through torchrun and srun.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
+import os
+import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from grappe.launch import local, mps
-from grappe.launch.exit import reported_once
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
+from grappe.launch import files, local, mps
+from grappe.launch.files import IN_PART
 from grappe.launch.folders import rendezvous_folder_of
-from grappe.launch.rank import rank_from_environment
+from grappe.launch.local import lost_another
+from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
+from grappe.words import host_name
+
+LEAVING_SECONDS = 2.0
+FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
+WHY = ".why"  # of the file beside it, with the error
 
 
 def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, saves: bool = False) -> Any:
@@ -41,3 +57,54 @@ def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, s
             )
     except Exception as error:
         raise reported_once(error, process) from error
+
+
+def reported_once(error: Exception, process: ProcessRank) -> BaseException:
+    """Returns `error` for the user in one process; SystemExit in the others."""
+    from grappe.launch.rendezvous import claims_error_report
+
+    if isinstance(error, OSError) and error.filename is not None:
+        error = of_file(error)
+    ours = isinstance(error, GrappeError)
+    code = error.exit_code if ours else EXIT_FAILURE
+    file = os.environ.get(FAILURE)  # for the batch script: srun reports only that the others were killed
+    if file and (ours or not lost_another(str(error))):
+        with contextlib.suppress(OSError, RunError):
+            files.replace(Path(file), str(code).encode(), IN_PART)
+    if not claims_error_report(process):
+        return SystemExit(code)
+    name = f"process {process.rank} of {process.size} on {host_name()}"
+    if ours:
+        reported = type(error)(f"{name}: {error}" if process.rank else str(error))
+    else:
+        how = f"failed with {type(error).__name__}: {error}"
+        if lost_another(str(error)):
+            how = "lost another process, which has ended: the launcher says which, and how"
+        reported = ProcessDied(f"{name} {how}")
+    reported.by = name
+    reported.details = "".join(traceback.format_exception(error))
+    return reported
+
+
+def leave_error(error: GrappeError) -> None:
+    """Writes what the error was, for whoever has submitted the job that this process belongs to."""
+    if file := os.environ.get(FAILURE):
+        killed = isinstance(error, ProcessDied) and error.killed
+        why = {"error": type(error).__name__, "message": str(error), "killed": killed}
+        with contextlib.suppress(OSError, RunError):
+            files.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
+
+
+def interrupted() -> int:
+    """Returns the exit code of an interrupted training: 75 on process 0, once the others have ended with 0.
+
+    `srun --kill-on-bad-exit` would kill the others at the first 75, and torchrun turns any failure into 1.
+    """
+    process = rank_from_environment()
+    if process is None or process.size == 1:
+        return EXIT_INTERRUPTED
+    if process.rank:
+        sys.stdout.flush()
+        os._exit(EXIT_OK)  # at once, and not after the seconds that Python takes to tidy up
+    time.sleep(LEAVING_SECONDS)
+    return EXIT_INTERRUPTED

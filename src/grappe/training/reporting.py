@@ -11,8 +11,7 @@ from torch import Tensor
 
 from grappe.checkpoint.weights import MODEL, Weights
 from grappe.data.loading import Loading
-from grappe.launch.output import UserStream
-from grappe.launch.terminal import say
+from grappe.launch.terminal import UserStream, say
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves

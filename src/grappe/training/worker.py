@@ -25,10 +25,10 @@ from grappe.engines.base import EngineSetup
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
-from grappe.launch.output import user_stream
 from grappe.launch.preload import import_quietly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
+from grappe.launch.terminal import user_stream
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer, waits_counted

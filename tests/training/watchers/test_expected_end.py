@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grappe.launch.output import UserStream
+from grappe.launch.terminal import UserStream
 from grappe.step.scores import Scores
 from grappe.training.options import occasions_left
 from grappe.training.watchers.base import RunInfo

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grappe.launch.output import UserStream
 from grappe.launch.safe_console import SafeConsole
+from grappe.launch.terminal import UserStream
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.expected_end import ExpectedEnd

@@ -7,8 +7,7 @@ import json
 from typing import Any, BinaryIO
 
 from grappe.launch import files
-from grappe.launch.output import UserStream
-from grappe.launch.terminal import say
+from grappe.launch.terminal import UserStream, say
 from grappe.step.noise_scale import Noise, NoiseScale
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, RunInfo, Watcher

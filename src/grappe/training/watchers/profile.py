@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from grappe.launch import files
 from grappe.launch.files import IN_PART
-from grappe.launch.output import UserStream
-from grappe.launch.terminal import say
+from grappe.launch.terminal import UserStream, say
 from grappe.profiling.phases import WARMUP
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 

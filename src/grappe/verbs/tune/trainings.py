@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 
 from grappe.checkpoint.lease import Lease
 from grappe.errors import DataError, GrappeError, RunError, UsageError
-from grappe.launch.local import Launch, advance
-from grappe.launch.local_process import LocalProcess
+from grappe.launch.local import Launch, LocalProcess, advance
 from grappe.launch.mps import DEVICES
 from grappe.launch.signals import SignalForwarding
 from grappe.plan import Plan
