@@ -18,8 +18,6 @@ from grappe.verbs.catalogue import plan_markdown
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGE = ROOT / "src" / "grappe"
-NEAR = 2  # per cent, by which a chosen plan may be slower than the quickest one
-BEFORE_RULES = 20  # choices that were known when the rules of choosing were made
 
 
 def rooms() -> str:
@@ -126,61 +124,12 @@ def foreseen_limits() -> str:
     )
 
 
-def foreseen_time() -> str:
-    """A line for every task and plan of foresee_time.json, which `python -m benchmarks.foresee_time` measures."""
-    lines = ["| task | plan | step, measured | predicted | off by |", "|---|---|---|---|---|"]
-    errors: dict[str, list[float]] = {
-        name: [] for name in ("one process", "two processes", "pipelines", "all")
-    }
-    for key, cell in json.loads((RESULTS / "foresee_time.json").read_text()).items():
-        task, _, plan = key.partition(" | ")
-        measured, predicted = cell["measured"]["step"], cell["predicted"]["total"]
-        error = predicted / measured - 1
-        parsed = Plan.parse(plan)
-        several = "pipelines" if parsed.pipeline > 1 else "two processes"
-        for name in ("one process" if parsed.processes == 1 else several, "all"):
-            errors[name].append(abs(error))
-        lines.append(
-            f"| `{task}` | `{plan or 'one process'}` | {1e3 * measured:.1f} ms | {1e3 * predicted:.1f} | {error:+.0%} |"
-        )
-    for name, found in errors.items():
-        found.sort()
-        high = found[math.ceil(0.95 * len(found)) - 1]
-        lines.append(
-            f"| **{name}** | {len(found)} cells | | median, 95th percentile, worst | {statistics.median(found):.1%}, "
-            f"{high:.0%}, {found[-1]:.0%} |"
-        )
-    return "\n".join(lines)
-
-
-def foreseen_choice() -> str:
-    """A line for every choice of foresee_choice.json, which `python -m benchmarks.foresee_choice` measures."""
-    known = json.loads((RESULTS / "foresee_choice.json").read_text())
-    found = {choice: cell for choice, cell in known.items() if "loss" in cell}
-    if not found:
-        return "Not measured yet."
-    lines = ["| task | chosen | quickest | chosen, measured | quickest | loss |", "|---|---|---|---|---|---|"]
-    for choice, cell in found.items():
-        plans = [cell["chosen"], cell["best"]]
-        chosen, quickest = (f"{1e3 * statistics.median(cell['measured'][one]):.1f} ms" for one in plans)
-        names = " | ".join(f"`{one or 'one process'}`" for one in plans)
-        lines.append(f"| `{choice}` | {names} | {chosen} | {quickest} | {cell['loss']:.1f} % |")
-    losses = [cell["loss"] for cell in found.values()]
-    for name, part in (("the first", losses[:BEFORE_RULES]), ("those listed later", losses[BEFORE_RULES:])):
-        near = sum(loss <= NEAR for loss in part)
-        lines.append(
-            f"| **{name}: {near} of {len(part)} within {NEAR} %** | | | | | "
-            f"{statistics.median(part):.1f} % in the median, {max(part):.1f} % at worst |"
-        )
-    return "\n".join(lines)
-
-
 def _predicted(low: int | None, high: int | None, measured: int) -> tuple[str, str]:
     """A range of predicted bytes, and how far what was measured lies outside of it."""
     if low is None or high is None:
         return "not predicted", ""
-    said = f"{high / 1e6:.2f}" if low == high else f"{low / 1e6:.2f} to {high / 1e6:.2f}"
-    return said, f"{100 * (min(max(measured, low), high) / measured - 1):+.2f} %"
+    text = f"{high / 1e6:.2f}" if low == high else f"{low / 1e6:.2f} to {high / 1e6:.2f}"
+    return text, f"{100 * (min(max(measured, low), high) / measured - 1):+.2f} %"
 
 
 def optimizers() -> str:
@@ -280,8 +229,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen-errors": foreseen_errors,
         "foreseen-between": foreseen_between,
         "foreseen-limits": foreseen_limits,
-        "foreseen-time": foreseen_time,
-        "foreseen-choice": foreseen_choice,
     },
     "docs/optimizers.md": {"optimizers": optimizers},
     "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},

@@ -17,7 +17,6 @@ from benchmarks import (
     commands,
     compute_alone,
     exported,
-    foresee_choice,
     pages,
     structure,
 )
@@ -231,18 +230,3 @@ def test_the_pages_data_parallel_script_is_replaced(tmp_path):
     theirs = pages.script(page, tmp_path, tmp_path / "data", 1280, commands.TORCHVISION)
     ours = pages.training(page, page.plans[0], tmp_path / "run", tmp_path / "data", 1280)
     assert theirs.rate > 0 and ours.rate > 0
-
-
-def test_plans_that_are_close_are_trained_more_often_and_the_loss_is_of_medians():
-    cell = {
-        "predicted": {"": 0.01, "replicate=2": 0.008, "shard=2": 0.02},
-        "chosen": "replicate=2",
-        "measured": {"": [0.010], "replicate=2": [0.014], "shard=2": [0.020]},
-    }
-    assert foresee_choice.wanted({**cell, "measured": {}}, 0) == ["", "replicate=2", "shard=2"]
-    assert foresee_choice.wanted(cell, 1) == ["replicate=2", ""]  # far too slow: shard=2, not what was chosen
-    cell["measured"]["replicate=2"] += [0.011, 0.0111]
-    assert foresee_choice.wanted(cell, 2) == [""]
-    cell["measured"][""] += [0.0100, 0.012]
-    foresee_choice.summed_up(cell)
-    assert (cell["best"], cell["loss"]) == ("", 11.0)

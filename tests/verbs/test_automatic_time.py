@@ -1,4 +1,4 @@
-"""--time auto: the limit of a job from an earlier run, a data sheet or a calibration; or one message on what to do."""
+"""--time auto: the limit of a job from an earlier run, a data sheet or a few steps; or one message on what to do."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from grappe.cli import cluster
 from grappe.cli.commands import app
 from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
-from grappe.foresight.calibration import Machine, write
 from grappe.sites import slurm
 from grappe.verbs import automatic_time, submission_memory
-from grappe.verbs.foresee.course import Costs
+from grappe.verbs.foresee.training_time import TimeCosts
 from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.submit.submit import Submitted, submit, submit_all
-from tests.foresight.test_calibration import MADE
-from tests.verbs.foresee.test_earlier import cost, made, with_evaluations
+from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
 from tests.verbs.test_submission_memory import BIG
 
 ACCOUNTS = {
@@ -35,9 +33,8 @@ SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, on a machine that is not calibrated, of a cluster of such machines."""
+    """A folder of its own, on a machine of a cluster of such machines."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(slurm, "sinfo", lambda _: SINFO)
     return tmp_path
 
@@ -108,11 +105,10 @@ def test_a_data_sheet_and_the_memory_from_one_trace(
     assert "it will run out of memory" in err and err.count("tracing the model") == 1
 
 
-def test_a_calibration_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
-    write(MADE)
+def test_a_few_steps_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
     found = shown("train digits epochs=100 --plan device=cpu,threads=1", None)
-    assert "2,300 steps of " in found.time_note and "this machine's calibration" in found.time_note
-    assert found.time_note.index("at its slow end") < found.time_note.index(", with start-up")
+    assert "2,300 steps of " in found.time_note and "as measured on this machine" in found.time_note
+    assert found.time_note.index("at the slow end") < found.time_note.index(", with start-up")
     with pytest.raises(UsageError, match="other CPUs than this machine"):
         shown("train digits --plan device=cpu,threads=1", "narval-cpu")
 
@@ -120,8 +116,8 @@ def test_a_calibration_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
 def test_the_step_that_is_said_is_at_the_slow_end_that_the_limit_is_made_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = Costs(step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5)
-    known = automatic_time._Known(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
+    costs = TimeCosts(step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5)
+    known = automatic_time._Estimate(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
     monkeypatch.setattr(automatic_time, "_foreseen", lambda job: known)
     # 2,300 steps of 2 s, a start of 2 minutes and two minutes of examining the node, and a fifth
     note = shown("train digits epochs=100 --plan device=cpu,threads=1", None).time_note
@@ -139,9 +135,9 @@ def test_several_numbers_of_gpus_have_limits_of_their_own(folder: Path) -> None:
     ("words", "site", "says"),
     [
         (
-            "train digits --plan device=cpu",
-            None,
-            "grappe doctor --calibrate. Give a limit, as --time 3h; or try some",
+            "train digits --plan offload=cpu",
+            "narval",
+            "Give a limit, as --time 3h; or try some",
         ),
         ("train digits lr=0.3", "leonardo", "no data sheet of leonardo's GPU"),
         ("train digits --plan replicate=8", "fir", "the rate of the network between nodes is not known"),
@@ -167,7 +163,3 @@ def test_a_limit_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     options = JobOptions(site="narval", account="def-me", time="3h")
     (found,) = submit(read_submission(["train", "digits"], options, app), show=True)
     assert "#SBATCH --time=03:00:00" in found.text and not found.time_note
-
-
-def test_this_machine_is_the_one_of_the_calibration() -> None:
-    assert Machine.here() == MADE.machine

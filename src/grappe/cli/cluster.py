@@ -178,13 +178,6 @@ def doctor(
     job: Annotated[
         bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
     ] = False,
-    calibrate: Annotated[
-        bool,
-        SWITCH,
-        Parameter(
-            help="Measure this machine's cores and links for grappe foresee, and keep it. Nothing else should run."
-        ),
-    ] = False,
     gpu: Annotated[
         bool,
         SWITCH,
@@ -195,8 +188,6 @@ def doctor(
     ] = False,
 ) -> int:
     """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
-    if calibrate:
-        return _calibrate()
     if gpu:
         return _try_gpu()
     from grappe.cli.preflight import preflight
@@ -226,12 +217,3 @@ def _try_gpu() -> int:
         show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
         verdicts.add(trial.verdict)
     return EXIT_FAILURE if "FAILED" in verdicts else EXIT_OK
-
-
-def _calibrate() -> int:
-    from grappe.launch.terminal import progress
-    from grappe.verbs.foresee.calibrate import calibrate, sentences
-
-    for line in sentences(calibrate(progress)):
-        show(line)
-    return EXIT_OK

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from grappe.cli.arguments import DataFolder, FieldText
 from grappe.cli.exit import show
-from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK
 from grappe.fields import Counts
-from grappe.launch.folders import RUNS
+
+if TYPE_CHECKING:
+    from grappe.foresight.search import Foreseen
 
 
 def register(app: App) -> None:
@@ -21,11 +24,9 @@ def register(app: App) -> None:
 
 def foresee(
     task: Annotated[
-        str | None,
-        Parameter(
-            help="A shipped task, path/to/file.py[:Name], or package.module:Name; with --history the folder of runs."
-        ),
-    ] = None,
+        str,
+        Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name."),
+    ],
     /,
     *fields: FieldText,
     plan: Annotated[
@@ -42,70 +43,50 @@ def foresee(
         Counts, Parameter(help="Samples per step over all processes: 64,256. Default: the task's.")
     ] = (),
     data: DataFolder = None,
-    history: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            show_default=False,
-            help="Compare what is foreseen with what the runs in a folder (default: runs) have measured.",
-        ),
-    ] = False,
     aim: Annotated[
         Literal["fastest", "cheapest", "smallest"],
         Parameter(help="What makes a plan the best: its time, its core-hours or GPU-hours, or its memory."),
     ] = "fastest",
-    out: Annotated[
-        Path | None, Parameter(help="Write it all to this file, .json; with --history also .csv.")
-    ] = None,
+    no_times: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Memory alone: no steps are run.")
+    ] = False,
+    out: Annotated[Path | None, Parameter(help="Write it all to this file, .json.")] = None,
 ) -> int:
-    """Say what plans need in memory and time, before any process of them starts.
+    """Say what plans need in memory before any process of them starts, and how long a step of them takes.
 
     Exit code 1 if no plan fits the site, 2 if none can be foreseen or what is given is wrong.
     """
-    if history:
-        return _history(Path(task) if task is not None else RUNS, data, out)
-    if task is None:
-        raise UsageError(
-            "give a task: grappe foresee digits; or --history, for the errors over the runs here"
-        )
     from grappe.fields import split
-    from grappe.verbs.foresee import table, time_table
+    from grappe.verbs.foresee import tables
     from grappe.verbs.foresee.foresee import foresee as verb
     from grappe.verbs.foresee.foresee import room_of
-    from grappe.verbs.foresee.out import check_out
 
     if out is not None:
-        check_out(out)
-    texts = split(fields)
+        tables.check_out(out)
     room = None if site is None else room_of(site)
-    times = verb(task, plan or (), gpus=gpus, batch_size=batch_size, site=site, fields=texts, data=data)
+
+    def show_memory(foreseen: Sequence[Foreseen]) -> None:
+        show(tables.memory_table(foreseen, room))
+        for line in tables.memory_sentences(foreseen, room):
+            show(line)
+
+    foresight = verb(
+        task,
+        plan or (),
+        gpus=gpus,
+        batch_size=batch_size,
+        site=site,
+        fields=split(fields),
+        data=data,
+        times=not no_times,
+        on_memory=show_memory,
+    )
     if out is not None:
-        time_table.write(times, out)
-    forecasts = [timed.foreseen for timed in times.plans]
-    show(table.table(forecasts, room))
-    for line in table.sentences(forecasts, room):
-        show(line)
-    if (made := time_table.table(times)) is not None:
+        tables.write(foresight, out)
+    if (table := tables.time_table(foresight)) is not None:
         show("")
-        show(made)
-    for line in time_table.sentences(times, aim):
+        show(table)
+    for line in tables.time_sentences(foresight, aim):
         show(line)
-    predicted = [forecast for forecast in forecasts if forecast.needs is not None]
-    return EXIT_FAILURE if all(forecast.fits is False for forecast in predicted) else EXIT_OK
-
-
-def _history(folder: Path, data: Path | None, out: Path | None) -> int:
-    from grappe.verbs.foresee import history_table
-    from grappe.verbs.foresee.history import errors, history
-    from grappe.verbs.foresee.out import check_out
-
-    if out is not None:
-        check_out(out, history=True)
-    comparisons = history(folder, data)
-    summed = errors(comparisons)
-    if out is not None:
-        history_table.write(comparisons, summed, out)
-    show(history_table.table(comparisons))
-    for line in history_table.sentences(comparisons, summed):
-        show(line)
-    return EXIT_OK
+    fits = [timed.foreseen.fits for timed in foresight.plans if timed.foreseen.needs is not None]
+    return EXIT_FAILURE if all(answer is False for answer in fits) else EXIT_OK

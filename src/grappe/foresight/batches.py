@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grappe.data.arrays import in_memory
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.prepare import dataset_of
@@ -27,7 +24,6 @@ from grappe.task import Task, overrides
 CPU = torch.device("cpu")
 SAMPLES = 16  # read from the data; larger batches repeat them
 COLLATED = 512  # at most, where the task's collate may pad samples to the longest
-READINGS = {True: 40, False: 8}  # of batches in memory, and of files; the first one is left out
 
 
 class Batches:
@@ -70,23 +66,6 @@ class Batches:
     def inputs(self) -> Any:
         """Makes the example's inputs, without values."""
         return tree_map(self._fake, self.example)
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the batches
-    def seconds(self, rows: int) -> float:
-        """Measures the seconds in which this process reads a batch of `rows` samples; of files, of a few of them."""
-        in_one = rows if self.in_memory else min(SAMPLES, rows)
-        in_one = min(in_one, self.samples)
-        found, begun = [], time.perf_counter()
-        for _ in self._loader(in_one).batches(0, READINGS[self.in_memory]):
-            found.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-        usual = sorted(found[1:])[len(found) // 4]  # processes that end meanwhile take a core
-        return usual * rows / in_one
-
-    @property
-    def in_memory(self) -> bool:
-        """Returns whether the samples are in memory, and no data workers read them."""
-        return in_memory(self._dataset) is not None
 
     def _loader(self, rows: int) -> BatchLoader:
         task = dataclasses.replace(self._task, batch_size=rows)

@@ -1,27 +1,120 @@
-"""GPU time: a plan's step on a GPU that is not here, from its data sheet and the operators of a trace."""
+"""GPU time: a plan's step on GPUs that are not here, from their data sheet and the operators of a trace."""
 
 from __future__ import annotations
 
-from grappe.foresight.devices import LAUNCH, LEAST, PASS, SPLIT, STEP, kernels
-from grappe.foresight.fabric import Fabric
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from grappe.errors import PlanError
+from grappe.foresight.devices import LAUNCH, LEAST, OF_BANDWIDTH, PASS, SPLIT, STEP, Device, kernel_seconds
+from grappe.foresight.ledger import Ledger, Operator
 from grappe.foresight.partition import (
     largest_rows,
     precision_of,
     split_modules,
     stage_parameters,
+    traced_passes,
     updated_parts,
 )
-from grappe.foresight.pipeline_passes import PipelinePasses
-from grappe.foresight.recording import Operator, Recording
+from grappe.foresight.schedules import Kind, orders_of, simulate
 from grappe.foresight.sketch import Sketch
-from grappe.foresight.step_time import StepTime, refuse_untimed, untimed
-from grappe.foresight.trace import LOSS, Trace
-from grappe.foresight.update import update_recording
+from grappe.foresight.trace import LOSS, Trace, tensors_of
 from grappe.plan import Plan
+from grappe.step.clip import clipping, gradient_norm
+from grappe.step.precision import LossScale
+from grappe.step.task_contract import optimizer_of
+from grappe.task import Task
 
+UNTIMED = ("exact", "compile", "batchnorm")
+"""Keys of plans whose time is not foreseen."""
 SPREAD = 0.5
-"""Relative uncertainty of what no such GPU was measured for."""
+"""Relative uncertainty of times that were never measured on such a GPU."""
 OVERLAP = 0.5  # of the computing, during which messages travel unnoticed
+OF_NETWORK = 0.8
+"""Share of a network's nominal rate that large messages reach: an assumption, not measured."""
+NETWORK_LEAST = 20e-6
+"""Seconds of a message between nodes that has next to nothing to carry: an assumption."""
+PART_OF_ALL_REDUCE = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step of the slowest process."""
+
+    compute: float
+    """Forward, backward, the optimizer's step, and the engine's own work."""
+    communication: float = 0.0
+    """Messages that nothing overlaps with."""
+    bubble: float = 0.0
+    """Waiting for other stages."""
+    data: float = 0.0
+    """Waiting for samples."""
+    spread: float
+    """Relative uncertainty."""
+    measured: bool = False
+    """Whether steps were run; else they are foreseen."""
+    busy: float | None = None
+    """Seconds of a GPU's kernels; None: the time is not a GPU's."""
+
+    @property
+    def total(self) -> float:
+        """Sums all of them."""
+        return self.compute + self.communication + self.bubble + self.data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Nodes of equal GPUs; a plan's ranks fill one node after the other."""
+
+    device: Device
+    node: int = 1
+    """GPUs of a node."""
+    network_gbit: float | None = None
+    """Gb/s of all of a node's network adapters together, in one direction; None: unknown."""
+
+    def refuse_unknown_network(self, plan: Plan) -> None:
+        """Raises PlanError for a plan that needs a network whose rate is unknown."""
+        if plan.processes > max(1, self.node) and self.network_gbit is None:
+            raise PlanError(
+                f"{plan.processes} GPUs, and a node has {self.node}: the rate of the network between nodes is not "
+                "known here (network_gbit in the site's file), so the time is not foreseen"
+            )
+
+    def all_reduce(self, size: float, degree: int, stride: int = 1) -> float:
+        """Computes the seconds of a ring's all-reduce of `size` bytes (Patarasuk and Yuan 2009).
+
+        A ring crosses each node's border once in each direction, so that its slowest link is the node's network
+        (as nccl-tests has bus bandwidth, doc/PERFORMANCE.md).
+
+        Args:
+            degree: processes that reduce together.
+            stride: ranks from one of them to the next: 1, or the product of the axes inside theirs.
+        """
+        if degree == 1:
+            return 0.0
+        return 2 * (degree - 1) / degree * size / self._rate(degree, stride)
+
+    def message(self, size: float, degree: int, stride: int = 1) -> float:
+        """Computes the seconds of a message of `size` bytes to the next of `degree` processes."""
+        least = NETWORK_LEAST if self._crosses_nodes(degree, stride) else LEAST
+        return least + size / self._rate(degree, stride)
+
+    def _crosses_nodes(self, degree: int, stride: int) -> bool:
+        return degree * stride > max(1, self.node)
+
+    def _rate(self, degree: int, stride: int) -> float:
+        """Returns the bytes/s of the slowest link: all groups of a node that leave it share its network."""
+        link = self.device.link_gb * 1e9 * OF_BANDWIDTH
+        if not self._crosses_nodes(degree, stride):
+            return link
+        assert self.network_gbit is not None
+        groups = min(stride, self.node)
+        return min(link, self.network_gbit * 1e9 / 8 * OF_NETWORK / groups)
 
 
 def gpu_time(sketch: Sketch, plan: Plan, fabric: Fabric, *, batch: int | None = None) -> StepTime:
@@ -29,15 +122,14 @@ def gpu_time(sketch: Sketch, plan: Plan, fabric: Fabric, *, batch: int | None = 
 
     Args:
         sketch: made with `records`.
+        batch: samples per step over all processes; None: the task's.
 
     Raises:
         PlanError: the plan's time is not foreseen.
         TaskError: the task cannot be traced.
     """
     refuse_untimed(plan)
-    if plan.offload != "none":
-        raise untimed("offload on a GPU")
-    fabric.refuse_unknown(plan)
+    fabric.refuse_unknown_network(plan)
     device = fabric.device
     device.flops(plan.precision)
     samples = batch or sketch.task.batch_size
@@ -45,82 +137,157 @@ def gpu_time(sketch: Sketch, plan: Plan, fabric: Fabric, *, batch: int | None = 
         return _pipelined(sketch, plan, samples, fabric)
     rows = largest_rows(sketch, plan, samples)
     trace = sketch.trace(rows, precision_of(plan), plan.recompute, 1, plan.tensor)
-    assert trace.recording is not None
     update = _updates(sketch, plan)[0]
-    busy = plan.microbatches * kernels(device, trace.recording, plan) + kernels(device, update, plan)
-    modules = split_modules(sketch, plan)
-    host = STEP + plan.microbatches * (_host(trace) + modules * SPLIT) + _launched(update, "update")
+    busy = plan.microbatches * kernel_seconds(device, trace.operators, plan.precision)
+    busy += kernel_seconds(device, update, plan.precision)
+    host = STEP + plan.microbatches * (_host(trace) + split_modules(sketch, plan) * SPLIT)
+    host += _launches(update, "update")
     compute = max(busy, host)
+    # What comes next waits for each message of a module that is split.
+    split = plan.microbatches * sum(
+        LEAST + PART_OF_ALL_REDUCE[one.collective] * fabric.all_reduce(one.message, plan.tensor)
+        for one in trace.operators
+        if one.collective is not None
+    )
     return StepTime(
         compute=compute,
-        communication=_split(plan, trace.recording, fabric)
-        + max(0.0, _exchanged(sketch, plan, fabric) - OVERLAP * compute),
+        communication=split + max(0.0, _exchanged(sketch, plan, fabric) - OVERLAP * compute),
         spread=SPREAD,
-        calibrated=False,
         busy=busy,
     )
 
 
+def refuse_untimed(plan: Plan) -> None:
+    """Raises PlanError for a plan whose time is not foreseen."""
+    together = {
+        "pipeline with shard": plan.pipeline > 1 and plan.shard > 1,
+        "pipeline with offload": plan.pipeline > 1 and plan.offload != "none",
+        "tensor with another axis": 1 < plan.tensor < plan.processes,
+        "tensor with offload": plan.tensor > 1 and plan.offload != "none",
+        "offload on a GPU": plan.offload != "none",
+    }
+    keys = [key for key in UNTIMED if key in plan.changed_keys()]
+    why = next(iter([*keys, *(name for name, applies in together.items() if applies)]), None)
+    if why is not None:
+        raise PlanError(f"{why}: its time is not foreseen; grappe measure runs any plan")
+
+
 def _pipelined(sketch: Sketch, plan: Plan, samples: int, fabric: Fabric) -> StepTime:
-    """Foresees a step of a pipeline, pass by pass; the process that has most is what the others wait for."""
+    """Foresees a step of a pipeline, pass by pass; the others wait for the process that has most."""
     passes, owned = PipelinePasses(sketch, plan, samples), stage_parameters(sketch, plan)
     device = fabric.device
-    on_gpu = passes.parts(lambda one: device.kernel(one, plan.precision))
-    ahead, back = (passes.parts(lambda one, way=way: _launch(one, way)) for way in ("forward", "backward"))
-    took = {
-        key: max(part.kernels, PASS + (ahead if key[0] == "forward" else back)[key].kernels)
-        for key, part in on_gpu.items()
+    on_gpu = passes.means(lambda one: device.kernel(one, plan.precision))
+    ahead, back = (passes.means(lambda one, way=way: _launch(one, way)) for way in ("forward", "backward"))
+    seconds = {
+        key: max(kernels, PASS + (ahead if key[0] == "forward" else back)[key])
+        for key, kernels in on_gpu.items()
     }
 
-    def message(size: float) -> float:
-        return fabric.message(size, plan.pipeline, plan.processes // plan.pipeline)
+    def message(stage: int) -> float:
+        return fabric.message(passes.handed[stage], plan.pipeline, plan.processes // plan.pipeline)
 
-    simulated = passes.simulated(took, message)
-    kernels_alone = passes.simulated({key: part.kernels for key, part in on_gpu.items()}, message)
+    simulated = simulate(passes.orders, lambda kind, stage: seconds[kind, stage], message)
+    kernels_alone = simulate(passes.orders, lambda kind, stage: on_gpu[kind, stage], message)
     updates = _updates(sketch, plan)
-    updated = max(max(kernels(device, one, plan), STEP + _launched(one, "update")) for one in updates)
-    largest = max(sum(one.size for one in own if one.trained) for own in owned)
+    kernels = [kernel_seconds(device, update, plan.precision) for update in updates]
+    updated = max(
+        max(busy, STEP + _launches(update, "update")) for busy, update in zip(kernels, updates, strict=True)
+    )
+    largest = max(sum(parameter.size for parameter in own if parameter.trained) for own in owned)
     return StepTime(
         compute=max(simulated.busy) + updated,
         bubble=simulated.bubble,
         communication=fabric.all_reduce(largest, plan.replicate),
         spread=SPREAD,
-        calibrated=False,
-        busy=max(kernels_alone.busy) + max(kernels(device, one, plan) for one in updates),
+        busy=max(kernels_alone.busy) + max(kernels),
     )
 
 
-def _updates(sketch: Sketch, plan: Plan) -> list[Recording]:
-    return [
-        update_recording(sketch.task, sketch.mode, named, foreach=True)
-        for named in updated_parts(sketch, plan)
-    ]
+class PipelinePasses:
+    """The passes of a pipeline's processes in one step of `samples` samples.
+
+    Args:
+        sketch: made with `records`.
+
+    Raises:
+        PlanError: the model cannot be cut into so many stages, or has a loss of the whole batch.
+        TaskError: the task cannot be traced.
+    """
+
+    def __init__(self, sketch: Sketch, plan: Plan, samples: int) -> None:
+        if sketch.task.whole_batch_loss:
+            raise PlanError(
+                "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
+            )
+        self.orders = orders_of(plan)
+        self._traces = traced_passes(sketch, plan, samples)
+        self.handed: dict[int, int] = {}
+        """Bytes that each stage hands to the next one."""
+        for order, trace in zip(self.orders, self._traces, strict=True):
+            self.handed |= zip(sorted({stage for _, stage, _ in order}), trace.boundaries, strict=True)
+
+    def means(self, value: Callable[[Operator], float]) -> dict[tuple[Kind, int], float]:
+        """Sums a value over the operators of each kind of pass of each stage; the mean over microbatches."""
+        sums = defaultdict[tuple[Kind, int], list[float]](list)
+        for order, trace in zip(self.orders, self._traces, strict=True):
+            assert len(trace.marks) == 2 * len(order) + 1
+            marked = defaultdict[int, float](float)
+            for operator in trace.operators:
+                marked[operator.mark] += value(operator)
+            for index, (kind, stage, _) in enumerate(order):
+                sums[kind, stage].append(marked[2 * index + 1])  # up to the mark after the pass
+        return {key: sum(several) / len(several) for key, several in sums.items()}
+
+
+def update_operators(
+    task: Task, mode: Any, named: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+) -> list[Operator]:
+    """Clips and steps the task's optimizer on fake parameters of these names, shapes and types.
+
+    Returns the operators of the second step; the optimizer steps all parameters at once, as it does on a GPU.
+    """
+    if not named:
+        return []
+    with mode:
+        pairs = [(name, nn.Parameter(torch.empty(shape, dtype=kind))) for name, shape, kind in named]
+        parameters = [parameter for _, parameter in pairs]
+        optimizer = optimizer_of(task, pairs)
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None:
+                group["foreach"] = True
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()  # makes the state
+        existing = [
+            *parameters,
+            *(parameter.grad for parameter in parameters if parameter.grad is not None),
+            *tensors_of([dict(optimizer.state.get(parameter, {})) for parameter in parameters]),
+        ]
+        clip = clipping(task, Plan(), LossScale("fp32"), parameters, lambda: gradient_norm(parameters))
+        with Ledger(existing, records=True) as ledger:
+            if clip is not None:
+                with torch.no_grad():
+                    clip()
+            optimizer.step()
+    return ledger.operators
+
+
+def _updates(sketch: Sketch, plan: Plan) -> list[list[Operator]]:
+    return [update_operators(sketch.task, sketch.mode, named) for named in updated_parts(sketch, plan)]
 
 
 def _host(trace: Trace) -> float:
     """Computes the seconds in which the host launches a microbatch's kernels."""
-    assert trace.recording is not None
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
-    return sum(
-        _launch(one, "forward" if one.mark <= loss else "backward") for one in trace.recording.operators
-    )
+    return sum(_launch(one, "forward" if one.mark <= loss else "backward") for one in trace.operators)
 
 
-def _launched(recording: Recording, phase: str) -> float:
-    return sum(_launch(one, phase) for one in recording.operators)
+def _launches(operators: Iterable[Operator], phase: str) -> float:
+    return sum(_launch(operator, phase) for operator in operators)
 
 
-def _launch(one: Operator, phase: str) -> float:
-    return LAUNCH["view" if one.view else phase]
-
-
-def _split(plan: Plan, recording: Recording, fabric: Fabric) -> float:
-    """Computes the seconds of the messages of modules that are split: what comes next waits for each."""
-    parts = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
-    return plan.microbatches * sum(
-        LEAST + parts[collective] * fabric.all_reduce(size, plan.tensor)
-        for collective, size in recording.messages
-    )
+def _launch(operator: Operator, phase: str) -> float:
+    return LAUNCH["view" if operator.view else phase]
 
 
 def _exchanged(sketch: Sketch, plan: Plan, fabric: Fabric) -> float:
@@ -128,7 +295,7 @@ def _exchanged(sketch: Sketch, plan: Plan, fabric: Fabric) -> float:
 
     Replicas of shards reduce the gradients of their own shard alone.
     """
-    size = sum(one.size for one in sketch.parameters if one.trained)
+    size = sum(parameter.size for parameter in sketch.parameters if parameter.trained)
     across = fabric.all_reduce(size / plan.shard, plan.replicate, plan.shard)
     if plan.shard == 1:
         return across

@@ -19,7 +19,7 @@ from grappe.foresight.partition import (
     traced_passes,
     traced_plan,
 )  # fmt: skip
-from grappe.foresight.passes import order_of
+from grappe.foresight.schedules import order_of
 from grappe.foresight.sharding import Copies, Sharding
 from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import REDUCE, START, Trace

@@ -14,8 +14,7 @@ from grappe.data.batch import Batch
 from grappe.data.rand_like import entering
 from grappe.foresight.kernels import describe
 from grappe.foresight.ledger import Ledger
-from grappe.foresight.passes import Kind, order_of
-from grappe.foresight.recording import Recorder
+from grappe.foresight.schedules import Kind, order_of
 from grappe.foresight.trace import (
     CPU,
     END,
@@ -244,7 +243,7 @@ def traced_evaluation(
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> Ledger:
     known = [one for stage in stages for one in (*stage.parameters(), *stage.buffers())]
     known += tensors_of(batch.microbatches[0])
-    return Ledger(known, describe if describes else None, Recorder(known) if records else None)
+    return Ledger(known, describe if describes else None, records=records)
 
 
 def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
@@ -255,7 +254,7 @@ def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
         batch=sum(one.nbytes for one in tensors_of(micro)),
         boundaries=tuple(sum(leaf.nbytes for leaf in leaves) for leaves in handed),
         calls=tuple(ledger.calls),
-        recording=ledger.recording(),
+        operators=tuple(ledger.operators),
     )
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.foresight.kernels import Call, Kernels, describe
-from grappe.foresight.ledger import Ledger, Mark
-from grappe.foresight.recording import Recorder, Recording
+from grappe.foresight.ledger import Ledger, Mark, Operator
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.plan import Plan
@@ -51,8 +50,8 @@ class Trace:
     """Operators whose kernels are of libraries, each with the number of the next mark and the bytes in use."""
     complete: bool = True
     """Whether what all kernels take is counted."""
-    recording: Recording | None = None
-    """All operators; None: not asked for."""
+    operators: tuple[Operator, ...] = ()
+    """All operators, if they are recorded."""
     ahead: int = 0
     """So many marks, the first ones, are of the pass ahead that a loss of the whole batch needs."""
     numbers: int = 0
@@ -84,7 +83,7 @@ def traced(
     micro = batch.microbatches[0]
     given = tensors_of(micro)
     known = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
-    ledger = Ledger(known, describe if describes else None, Recorder(known) if records else None)
+    ledger = Ledger(known, describe if describes else None, records=records)
     for number, unit in enumerate(units):
         watch(unit, number, ledger)
     take_gradients(enumerate(model.parameters()), ledger)
@@ -112,7 +111,7 @@ def traced(
         marks=ordered(ledger.marks),
         batch=sum(one.nbytes for one in given),
         calls=tuple(ledger.calls),
-        recording=ledger.recording(),
+        operators=tuple(ledger.operators),
         ahead=ahead,
         numbers=numbers,
     )
@@ -194,15 +193,13 @@ def _left(ledger: Ledger, output: Any) -> Any:
 
 
 def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> None:
-    """Marks where each parameter's gradient is there, and takes it away."""
+    """Hooks each parameter: marks when its gradient is ready, and frees it."""
     for number, parameter in numbered:
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient, ledger, number))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_take_gradient, ledger, number))
 
 
-def _gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        ledger.gradient(parameter.grad)
+def _take_gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:
     parameter.grad = None
     ledger.mark(GRADIENT, number)
 

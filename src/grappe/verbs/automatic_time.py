@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import GrappeError, TaskError, UsageError
@@ -18,15 +19,23 @@ from grappe.sites import current
 from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.layout import Layout, ResourceRequest, layout, longest
 from grappe.sites.schema import Site
-from grappe.verbs.foresee.course import MARGIN, Costs, Course, limit
 from grappe.verbs.foresee.limited import in_limited_process
-from grappe.verbs.foresee.run_time import TimeSource, step_foreseen
+from grappe.verbs.foresee.training_time import (
+    MARGIN,
+    RemainingTraining,
+    RunQuery,
+    TimeCosts,
+    earlier_run,
+    steps_done,
+    time_limit,
+)
 from grappe.verbs.submission_memory import memory_judged, not_foreseen, room_for, sketch_of
 from grappe.verbs.submit.resources import placed
 from grappe.verbs.submit.submission import AUTO, Submission
 from grappe.words import format_seconds
 
 if TYPE_CHECKING:
+    from grappe.foresight.gpu_time import Fabric, StepTime
     from grappe.task import Task
 
 MADE_SECONDS, HERE_SECONDS = 600.0, 120.0
@@ -61,15 +70,15 @@ class _Job:
     def here(self) -> bool:
         """Returns whether the job's node is of this machine's kind, as far as is known: it is of the cluster here."""
         site, node = self.submission.job.site, self.site.node
-        mine = site is None or site == current()
-        return mine and self.layout.nodes == 1 and node is not None and node.cores == os.cpu_count()
+        this_cluster = site is None or site == current()
+        return this_cluster and self.layout.nodes == 1 and node is not None and node.cores == os.cpu_count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Known:
-    """Costs that are known of a training."""
+class _Estimate:
+    """Estimated costs of a training."""
 
-    costs: Costs
+    costs: TimeCosts
     steps_per_epoch: int
     origin: str
     """The source, for the user."""
@@ -85,23 +94,21 @@ def with_time(submission: Submission, wish: ResourceRequest) -> tuple[ResourceRe
     """
     if submission.job.time != AUTO:
         return wish, None
-    from grappe.verbs.foresee.earlier import steps_done
-
     job = _job(submission, wish)
-    known = _known(job)
-    course = Course.of(
+    estimate = _estimate(job)
+    remaining = RemainingTraining.of(
         submission.options,
-        done=steps_done(submission.run) or submission.epochs_done * known.steps_per_epoch,
+        done=steps_done(submission.run) or submission.epochs_done * estimate.steps_per_epoch,
         epochs=job.task.epochs,
-        steps_per_epoch=known.steps_per_epoch,
+        steps_per_epoch=estimate.steps_per_epoch,
     )
     made = (submission.job.env or job.site.job.environment) in MADE_ON_NODES
-    needed = known.costs.seconds(course) + (MADE_SECONDS if made else HERE_SECONDS)
+    needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
     most = longest(job.layout, job.site, wish)
-    found = limit(needed, 60 * (job.site.ask.min_minutes or 1), most)
-    sentence = _limit_in_words(job, known, course, needed, found, capped=found < needed * (1 + MARGIN))
-    return dataclasses.replace(wish, seconds=found), AutomaticTime(
-        seconds=found, sentence=sentence, memory=known.memory
+    limit = time_limit(needed, 60 * (job.site.ask.min_minutes or 1), most)
+    sentence = _limit_in_words(job, estimate, remaining, needed, limit, capped=limit < needed * (1 + MARGIN))
+    return dataclasses.replace(wish, seconds=limit), AutomaticTime(
+        seconds=limit, sentence=sentence, memory=estimate.memory
     )
 
 
@@ -117,21 +124,21 @@ def _job(submission: Submission, wish: ResourceRequest) -> _Job:
         raise UsageError(
             f"--time auto: the task cannot be loaded here ({error}): {_advice(submission)}"
         ) from error
-    found = layout(plan, site, dataclasses.replace(wish, seconds=least))
-    return _Job(submission=submission, task=task, site=site, plan=plan, layout=found)
+    shortest = dataclasses.replace(wish, seconds=least)
+    return _Job(submission=submission, task=task, site=site, plan=plan, layout=layout(plan, site, shortest))
 
 
-def _known(job: _Job) -> _Known:
-    """Finds what is known: measured by an earlier run, or else foreseen."""
-    from grappe.verbs.foresee.earlier import Wanted, earlier
-
+def _estimate(job: _Job) -> _Estimate:
+    """Takes the costs that an earlier run measured, or else foresees them."""
     submission = job.submission
-    wanted = Wanted(task=job.task, plan=job.plan, site=job.site, layout=job.layout, here=job.here)
-    found = earlier(wanted, submission.job.base, submission.run, submission.options)
-    if found is not None:
-        name = printable(found.folder.name, 100)
-        return _Known(
-            costs=found.costs, steps_per_epoch=found.steps_per_epoch, origin=f"as measured in the run {name}"
+    query = RunQuery(task=job.task, plan=job.plan, site=job.site, layout=job.layout, here=job.here)
+    earlier = earlier_run(query, submission.job.base, submission.run, submission.options)
+    if earlier is not None:
+        name = printable(earlier.folder.name, 100)
+        return _Estimate(
+            costs=earlier.costs,
+            steps_per_epoch=earlier.steps_per_epoch,
+            origin=f"as measured in the run {name}",
         )
     try:
         return _foreseen(job)
@@ -150,70 +157,99 @@ def _advice(submission: Submission) -> str:
     )
 
 
-def _foreseen(job: _Job) -> _Known:
-    """Foresees the training's time from one trace, from which the memory is memory_judged as well.
+def _foreseen(job: _Job) -> _Estimate:
+    """Foresees the training's time: on GPUs from a trace and the data sheet; on cores like these from a few steps here.
+
+    The memory is judged from the same trace.
 
     Raises:
         GrappeError: it cannot be foreseen.
     """
-    source = _source(job)
-    if source.fabric is not None:
-        origin = f"from the data sheet of {source.fabric.device.title}, not measured, at its slow end"
-    else:
-        origin = "from this machine's calibration, at its slow end, if the job's cores are as fast as these"
+    fabric = _fabric(job)
+    plan = dataclasses.replace(job.plan, threads=job.plan.threads or job.layout.cores)
     progress("tracing the model, to foresee the time and the memory that the plan needs")
     try:
-        found = json.loads(in_limited_process(lambda: _traced(job, source)))
+        trace = json.loads(in_limited_process(lambda: _traced(job, plan, fabric)))
+        if fabric is None:
+            progress("running a few steps, to measure the time that they take")
+            step = _measured(job, plan)
+            seconds, spread = step.total, step.spread
+        else:
+            seconds, spread = trace["seconds"], trace["spread"]
     finally:
         progress("")
-    return _Known(
-        costs=Costs(**found["costs"]),
-        steps_per_epoch=found["steps_per_epoch"],
+    if fabric is not None:
+        origin = f"from the data sheet of {fabric.device.title}, not measured, at its slow end"
+    else:
+        origin = "as measured on this machine, at the slow end, if the job's cores are as fast as these"
+    return _Estimate(
+        costs=TimeCosts(
+            step=seconds,
+            evaluation=OF_A_STEP * seconds * trace["evaluated"],
+            save=trace["saved"] / WRITTEN,
+            start=START_SECONDS,
+            spread=spread,
+        ),
+        steps_per_epoch=trace["steps_per_epoch"],
         origin=origin,
-        memory=found["memory"],
+        memory=trace["memory"],
     )
 
 
-def _source(job: _Job) -> TimeSource:
-    """Returns what the steps of a job can be foreseen from.
+def _fabric(job: _Job) -> Fabric | None:
+    """Returns the GPUs of a job; None: its steps can be run on this machine's cores.
 
     Raises:
-        UsageError: there is nothing.
+        UsageError: neither.
     """
     from grappe.foresight.devices import device_named
-    from grappe.foresight.fabric import Fabric
-    from grappe.verbs.foresee.times import calibrated_here
+    from grappe.foresight.gpu_time import Fabric
 
     if job.layout.gpus:
-        assert job.site.node is not None
-        device = device_named(job.site.node.gpu)
-        if device is None:
-            raise UsageError(f"no data sheet of {job.site.name}'s GPU ({job.site.node.gpu}) is known here")
         node = job.site.node
-        return TimeSource(fabric=Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit))
+        assert node is not None
+        device = device_named(node.gpu)
+        if device is None:
+            raise UsageError(f"no data sheet of {job.site.name}'s GPU ({node.gpu}) is known here")
+        return Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
     if not job.here:
         raise UsageError(
             f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known"
         )
-    return TimeSource(calibration=calibrated_here())
+    return None
 
 
-def _traced(job: _Job, source: TimeSource) -> str:
-    """Traces the model once; returns JSON: the costs, the steps of an epoch, and what is said of the memory."""
-    sketch = sketch_of(job.task, job.submission, gpu=source.fabric is not None, records=True)
-    plan = job.plan
-    if source.fabric is None:
-        plan = dataclasses.replace(plan, threads=plan.threads or job.layout.cores)
-    step = step_foreseen(sketch, plan, source)
+def _measured(job: _Job, plan: Plan) -> StepTime:
+    from grappe.launch.local import start_server
+    from grappe.training.request import data_folder
+    from grappe.training.task_reference import TaskReference
+    from grappe.verbs.foresee.measured_step import measured_step
+
+    submission = job.submission
+    assert submission.task is not None
+    start_server()
+    task = TaskReference.of(submission.task, split(submission.fields))
+    return measured_step(task, plan, data_folder(None if submission.data is None else Path(submission.data)))
+
+
+def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
+    """Traces the model once; returns JSON: a GPU's step, the training's sizes, and the sentence on the memory."""
+    from grappe.foresight.compose import needs
+    from grappe.foresight.gpu_time import gpu_time
+    from grappe.verbs.foresee.measured_step import check_runs_here
+
+    gpu = fabric is not None
+    sketch = sketch_of(job.task, job.submission, gpu=gpu, records=gpu)
+    seconds = spread = None
+    if fabric is not None:
+        step = gpu_time(sketch, job.plan, fabric)
+        seconds, spread = step.total, step.spread
+    else:
+        check_runs_here(plan, needs(sketch, plan))
     batch = min(job.task.batch_size, sketch.samples)
-    size = sum(one.size + sum((*one.states, *one.whole_states)) for one in sketch.parameters)
-    costs = Costs(
-        step=step.total,
-        evaluation=OF_A_STEP * step.total * sketch.validation_samples / batch,
-        save=size / WRITTEN,
-        start=START_SECONDS,
-        spread=step.spread,
-    )
+    sizes = [
+        parameter.size + sum((*parameter.states, *parameter.whole_states)) for parameter in sketch.parameters
+    ]
     room, memory = room_for(job.site, job.layout, job.plan), ""
     if room is not None:
         try:
@@ -222,7 +258,10 @@ def _traced(job: _Job, source: TimeSource) -> str:
             memory = not_foreseen(error)
     return json.dumps(
         {
-            "costs": dataclasses.asdict(costs),
+            "seconds": seconds,
+            "spread": spread,
+            "saved": sum(sizes),
+            "evaluated": sketch.validation_samples / batch,
             "steps_per_epoch": math.ceil(sketch.samples / job.task.batch_size),
             "memory": memory,
         }
@@ -230,21 +269,21 @@ def _traced(job: _Job, source: TimeSource) -> str:
 
 
 def _limit_in_words(
-    job: _Job, known: _Known, course: Course, needed: float, found: int, *, capped: bool
+    job: _Job, estimate: _Estimate, remaining: RemainingTraining, needed: float, limit: int, *, capped: bool
 ) -> str:
     from grappe.sites.script import clock
     from grappe.training.watchers.expected_end import span
 
-    evaluations = f"{course.evaluations:,} evaluation{'' if course.evaluations == 1 else 's'}"
+    evaluations = f"{remaining.evaluations:,} evaluation{'' if remaining.evaluations == 1 else 's'}"
     text = (
-        f"time limit {clock(found)}: {course.steps:,} steps of {format_seconds(known.costs.slow_step)} and "
-        f"{evaluations}, {known.origin}, with start-up"
+        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(estimate.costs.slow_step)} and "
+        f"{evaluations}, {estimate.origin}, with start-up"
     )
     if not capped:
         return f"{text} and a margin"
     text = f"{text}, take {span(needed)}, and {job.site.name} gives at most that limit"
     if job.submission.job.chain or not job.site.job.requeue:
         return (
-            f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / found)}"
+            f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / limit)}"
         )
     return f"{text}: the job saves before its end, goes back into the queue and resumes"

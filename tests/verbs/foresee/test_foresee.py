@@ -1,17 +1,32 @@
-"""The table and sentences of grappe foresee: of each plan, and of a site's GPUs."""
+"""Foreseen plans: memory and time of each, which is best under an aim, and whether a GPU is worth while."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grappe.cli import foreseeing
-from grappe.errors import TaskError, UsageError
-from grappe.foresight.search import Foreseen, Room
-from grappe.verbs.foresee.foresee import foresee, room_of
-from grappe.verbs.foresee.table import sentences
-from grappe.verbs.foresee.times import Timed, Times
+from grappe.errors import PlanError, TaskError, UsageError
+from grappe.foresight import gpu_time
+from grappe.foresight.gpu_time import StepTime
+from grappe.foresight.search import Foreseen, candidates
+from grappe.verbs.foresee import measured_step
+from grappe.verbs.foresee.foresee import (
+    MEASURED,
+    PlanTimes,
+    TimedPlan,
+    best,
+    by_importance,
+    foresee,
+    gpu_or_not,
+    room_of,
+)
 from tests.foresight import test_sketch, unusual
 from tests.foresight.test_search import needing
+from tests.verbs.foresee.test_tables import PLANS, plan
 
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
@@ -21,35 +36,11 @@ def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
         room_of("narval-cpu")
 
 
-def test_the_first_that_fits_is_named_or_what_to_change() -> None:
-    room = Room(whose="a GPU", size=20 * 10**9)
-    too_big = Foreseen(plan="", processes=1, batch=8, needs=needing(30 * 10**9), fits=False)
-    fitting = Foreseen(plan="shard=2", processes=2, batch=8, needs=needing(10 * 10**9), fits=True)
-    assert "the first that fits: shard=2" in sentences([too_big, fitting], room)[-1]
-    assert "none of them fits" in sentences([too_big], room)[-1]
-    unknown = Foreseen(plan="pipeline=2", processes=2, batch=8, needs=needing(None), fits=None)
-    assert "none of them fits" not in sentences([too_big, unknown], room)[-1]
-
-
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
     times = foresee("digits", ["compile", "tensor=2", "offload=cpu"], site="narval")
     found = [one.foreseen for one in times.plans]
     assert "compile" in found[0].why and "tensor_plan" in found[1].why
     assert found[2].needs is not None and found[2].needs.peak is None
-
-
-@pytest.mark.parametrize(
-    ("plan", "why", "said"),
-    [
-        ("compile", "compile: not known", "compile: not known"),
-        ("engine=x,shard=4", "engine=x: not known", "engine=x,shard=4: not known"),
-        ("shard=4", "a pipeline: not known", "shard=4: a pipeline: not known"),
-        ("", "not known", "one process: not known"),
-    ],
-)
-def test_a_reason_begins_with_its_plan_once(plan: str, why: str, said: str) -> None:
-    found = Foreseen(plan=plan, processes=1, batch=8, needs=None, why=why)
-    assert sentences([found], None) == [said]
 
 
 def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:
@@ -79,6 +70,117 @@ def test_the_exit_code_is_1_only_if_none_fits_for_sure(
     fits: tuple[bool | None, ...], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
-    times = Times(plans=tuple(Timed(foreseen=one) for one in found))
+    times = PlanTimes(plans=tuple(TimedPlan(foreseen=one) for one in found))
     monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: times)
     assert foreseeing.foresee("digits", site="narval") == code
+
+
+@pytest.mark.parametrize(
+    ("aim", "found"), [("fastest", "replicate=2"), ("cheapest", ""), ("smallest", "shard=2")]
+)
+def test_the_best_plan_depends_on_the_aim_and_fits(aim: Any, found: str) -> None:
+    chosen = best(PLANS, aim)
+    assert chosen is not None and chosen.foreseen.plan == found
+
+
+def test_of_times_that_are_closer_than_they_are_known_it_is_the_plainest() -> None:
+    """The fewest processes, then the fewest microbatches, then the least time."""
+    plans = (
+        plan("replicate=2", 1.0, 2, 1),
+        plan("microbatches=2", 1.03, 1, 1),
+        plan("threads=1", 1.09, 1, 1),
+        plan("", 1.08, 1, 1),
+    )
+    chosen = best(PlanTimes(plans=plans), "fastest")
+    assert chosen is not None and chosen.foreseen.plan == ""
+    chosen = best(PlanTimes(plans=plans[:2]), "fastest")
+    assert chosen is not None and chosen.foreseen.plan == "microbatches=2"
+    chosen = best(PlanTimes(plans=(plans[0], plan("", 1.11, 1, 1))), "fastest")
+    assert chosen is not None and chosen.foreseen.plan == "replicate=2"
+
+
+def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path) -> None:
+    found = foresee("digits", ["", "replicate=4", "replicate=8"], site="narval")
+    one, four, eight = found.plans
+    assert one.time is not None and one.cost is not None and four.time is not None
+    assert not one.time.measured and one.time.spread == 0.5 and one.cost.kwh is not None
+    assert eight.time is not None and eight.time.communication == 0  # within computing
+    assert found.gpu.startswith("NVIDIA A100")
+    assert "not measured on it" in found.notes[-1] and "data sheet" in found.notes[-1]
+    assert foreseeing.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
+    assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
+
+
+def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
+    four, eight = foresee("digits", ["replicate=4", "replicate=8"], site="fir").plans
+    assert four.time is not None
+    assert "a node has 4" in eight.why and "network_gbit" in eight.why
+
+
+@pytest.mark.parametrize(
+    ("here", "gpu", "busy", "verdict"),
+    [
+        (0.001, 0.01, 0.0003, "3% busy; the cores are 10.0 times as fast, and start sooner: take no GPU"),
+        (1.0, 0.01, 0.008, "80% busy; it is 50 to 150 times as fast as the cores: take a GPU"),
+        (0.1, 0.01, 0.001, "mostly waits for its host"),
+        (0.01, 0.01, 0.005, "try both"),
+    ],
+)
+def test_the_verdict_on_a_gpu(
+    here: float, gpu: float, busy: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = StepTime(compute=gpu, spread=0.5, busy=busy)
+    monkeypatch.setattr(gpu_time, "gpu_time", lambda *_, **__: step)
+    found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1), plan("", here, 1, 1)])  # type: ignore[arg-type]
+    assert found is not None
+    for count in range(1, 257):
+        found = found.replace(f"the {count} cores here", "the cores")
+    assert verdict in found.replace("the one core here", "the cores") and "not measured" in found
+    assert gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1)]) is None  # type: ignore[arg-type]
+
+
+def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> None:
+    plans = [
+        Foreseen(plan=str(one), processes=one.processes, batch=8, needs=None) for one in candidates([1, 2, 4])
+    ]
+    names = [one.plan for one in by_importance(plans)]
+    assert names[:6] == [
+        "",
+        "replicate=2",
+        "replicate=4",
+        "shard=2,zero=1",
+        "shard=4,zero=1",
+        "shard=2,zero=2",
+    ]
+    assert sorted(names) == sorted(one.plan for one in plans)
+    assert names.index("microbatches=4") > names.index("shard=4")
+
+
+def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is shown first; plans of another batch size run at theirs."""
+    ran: list[tuple[str, Any]] = []
+
+    def measured(task: Any, plan: Any, data: Path, *, seconds: float) -> StepTime:
+        assert shown
+        ran.append((str(plan), task.texts.get("batch_size")))
+        if plan.microbatches > 1:
+            raise PlanError("no step of it ended in 1 s")
+        return StepTime(compute=1.0 / plan.processes, spread=0.1, measured=True)
+
+    shown: list[Foreseen] = []
+    monkeypatch.setattr(measured_step, "measured_step", measured)
+    monkeypatch.setattr(measured_step, "cores", lambda: 2)
+    plans = ["", "replicate=2", "shard=2", "replicate=4,threads=1", "microbatches=2"]
+    times = foresee("digits", plans, batch_size=(64, 32), on_memory=shown.extend)
+    assert len(shown) == 2 * len(plans) and len(ran) == MEASURED
+    assert ran[:4] == [("", "64"), ("replicate=2", "64"), ("", "32"), ("replicate=2", "32")]
+    assert times.plans[0].time is not None and times.plans[0].cost is not None
+    assert "4 threads of 4 processes on 2 cores" in times.plans[3].why
+    assert any(
+        "foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.notes
+    )
+    assert "a GPU or not" in times.notes[-1]
+    times = foresee("digits", ["", "microbatches=2"])
+    assert "microbatches=2: no step of it ended in 1 s" in times.notes
+    chosen = best(times, "fastest")
+    assert chosen is not None and chosen.foreseen.plan == ""

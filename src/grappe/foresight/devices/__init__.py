@@ -1,4 +1,4 @@
-"""Devices: what data sheets say of GPUs, one TOML file each, and what a step takes on one at most that fast."""
+"""Devices: GPUs by their data sheets, one TOML file each, and the assumptions by which times are foreseen on them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import math
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from grappe.errors import PlanError
-from grappe.foresight.recording import Operator, Recording
-from grappe.plan import Plan
+from grappe.foresight.ledger import Operator
 
 OF_PEAK = 0.55
 """Share of the peak FLOP/s that large matrix products and convolutions reach: an assumption, not measured."""
@@ -31,7 +31,7 @@ PASS = 200e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU as its data sheet has it; nothing of it is calibrated."""
+    """GPU specification from the vendor's data sheet."""
 
     title: str
     names: tuple[str, ...]
@@ -57,26 +57,26 @@ class Device:
             raise PlanError(f"precision={precision}: {self.title} has no units for it (see grappe doctor)")
         return self.tflops[precision] * 1e12
 
-    def kernel(self, one: Operator, precision: str) -> float:
+    def kernel(self, operator: Operator, precision: str) -> float:
         """Computes the seconds of an operator's kernel: by the roofline of Williams et al. (2009).
 
-        A view has none, and what a collective takes is its message's.
+        Views and collectives take 0: a collective's time is its message's.
         """
-        if one.view or one.collective:
+        if operator.view or operator.collective:
             return 0.0
-        computing = one.flops / (self.flops(precision) * OF_PEAK)
-        moving = one.moved / (self.bandwidth_gb * 1e9 * OF_BANDWIDTH)
+        computing = operator.flops / (self.flops(precision) * OF_PEAK)
+        moving = operator.moved / (self.bandwidth_gb * 1e9 * OF_BANDWIDTH)
         return max(LEAST, computing, moving)
 
 
 def device_named(name: str) -> Device | None:
-    """Finds a device by a site's name for it; None: there is no data sheet of it here."""
-    return next((one for one in devices() if name in one.names), None)
+    """Finds a device by a site's name for it; None: it has no data sheet here."""
+    return next((device for device in devices() if name in device.names), None)
 
 
 def device_reported(name: str) -> Device | None:
-    """Finds a device by torch's name for it; None: there is no data sheet of it here."""
-    return next((one for one in devices() if name in one.reported), None)
+    """Finds a device by torch's name for it; None: it has no data sheet here."""
+    return next((device for device in devices() if name in device.reported), None)
 
 
 @functools.cache
@@ -85,9 +85,9 @@ def devices() -> tuple[Device, ...]:
     return tuple(_read(file) for file in sorted(Path(__file__).parent.glob("*.toml")))
 
 
-def kernels(device: Device, recording: Recording, plan: Plan) -> float:
-    """Sums the seconds of a recording's kernels."""
-    return math.fsum(device.kernel(one, plan.precision) for one in recording.operators)
+def kernel_seconds(device: Device, operators: Iterable[Operator], precision: str) -> float:
+    """Sums the seconds of operators' kernels."""
+    return math.fsum(device.kernel(operator, precision) for operator in operators)
 
 
 def _read(file: Path) -> Device:

@@ -1,24 +1,72 @@
-"""Foresees plans: states and peak memory of a process, whether a site's GPUs have room, and the time of a step."""
+"""Foresees plans: memory of a process, whether a site's GPUs have room for it, and the time of a step."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from grappe.errors import UsageError
+from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
+from grappe.words import count_of, plan_name
 
 if TYPE_CHECKING:
-    from grappe.foresight.search import Room
+    from grappe.foresight.gpu_time import StepTime
+    from grappe.foresight.search import Foreseen, Room
+    from grappe.foresight.sketch import Sketch
     from grappe.sites.schema import Site
-    from grappe.verbs.foresee.times import Times
 
+Aim = Literal["fastest", "cheapest", "smallest"]
 GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
+REFERENCE = "V100, 16 GB"
+"""The GPU that a model is compared with where no site is named: the slowest that sites have."""
+CLOSE = 0.1  # of a time: the same plan differs by as much from start to start
+BUSY = 0.3  # of a step, below which a GPU is not worth its queue
+MEASURED = 5  # plans at most whose steps are run here
+SECONDS = 15.0  # for the steps of all of them
+SECONDS_OF_A_PLAN = 5.0  # for a plan at least, however little of SECONDS is left
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingCost:
+    """Cost of a training under a plan, of its steps alone."""
+
+    samples_per_second: float
+    hours: float
+    """Of all the task's epochs."""
+    unit_hours: float
+    """Of all cores, or of all GPUs."""
+    kwh: float | None = None
+    """Of the GPUs, at the most power that their data sheet says; None: not known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedPlan:
+    """A foreseen plan with its time."""
+
+    foreseen: Foreseen
+    time: StepTime | None = None
+    cost: TrainingCost | None = None
+    why: str = ""
+    """The reason why there is no time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanTimes:
+    """Times of several plans."""
+
+    plans: tuple[TimedPlan, ...]
+    gpu: str = ""
+    """The GPU that they are of; "": this machine's cores."""
+    notes: tuple[str, ...] = ()
 
 
 def room_of(site: str) -> Room:
@@ -42,10 +90,10 @@ def room_in(site: Site) -> Room | None:
     from grappe.foresight.search import Room
 
     node = site.node
-    found = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
-    if node is None or found is None:
+    match = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
+    if node is None or match is None:
         return None
-    smallest = min(map(int, found[1].split(" or ")))  # a job may get either
+    smallest = min(map(int, match[1].split(" or ")))  # a job may get either
     return Room(whose=f"{site.name}'s {node.gpu}", size=smallest * 10**9)
 
 
@@ -58,12 +106,18 @@ def foresee(
     site: str | None = None,
     fields: Mapping[str, str] | None = None,
     data: Path | str | None = None,
-) -> Times:
+    times: bool = True,
+    on_memory: Callable[[Sequence[Foreseen]], None] = lambda foreseen: None,
+) -> PlanTimes:
     """Foresees each plan's memory and time at each batch size; without plans, some that train the same on `gpus`.
 
-    Nothing is trained: the model is traced on tensors without memory. On a CPU the kernels that need memory of their
-    own are run once each, in a process of their own. Times are of this machine, from its calibration: operators that
-    it lacks are run; or of a site's GPU, from the data sheet.
+    For the memory nothing is trained: the model is traced on tensors without memory. On a CPU the kernels that need
+    memory of their own are run once each, in a process of their own. Times are of a site's GPU, from the data sheet;
+    or of this machine's cores, where a few steps of at most MEASURED plans are run.
+
+    Args:
+        times: whether times are foreseen or measured too.
+        on_memory: called with the memory of all plans, before the times.
 
     Raises:
         TaskError: the task cannot be traced.
@@ -73,21 +127,219 @@ def foresee(
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen
     from grappe.foresight.sketch import Sketch
-    from grappe.launch.world import cores
     from grappe.sites import find
-    from grappe.verbs.foresee.times import timed
 
     room = None if site is None else room_of(site)
-    wanted = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
-    made = TaskReference.of(task, fields).resolve()
+    requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
+    reference = TaskReference.of(task, fields)
+    resolved = reference.resolve()
     folder = data_folder(data)
-    prepare(made, folder)
-    # Operators are of no use where this machine has too few cores for any of the plans.
-    records = room is not None or any(plan.processes <= cores() for plan in wanted)
-    kernels = None if room else Kernels()
-    sketch = Sketch(made, folder, foreach=room is not None, kernels=kernels, records=records)
-    batches = batch_size or (made.batch_size,)
-    found = [foreseen(sketch, plan, batch, room) for batch in batches for plan in wanted]
-    if all(one.needs is None for one in found):
-        raise UsageError("; ".join(dict.fromkeys(one.why for one in found)))
-    return timed(sketch, found, None if site is None else find(site))
+    prepare(resolved, folder)
+    sketch = Sketch(
+        resolved,
+        folder,
+        foreach=room is not None,
+        kernels=None if room else Kernels(),
+        records=times and (room is not None or Plan() in requested),
+    )
+    batches = batch_size or (resolved.batch_size,)
+    forecasts = [foreseen(sketch, plan, batch, room) for batch in batches for plan in requested]
+    if all(forecast.needs is None for forecast in forecasts):
+        raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
+    on_memory(forecasts)
+    if not times:
+        return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts))
+    if site is not None:
+        return _on_gpus(sketch, forecasts, find(site))
+    return _on_cores(sketch, forecasts, reference, folder)
+
+
+def _on_gpus(sketch: Sketch, forecasts: Sequence[Foreseen], site: Site) -> PlanTimes:
+    from grappe.foresight.devices import device_named
+    from grappe.foresight.gpu_time import Fabric, gpu_time
+
+    node = site.node
+    device = None if node is None else device_named(node.gpu)
+    if node is None or device is None:
+        why = f"{site.name}: no data sheet of its GPU is known here, so times are not foreseen"
+        return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts), notes=(why,))
+    fabric = Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
+    plans = []
+    for forecast in forecasts:
+        time_of, plan = None, Plan.parse(forecast.plan)
+        why = ""
+        if forecast.needs is not None:
+            try:
+                time_of = gpu_time(sketch, plan, fabric, batch=forecast.batch)
+            except TaskError:
+                raise
+            except GrappeError as error:
+                why = str(error)
+        plans.append(_timed(forecast, time_of, sketch, why, watts=device.watts))
+    of = f"{device.title} ({device.source})"
+    note = f"times are from the data sheet of {of}: not measured on it, take them as half to twice"
+    return PlanTimes(plans=tuple(plans), gpu=device.title, notes=(*_reasons(plans), note))
+
+
+def _on_cores(
+    sketch: Sketch, forecasts: Sequence[Foreseen], reference: TaskReference, data: Path
+) -> PlanTimes:
+    """Runs some steps of the plans that matter, one after the other."""
+    from grappe.launch.terminal import progress
+    from grappe.verbs.foresee.measured_step import check_runs_here, measured_step
+    from grappe.verbs.measure.measure import with_batch
+
+    start, tried = time.monotonic(), 0
+    timed = {id(forecast): TimedPlan(foreseen=forecast) for forecast in forecasts}
+    for forecast in by_importance([forecast for forecast in forecasts if forecast.needs is not None]):
+        plan = Plan.parse(forecast.plan)
+        assert forecast.needs is not None
+        left = SECONDS - (time.monotonic() - start)
+        time_of, why = None, ""
+        try:
+            check_runs_here(plan, forecast.needs)
+            if tried == MEASURED or left <= 0:
+                continue
+            tried += 1
+            progress(f"running a few steps of {plan_name(forecast.plan)}")
+            task = with_batch(reference, forecast.batch, 1)
+            time_of = measured_step(task, plan, data, seconds=max(left, SECONDS_OF_A_PLAN))
+        except GrappeError as error:
+            why = str(error)
+        finally:
+            progress("")
+        timed[id(forecast)] = _timed(forecast, time_of, sketch, why)
+    plans = tuple(timed.values())
+    notes = _reasons(plans)
+    left_out = sum(
+        timed.foreseen.needs is not None and timed.time is None and not timed.why for timed in plans
+    )
+    if left_out:
+        notes.append(
+            f"not run, though this machine has the cores and the memory: {count_of(left_out, 'plan')}. foresee runs "
+            f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name others with --plan, or try grappe "
+            "measure"
+        )
+    verdict = gpu_or_not(sketch, plans)
+    return PlanTimes(plans=plans, notes=(*notes, *([verdict] if verdict else [])))
+
+
+def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
+    """Orders plans for a trial: plain ones before those that save activations; in turn of each number of processes."""
+    places = Counter[tuple[int, int, int]]()
+    order = {}
+    for forecast in forecasts:
+        plan = Plan.parse(forecast.plan)
+        saving = plan.recompute + (plan.microbatches > 1)
+        group = (saving, forecast.batch, forecast.processes)
+        order[id(forecast)] = (saving, places[group])
+        places[group] += 1
+    return sorted(forecasts, key=lambda forecast: order[id(forecast)])
+
+
+def gpu_or_not(sketch: Sketch, plans: Sequence[TimedPlan], name: str = REFERENCE) -> str | None:
+    """Compares a GPU with this machine's cores for this task; None: the step of one process was not measured."""
+    from grappe.foresight.devices import device_named
+    from grappe.foresight.gpu_time import Fabric, gpu_time
+    from grappe.launch.world import cores
+
+    device = device_named(name)
+    assert device is not None
+    here = next((timed for timed in plans if timed.time is not None and not timed.foreseen.plan), None)
+    if here is None or here.time is None:
+        return None
+    try:
+        on_gpu = gpu_time(sketch, Plan(), Fabric(device=device), batch=here.foreseen.batch)
+    except GrappeError:
+        return None
+    assert on_gpu.busy is not None
+    share, faster = min(1.0, on_gpu.busy / on_gpu.compute), here.time.total / on_gpu.total
+    low, high = faster * (1 - on_gpu.spread), faster * (1 + on_gpu.spread)
+    many = f"{cores()} cores here" if cores() > 1 else "one core here"
+    what = f"this model keeps one {device.title} {share:.0%} busy"
+    between = f"it is {_times(low)} to {_times(high)} times as fast as the {many}"
+    if high < 1:
+        verdict = f"the {many} are {1 / faster:.1f} times as fast, and start sooner: take no GPU"
+    elif low > 1 and share >= BUSY:
+        verdict = f"{between}: take a GPU"
+    elif low > 1:
+        verdict = (
+            f"{between}, and mostly waits for its host: a larger batch_size uses it better; several trainings can "
+            "share it (per_device)"
+        )
+    else:
+        verdict = f"{between}: try both (grappe measure)"
+    return f"a GPU or not: {what}; {verdict}. From its data sheet, not measured on one"
+
+
+def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:
+    """Chooses the plan that is best under an aim, of those that fit as far as is known; None: nothing is known.
+
+    Of plans whose times are within CLOSE of each other, it is the plainest.
+    """
+    candidates = [
+        timed for timed in times.plans if has_merit(timed, aim) and timed.foreseen.fits is not False
+    ]
+    if aim == "smallest" or not candidates:
+        return min(candidates, key=lambda timed: merit(timed, aim), default=None)
+    least = min(merit(timed, aim) for timed in candidates)
+    close = [timed for timed in candidates if merit(timed, aim) <= least * (1 + CLOSE)]
+
+    def order(timed: TimedPlan) -> tuple[int, int, float]:
+        plan = Plan.parse(timed.foreseen.plan)
+        return plan.processes, plan.microbatches, merit(timed, aim)
+
+    return min(close, key=order)
+
+
+def has_merit(timed: TimedPlan, aim: Aim) -> bool:
+    """Returns whether a plan's cost under an aim is known."""
+    if aim != "smallest":
+        return timed.time is not None
+    return timed.foreseen.needs is not None and timed.foreseen.needs.most is not None
+
+
+def merit(timed: TimedPlan, aim: Aim) -> float:
+    """Returns a plan's cost under an aim, the least being best: hours, hours of all cores or GPUs, or bytes."""
+    if aim == "smallest":
+        assert timed.foreseen.needs is not None and timed.foreseen.needs.most is not None
+        return float(timed.foreseen.needs.most)
+    assert timed.cost is not None
+    return timed.cost.unit_hours if aim == "cheapest" else timed.cost.hours
+
+
+def reason(plan: str, why: str) -> str:
+    """Says why a plan has no numbers; a beginning that the plan and the reason share is written once."""
+    begun, colon, rest = why.partition(": ")
+    if colon and f"{plan},".startswith((f"{begun},", f"{begun}=")):
+        why = rest
+    return f"{plan_name(plan)}: {why}"
+
+
+def _reasons(plans: Sequence[TimedPlan]) -> list[str]:
+    """Says why plans have no time: each reason once, with the first plan that it holds for."""
+    first = {timed.why: timed.foreseen.plan for timed in reversed(plans) if timed.why}
+    return [reason(plan, why) for why, plan in reversed(first.items())]
+
+
+def _timed(
+    forecast: Foreseen, time_of: StepTime | None, sketch: Sketch, why: str, watts: float | None = None
+) -> TimedPlan:
+    from grappe.foresight.partition import threads_of
+
+    if time_of is None:
+        return TimedPlan(foreseen=forecast, why=why)
+    plan, batch = Plan.parse(forecast.plan), min(forecast.batch, sketch.samples)
+    hours = sketch.task.epochs * math.ceil(sketch.samples / batch) * time_of.total / 3600
+    units = hours * plan.processes * (1 if watts is not None else threads_of(plan))
+    cost = TrainingCost(
+        samples_per_second=batch / time_of.total,
+        hours=hours,
+        unit_hours=units,
+        kwh=None if watts is None else units * watts / 1000,
+    )
+    return TimedPlan(foreseen=forecast, time=time_of, cost=cost)
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.1f}" if factor < 10 else f"{factor:.0f}"

@@ -15,7 +15,7 @@ from grappe.errors.foreign_text import html_text, number, printable
 from grappe.launch import files
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
-from grappe.verbs.foresee.history import compared
+from grappe.verbs.foresee.run_forecast import foreseen_run
 from grappe.verbs.tune.sampler import importance
 from grappe.verbs.tune.space import Choices, Range, Space, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
@@ -72,7 +72,7 @@ def _run(run: Run) -> dict[str, Any]:
         "usage": _thinned_usage(_usage(run)),
         "processes": description.get("costs") if isinstance(description.get("costs"), list) else [],
         "used": description.get("used") if isinstance(description.get("used"), dict) else {},
-        "foreseen": compared(run).as_json(),
+        "foreseen": foreseen_run(run).as_json(),
     }
 
 

@@ -1,22 +1,57 @@
-"""The simulated schedules have the idle times that their papers give, and those of real pipelines."""
+"""Schedules have torch's own order, the idle times that their papers give, and those of real pipelines."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
 
-from grappe.foresight.passes import Kind
-from grappe.foresight.pipeline_time import Simulated, orders_of, simulate
+from grappe.foresight.fake_group import pretended
+from grappe.foresight.schedules import Kind, SimulatedStep, order_of, orders_of, simulate
 from grappe.parallel.pipeline.rules import RULES, idle_part, stages_each
 from grappe.plan import Plan
 from tests.foresight import clocks
 from tests.processes import Pool
 
+KINDS = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "inputs",
+    "BACKWARD_WEIGHT": "weights",
+}
+"""torch's names of passes, and ours."""
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zero_bubble,stages=2"])
+@pytest.mark.parametrize("micros", [4, 8])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_the_order_of_a_schedule_of_several_stages_is_torchs(place: int, micros: int, schedule: str) -> None:
+    plan = Plan.parse(f"pipeline=4,microbatches={micros},schedule={schedule}")
+    with pretended(Plan(tensor=4)) as world:
+        assert world.mesh is not None
+        group = world.mesh["tensor"].get_group()
+        stages = [
+            PipelineStage(nn.Identity(), number, 4 * stages_each(plan), torch.device("cpu"), group=group)
+            for number in range(0, 4 * stages_each(plan), 4)
+        ]
+        made = getattr(schedules, RULES[plan.schedule].torch_name)(stages, n_microbatches=micros)
+        order = [one for one in made.pipeline_order[place] if one is not None]
+    found = [(KINDS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in order]
+    assert found == order_of(plan, place)
+
+
+def test_1f1b_has_as_many_microbatches_under_way_as_stages_follow() -> None:
+    plan = Plan.parse("pipeline=2,microbatches=3")
+    assert order_of(plan, 1) == [(kind, 1, micro) for micro in range(3) for kind in ("forward", "backward")]
+    assert "".join(kind[0] for kind, _, _ in order_of(plan, 0)) == "ffbfbb"
+
 
 def simulated(
     text: str, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, transfer: float = 0.0
-) -> Simulated:
+) -> SimulatedStep:
     """A step of stages that are all alike; torch leaves the first one's whole backward to the weights' pass."""
     took = {"forward": forward, "inputs": inputs, "weights": weights, "backward": inputs + weights}
 

@@ -1,0 +1,88 @@
+"""Measured step: runs five bare steps of a plan on this machine's cores, as its time where nothing need be foreseen."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from grappe.errors import PlanError
+from grappe.foresight.compose import Needs
+from grappe.foresight.gpu_time import StepTime
+from grappe.foresight.partition import threads_of
+from grappe.launch.folders import scratch
+from grappe.launch.local import local
+from grappe.launch.world import cores
+from grappe.plan import Plan
+from grappe.profiling import limits
+from grappe.profiling.phases import WARMUP
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.words import format_bytes
+
+STEPS = 5  # in the median
+SECONDS = 30.0  # for one plan's steps
+MEMORY = 0.8  # of the free memory: libraries keep some of it
+SPREAD, SPREAD_OF_FEW = 0.1, 0.25
+"""Relative uncertainty: the same training is 5 to 10 % quicker or slower from start to start; of fewer steps more."""
+
+
+def check_runs_here(plan: Plan, needs: Needs) -> None:
+    """Checks that a plan's steps can be run on this machine.
+
+    Raises:
+        PlanError: there are too few cores, or too little memory; or the plan is for GPUs.
+    """
+    if plan.device not in ("auto", "cpu"):
+        raise PlanError(
+            f"device={plan.device}: steps are run on this machine's cores; grappe measure runs any plan"
+        )
+    if plan.processes * threads_of(plan) > cores():
+        raise PlanError(
+            f"its steps are not run: {plan.processes * threads_of(plan)} threads of {plan.processes} processes on "
+            f"{cores()} cores"
+        )
+    most, free = needs.with_copies or needs.states.total, limits.free()
+    if free is not None and plan.processes * most > free * MEMORY:
+        raise PlanError(
+            f"its steps are not run: they take {format_bytes(plan.processes * most)}, and {format_bytes(free)} are "
+            "free here"
+        )
+
+
+def measured_step(task: TaskReference, plan: Plan, data: Path, *, seconds: float = SECONDS) -> StepTime:
+    """Trains a few steps on this machine's cores; returns the median step of the slowest process.
+
+    Args:
+        seconds: after which no further step begins.
+
+    Raises:
+        PlanError: no step ended in that time.
+        GrappeError: the training failed.
+    """
+    with scratch("foresee") as folder:
+        request = Request(
+            task=task,
+            plan=dataclasses.replace(plan, device="cpu"),
+            data=data,
+            base=folder,
+            run=folder / "run",
+            quiet=True,
+            options=Options(steps=STEPS + WARMUP, steps_only=True, time_limit=seconds),
+        )
+        local("grappe.training.worker:worker", request, plan.processes)
+        timings = [cost["timing"] for cost in Run(folder / "run").read_description()["costs"]]
+    if min(timing["steps"] for timing in timings) < 1:
+        raise PlanError(f"no step of it ended in {seconds:.0f} s")
+    slowest = max(timings, key=lambda timing: timing["step"]["median"])
+    phases = {name: quartiles["median"] for name, quartiles in slowest["phases"].items()}
+    step = slowest["step"]
+    least = SPREAD if slowest["steps"] >= STEPS else SPREAD_OF_FEW
+    return StepTime(
+        compute=step["median"] - phases["data"] - phases["communication"],
+        communication=phases["communication"],
+        data=phases["data"],
+        spread=max(least, (step["high"] / step["low"] - 1) / 2),
+        measured=True,
+    )

@@ -1,0 +1,200 @@
+"""Tables of foreseen memory and times, sentences on the plan to take, and the file of --out."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from grappe.errors import UsageError
+from grappe.foresight.search import Foreseen, Room
+from grappe.launch import files
+from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, has_merit, merit, reason
+from grappe.words import format_bytes, format_seconds, plan_name
+
+MEMORY_COLUMNS = (
+    "plan", "batch", "parameters", "gradients", "optimizer", "peak of a step", "of an evaluation", "checkpoint's copy",
+)  # fmt: skip
+TIME_COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
+FITS = {True: "yes", False: "no", None: "?"}
+
+
+def memory_table(forecasts: Sequence[Foreseen], room: Room | None) -> Table:
+    """Makes the table: bytes of the process that needs most."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in MEMORY_COLUMNS:
+        table.add_column(column, overflow="fold")
+    if room is not None:
+        table.add_column("fits")
+    for forecast in forecasts:
+        name = plan_name(forecast.plan)
+        if forecast.needs is None:
+            table.add_row(name, str(forecast.batch), *["-"] * (len(MEMORY_COLUMNS) - 2 + (room is not None)))
+            continue
+        states = forecast.needs.states
+        cells = [
+            format_bytes(states.parameters),
+            format_bytes(states.gradients),
+            format_bytes(states.optimizer),
+            _peak(forecast),
+        ]
+        cells.append(_range(forecast.needs.evaluation_least, forecast.needs.evaluation) or "?")
+        cells.append("?" if forecast.needs.checkpoint is None else format_bytes(forecast.needs.checkpoint))
+        table.add_row(name, str(forecast.batch), *cells, *([FITS[forecast.fits]] if room is not None else []))
+    return table
+
+
+def _peak(forecast: Foreseen) -> str:
+    assert forecast.needs is not None
+    return (
+        _range(forecast.needs.least, forecast.needs.peak)
+        or f"more than {format_bytes(forecast.needs.states.total)}"
+    )
+
+
+def _range(least: int | None, most: int | None) -> str:
+    if least is None or most is None:
+        return ""
+    texts = format_bytes(least), format_bytes(most)
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
+
+
+def memory_sentences(forecasts: Sequence[Foreseen], room: Room | None) -> list[str]:
+    """Says which plans cannot be foreseen, and which forecast to take for a site."""
+    lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
+    if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
+        lines.append(
+            "more than …: the activations of such a plan are not foreseen, so whether it fits is measured"
+        )
+    if room is None:
+        return lines
+    lines.append(
+        f"a process may have {format_bytes(room.size)} ({room.whose}); counted are the higher of both peaks, a tenth "
+        "more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
+    )
+    fitting = next((forecast for forecast in forecasts if forecast.fits), None)
+    needs = [
+        forecast.needs
+        for forecast in forecasts
+        if forecast.needs is not None and forecast.needs.most is not None
+    ]
+    if fitting is not None and fitting.needs is not None and fitting.needs.most is not None:
+        needed = format_bytes(room.taken(fitting.needs))
+        lines.append(f"the first that fits: {plan_name(fitting.plan)}, with {needed} a process")
+    elif needs and not any(forecast.fits is None for forecast in forecasts if forecast.needs is not None):
+        lines.append(
+            f"none of them fits: the smallest takes {format_bytes(min(map(room.taken, needs)))} a process. Take more "
+            "processes with shard=, more microbatches, recompute, or a smaller batch_size"
+        )
+    return lines
+
+
+def time_table(times: PlanTimes) -> Table | None:
+    """Makes the table; None: no time is known."""
+    with_time = [timed for timed in times.plans if timed.time is not None]
+    if not with_time:
+        return None
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    unit = "GPU-hours" if times.gpu else "core-hours"
+    for column in (*TIME_COLUMNS, unit, *(["kWh at most"] if times.gpu else [])):
+        table.add_column(column, overflow="fold")
+    for timed in with_time:
+        assert timed.time is not None and timed.cost is not None
+        time, cost = timed.time, timed.cost
+        parts = (time.compute, time.communication, time.bubble, time.data)
+        cells = [f"{_seconds(time.total)} ±{time.spread:.0%}", *(_seconds(part) for part in parts)]
+        cells += [f"{cost.samples_per_second:,.0f}", _hours(cost.hours), _hours(cost.unit_hours)]
+        cells += [f"{cost.kwh:.2g}"] if cost.kwh is not None else []
+        table.add_row(plan_name(timed.foreseen.plan), str(timed.foreseen.batch), *cells)
+    return table
+
+
+def time_sentences(times: PlanTimes, aim: Aim) -> list[str]:
+    """Says which plan is best under the aim, and what is not known."""
+    lines = list(times.notes)
+    chosen = best(times, aim)
+    if chosen is None or sum(has_merit(timed, aim) for timed in times.plans) == 1:
+        return lines
+    if aim == "smallest":
+        return [
+            *lines,
+            f"smallest: {plan_name(chosen.foreseen.plan)}, with {format_bytes(int(merit(chosen, aim)))} a process",
+        ]
+    assert chosen.time is not None
+    close = _close(times, chosen, aim)
+    return [
+        *lines,
+        f"{aim}: {plan_name(chosen.foreseen.plan)}, with {_seconds(chosen.time.total)} a step{close}",
+    ]
+
+
+def write(times: PlanTimes, file: Path) -> None:
+    """Writes all of it as JSON.
+
+    Raises:
+        UsageError: as `check_out`.
+    """
+    check_out(file)
+    content = {
+        "kind": "times",
+        "gpu": times.gpu,
+        "plans": [_as_json(timed) for timed in times.plans],
+        "notes": times.notes,
+    }
+    try:
+        files.replace(file, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        raise _unwritable(file, error.strerror) from error
+
+
+def check_out(file: Path) -> None:
+    """Checks the name and the folder of the file of --out, before there is anything to write.
+
+    Raises:
+        UsageError: the name has another ending than .json, or the file cannot be written.
+    """
+    if file.suffix != ".json":
+        raise UsageError(f"--out={file}: the name has to end in .json")
+    if not file.parent.is_dir():
+        raise _unwritable(file, os.strerror(errno.ENOENT))
+    if file.is_dir():
+        raise _unwritable(file, os.strerror(errno.EISDIR))
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise _unwritable(file, os.strerror(errno.EACCES))
+
+
+def _unwritable(file: Path, why: str | None) -> UsageError:
+    return UsageError(f"{file} cannot be written: {why}: give another with --out")
+
+
+def _as_json(timed: TimedPlan) -> dict[str, Any]:
+    time = None if timed.time is None else {**dataclasses.asdict(timed.time), "total": timed.time.total}
+    return {**dataclasses.asdict(timed), "time": time}
+
+
+def _close(times: PlanTimes, chosen: TimedPlan, aim: Aim) -> str:
+    """Names how many other plans may be as good, within what is not known."""
+    assert chosen.time is not None
+    most = merit(chosen, aim) * (1 + chosen.time.spread)
+    others = sum(
+        merit(timed, aim) * (1 - timed.time.spread) <= most
+        for timed in times.plans
+        if timed is not chosen and timed.time is not None and timed.foreseen.fits is not False
+    )
+    return (
+        f"; {others} other plan{'s' if others > 1 else ''} may be as good: grappe measure" if others else ""
+    )
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value else "-"
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
