@@ -22,7 +22,7 @@ from grappe.data import CentreCrop, Images
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.tasks.digits import Digits
 from grappe.training.run import Run
-from grappe.verbs.predict import lines
+from grappe.verbs.predict import inputs as verb_inputs
 from grappe.verbs.predict.predict import predict, save
 from tests.commands import GRAPPE
 from tests.patience import PATIENCE_SECONDS
@@ -181,22 +181,22 @@ class Both(NamedTuple):
 
 def test_types_are_the_tasks_whatever_a_line_says() -> None:
     example = Both(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
-    ((found, count),) = lines.batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
+    ((found, count),) = verb_inputs.line_batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
     assert isinstance(found, Both) and count == 1
     assert (
         found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
     )
     for number in ("1.5", "1e300", "Infinity", "NaN"):
         with pytest.raises(DataError, match="give whole numbers"):
-            list(lines.batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
+            list(verb_inputs.line_batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
 
 
 def test_what_lines_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="complex numbers"):
-        list(lines.batches(Trickle(b"[1]", 10), "-", torch.zeros(1, 1, dtype=torch.complex64)))
+        list(verb_inputs.line_batches(Trickle(b"[1]", 10), "-", torch.zeros(1, 1, dtype=torch.complex64)))
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(DataError, match="there is no standard input"):
-        lines.opened(Path("-"))
+        verb_inputs.open_lines(Path("-"))
 
 
 def test_validation_data_that_cannot_be_read_name_the_line(
@@ -224,16 +224,16 @@ class Trickle(io.RawIOBase):
 def test_lines_in_any_pieces(size: int) -> None:
     content = b"".join(b"[%d, 1]\n" % number for number in range(600)) + b"[600, 1]"
     example = torch.zeros(1, 2)
-    found = list(lines.batches(Trickle(content, size), "-", example))
+    found = list(verb_inputs.line_batches(Trickle(content, size), "-", example))
     assert sum(count for _, count in found) == 601
-    assert max(count for _, count in found) <= lines.BATCH
+    assert max(count for _, count in found) <= verb_inputs.BATCH
     assert torch.cat([batch for batch, _ in found])[:, 0].tolist() == list(range(601))
 
 
 def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LONGEST", 100)
+    monkeypatch.setattr(verb_inputs, "LONGEST", 100)
     with pytest.raises(DataError, match="a line is longer than"):
-        list(lines.batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
+        list(verb_inputs.line_batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
 
 
 def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> None:

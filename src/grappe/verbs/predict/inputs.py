@@ -5,36 +5,31 @@ Shapes: B samples of a batch; pictures of C x H x W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory
 from grappe.data.collate import augment, augments, collated
-from grappe.data.draw import sample_keys
+from grappe.data.draw import mix, sample_keys
+from grappe.data.images.dataset import Images
+from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.prepare import dataset_of, prepare
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, UsageError
-from grappe.errors.native_code import refuse_package
-from grappe.task import SPLITS, Task
-from grappe.verbs.predict import lines
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
-
-from collections.abc import Sequence
-
-from torch.utils.data import Dataset
-
-from grappe.data.draw import mix
-from grappe.data.images.dataset import Images
-from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.errors.foreign_text import printable
+from grappe.errors.native_code import refuse_package
+from grappe.private_api.torch import tree_map
+from grappe.task import SPLITS, Task
 
 BATCH = 256
 BATCH_BYTES = 1 << 26
@@ -47,6 +42,12 @@ Source = Callable[[Task, Callable[[], Path]], Batches]
 PICTURES = (".jpg", ".jpeg", ".png")
 CHANNELS = {1: "L", 3: "RGB"}
 LARGEST = 1 << 28  # bytes of a file
+STDIN = "-"
+LINES = (".jsonl", ".ndjson")
+PART = 1 << 20  # bytes of lines that are read at a time
+LONGEST = 1 << 26  # bytes of a line
+EXACT = 1 << 53  # up to which a float tells whole numbers apart
+INTEGERS = "biu"  # NumPy's kinds of whole numbers
 Decode = Callable[[bytes], Tensor]
 
 
@@ -59,22 +60,29 @@ def source_of(inputs: Any) -> Source:
     """
     files = files_of(inputs)
     if files is not None:
-        return lambda task, data: _of_dataset(task, picture_dataset(task, files, _example(task, data())))
+        return lambda task, data: _of_dataset(
+            task, picture_dataset(task, files, _split(task, "validation", data()))
+        )
     if not isinstance(inputs, str | Path):
         return lambda task, data: _of_array(inputs)
     if str(inputs) in SPLITS:
         return lambda task, data: _of_dataset(task, _split(task, str(inputs), data()))
     file = Path(inputs)
     refuse_package(file)
-    if str(inputs) == lines.STDIN or file.suffix in lines.SUFFIXES:
-        stream = lines.opened(file)
-        return lambda task, data: lines.batches(stream, str(file), _first(task, data()))
+    if str(inputs) == STDIN or file.suffix in LINES:
+        stream = open_lines(file)
+
+        def of_lines(task: Task, data: Callable[[], Path]) -> Batches:
+            example = split_reader(task, _split(task, "validation", data()))(np.arange(1))
+            return line_batches(stream, str(file), example)
+
+        return of_lines
     if file.suffix == ".npy":
         array = _read(file)
         return lambda task, data: _of_array(array)
     raise UsageError(
         f"{file}: give one of {', '.join(SPLITS)}, a .npy file, JSON lines "
-        f"({', '.join(lines.SUFFIXES)}, or - for the standard input), or pictures "
+        f"({', '.join(LINES)}, or - for the standard input), or pictures "
         f"({', '.join(PICTURES)}, or a folder of them)"
     )
 
@@ -84,24 +92,9 @@ def _split(task: Task, split: str, folder: Path) -> Any:
     return dataset_of(task, split, folder)
 
 
-def _example(task: Task, folder: Path) -> Any:
-    """Returns the task's validation data, which say how a file becomes a sample."""
-    return _split(task, "validation", folder)
-
-
-def _first(task: Task, folder: Path) -> Any:
-    """Returns a batch of one sample of validation's: the form of the model's inputs."""
-    return split_reader(task, _example(task, folder))(np.arange(1))
-
-
-def batch_size(task: Task) -> int:
-    """Returns the number of samples of a split that are predicted at a time."""
-    return min(BATCH, task.batch_size)
-
-
 def _of_dataset(task: Task, dataset: Any) -> Batches:
     read = split_reader(task, dataset)
-    size = batch_size(task)
+    size = min(BATCH, task.batch_size)
     for first in range(0, len(dataset), size):
         ids = np.arange(first, min(first + size, len(dataset)))
         yield read(ids), len(ids)
@@ -129,16 +122,15 @@ def _of_array(array: Any) -> Batches:
     size = max(1, min(BATCH, BATCH_BYTES // max(1, getattr(sample, "nbytes", 1))))
     for first in range(0, len(array), size):
         part = array[first : first + size]
-        yield _tensor(part), len(part)
-
-
-def _tensor(inputs: Any) -> Tensor:
-    """Makes a tensor of any array of numbers: of the other byte order, or of more bits than torch has, too."""
-    if isinstance(inputs, np.ndarray):
-        kind = np.dtype(np.float64) if inputs.dtype.kind == "f" and inputs.itemsize > 8 else inputs.dtype
-        inputs = np.array(inputs, kind.newbyteorder("="))  # a copy: the file stays as it is
-    tensor = torch.as_tensor(inputs)
-    return tensor.float() if tensor.dtype == torch.float64 else tensor  # no model here has float64
+        count = len(part)
+        if isinstance(part, np.ndarray):  # also of the other byte order, or of more bits than torch has
+            kind = np.dtype(np.float64) if part.dtype.kind == "f" and part.itemsize > 8 else part.dtype
+            part = np.array(part, kind.newbyteorder("="))  # a copy: the file stays as it is
+        tensor = torch.as_tensor(part)
+        yield (
+            (tensor.float() if tensor.dtype == torch.float64 else tensor),
+            count,
+        )  # no model here has float64
 
 
 def _read(file: Path) -> np.ndarray:
@@ -261,3 +253,142 @@ def _pixels(data: bytes, shape: torch.Size) -> Tensor:
     pixels = Image.fromarray(decoded(data, header)).convert(CHANNELS[channels])
     values = torch.from_numpy(np.array(pixels))
     return values.reshape(shape) if channels == 1 else values.permute(2, 0, 1).contiguous()
+
+
+class ByteStream(Protocol):
+    """A stream of bytes."""
+
+    def read1(self, size: int, /) -> bytes: ...
+
+
+def open_lines(file: Path) -> ByteStream:
+    """Opens a file of JSON lines, or the standard input for "-".
+
+    Raises:
+        DataError: it is no file, or cannot be read.
+    """
+    if str(file) == STDIN:
+        try:
+            return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
+        except (AttributeError, ValueError, OSError) as error:  # closed: it is None; in a notebook: no number
+            raise DataError(
+                "there is no standard input here to read lines from: give a file of them"
+            ) from error
+    if file.exists() and not file.is_file():
+        raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
+    try:
+        return BufferedReader(file.open("rb", buffering=0))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def line_batches(stream: ByteStream, name: str, example: Any) -> Iterator[tuple[Any, int]]:
+    """Yields inputs of the model, and their number of samples: of the lines that are there, by shape.
+
+    Args:
+        example: a batch of the model's inputs, which says types and keys.
+
+    Raises:
+        DataError: a line is no sample; with its number.
+    """
+    number = 0
+    for lines in _complete_lines(stream, name):
+        waiting: list[list[np.ndarray]] = []
+        for line in lines:
+            number += 1
+            if not line.strip():
+                continue
+            place = f"{name}, line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: it is no JSON: {printable(error, 200)}") from None
+            leaves: list[np.ndarray] = []
+            _collect(value, example, place, leaves)
+            if waiting and (len(waiting) == BATCH or _shapes(leaves) != _shapes(waiting[0])):
+                yield _stacked(waiting, example), len(waiting)
+                waiting = []
+            waiting.append(leaves)
+        if waiting:
+            yield _stacked(waiting, example), len(waiting)
+
+
+def _complete_lines(stream: ByteStream, name: str) -> Iterator[list[bytes]]:
+    """Yields the lines that are there, complete ones only, until the stream ends."""
+    rest = bytearray()
+    while part := stream.read1(PART):
+        complete, newline, begun = part.rpartition(b"\n")
+        rest += complete if newline else part
+        if len(rest) > LONGEST:
+            raise DataError(f"{name}: a line is longer than {LONGEST >> 20} MiB: give one sample a line")
+        if newline:
+            lines = bytes(rest).split(b"\n")
+            rest = bytearray(begun)
+            yield lines
+    yield [bytes(rest)]
+
+
+def _collect(value: Any, example: Any, place: str, arrays: list[np.ndarray]) -> None:
+    """Appends a sample's arrays, in the order in which `_stacked` takes them."""
+    if isinstance(example, Tensor):
+        arrays.append(_array(value, example, place))
+    elif isinstance(example, dict):
+        if not isinstance(value, dict) or set(value) != set(example):
+            raise DataError(
+                f"{place}: give an object with {', '.join(map(str, example))}, as the model's inputs have"
+            )
+        for key, inner in example.items():
+            _collect(value[key], inner, f"{place}, {key}", arrays)
+    elif isinstance(example, list | tuple):
+        if not isinstance(value, list) or len(value) != len(example):
+            raise DataError(f"{place}: give a list of {len(example)}, as the model's inputs have")
+        for part, inner in zip(value, example, strict=True):
+            _collect(part, inner, place, arrays)
+    else:
+        raise DataError(
+            f"the model's inputs hold a {type(example).__name__}, which JSON lines cannot give: predict a split, or "
+            "call the model in Python, with model = grappe.load(run)"
+        )
+
+
+def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
+    if example.is_complex():
+        raise DataError(
+            "the model's inputs are complex numbers, which JSON lines cannot give: predict a split, or call the model "
+            "in Python, with model = grappe.load(run)"
+        )
+    try:
+        array = np.array(value)
+    except ValueError:  # rows of several lengths
+        array = np.array(None)
+    integers = not example.is_floating_point()
+    if (
+        integers
+        and array.dtype.kind == "f"
+        and (np.abs(array) <= EXACT).all()
+        and (array == np.rint(array)).all()
+    ):
+        array = array.astype(np.int64)  # 1.0
+    if array.dtype.kind not in (INTEGERS if integers else f"{INTEGERS}f"):
+        what = "whole numbers" if integers else "numbers"
+        raise DataError(f"{place}: give {what}, in nested lists of one length, as the model's inputs are")
+    if integers and array.size:
+        bounds = (
+            (0, 1)
+            if example.dtype == torch.bool
+            else (torch.iinfo(example.dtype).min, torch.iinfo(example.dtype).max)
+        )
+        if int(array.min()) < bounds[0] or int(array.max()) > bounds[1]:
+            raise DataError(f"{place}: a number is not from {bounds[0]} to {bounds[1]}")
+    if array.ndim != example.dim() - 1:
+        raise DataError(f"{place}: it is {list(array.shape)}, and the model takes {list(example.shape[1:])}")
+    return array
+
+
+def _shapes(leaves: list[np.ndarray]) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in leaves]
+
+
+def _stacked(samples: list[list[np.ndarray]], example: Any) -> Any:
+    columns = iter([np.stack(column) for column in zip(*samples, strict=True)])
+    return tree_map(lambda leaf: torch.as_tensor(next(columns)).to(leaf.dtype), example)

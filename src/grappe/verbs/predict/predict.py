@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from grappe.errors import DataError, TaskError
-from grappe.errors.foreign_text import printable
-from grappe.errors.user_code import naming_user_line
-from grappe.task import Task
-from grappe.training.run import Run
-from grappe.training.task_reference import resolve_task
-from grappe.verbs.load import data_of, load
-
-if TYPE_CHECKING:
-    from torch import nn
-
-
 import contextlib
+import math
 import tempfile
 import zipfile
-from collections.abc import Iterable
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from grappe.errors import UsageError
+from grappe.data.batch import SampleIds
+from grappe.data.rand_like import inside
+from grappe.errors import DataError, TaskError, UsageError
+from grappe.errors.foreign_text import printable
+from grappe.errors.user_code import naming_user_line
+from grappe.private_api.torch import tree_leaves, tree_map
+from grappe.task import Task
+from grappe.training.run import Run
+from grappe.training.task_reference import resolve_task
+from grappe.verbs.load import data_of, load
+from grappe.verbs.predict.inputs import source_of
 
 
 def predict(
@@ -59,11 +54,6 @@ def predict(
         UsageError: `inputs` is none of these.
         TaskError: the output has not a row for each sample.
     """
-
-    from grappe.data.batch import SampleIds
-    from grappe.data.rand_like import inside
-    from grappe.verbs.predict.inputs import source_of
-
     run = run if isinstance(run, Run) else Run(run)
     source = source_of(inputs)
     made = resolve_task(run, task).resolve()
@@ -80,26 +70,20 @@ def predict(
                 return
             batch, count = entry
             with inside(SampleIds(made.seed, -1, np.arange(done, done + count))):
-                output = made.prediction(_output(made, model, batch))
+                try:
+                    output = tree_map(_plain_tensor, made.forward(model, batch))
+                except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                    if not isinstance(batch, torch.Tensor):
+                        raise
+                    kind = str(batch.dtype).removeprefix("torch.")
+                    raise DataError(
+                        f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: "
+                        f"{printable(error, 500)}"
+                    ) from error
+                output = made.prediction(output)
             cut = list(rows(output, count, type(made).__name__))
             done += count
         yield from cut
-
-
-def _output(task: Task, model: nn.Module, batch: Any) -> Any:
-
-    from grappe.private_api.torch import tree_map
-
-    try:
-        return tree_map(_plain_tensor, task.forward(model, batch))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if not isinstance(batch, torch.Tensor):
-            raise
-        kind = str(batch.dtype).removeprefix("torch.")
-        raise DataError(
-            f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: "
-            f"{printable(error, 500)}"
-        ) from error
 
 
 def _plain_tensor(value: Any) -> Any:
@@ -108,7 +92,6 @@ def _plain_tensor(value: Any) -> Any:
     Raises:
         TaskError: the tensor is nested or sparse.
     """
-
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_nested or value.layout != torch.strided:
@@ -133,9 +116,6 @@ def rows(batch: Any, count: int, name: str) -> Iterator[Any]:
 
 
 def _is_cuttable(batch: list[Any], count: int) -> bool:
-
-    from grappe.private_api.torch import tree_leaves
-
     leaves = tree_leaves(batch)
     return bool(leaves) and all(
         isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count for leaf in leaves
@@ -230,7 +210,12 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
                 _write(row, columns, file)
             for column in columns.values():
                 column.finish()
-        made = parts[""] if names == ("",) and file.suffix != ".npz" else _zipped(parts, Path(folder))
+        made = parts.get("")
+        if made is None or file.suffix == ".npz":
+            made = Path(folder) / "all.npz"
+            with zipfile.ZipFile(made, "w") as archive:
+                for name, part in parts.items():
+                    archive.write(part, f"{name or 'output'}.npy")
         made.replace(target)
 
 
@@ -281,10 +266,3 @@ def _write(row: Any, columns: dict[str, _Column], file: Path) -> None:
             f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out away, and "
             "keep the lines of JSON"
         ) from error
-
-
-def _zipped(parts: dict[str, Path], folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "all.npz", "w") as archive:
-        for name, part in parts.items():
-            archive.write(part, f"{name or 'output'}.npy")
-    return folder / "all.npz"
