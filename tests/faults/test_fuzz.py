@@ -40,7 +40,7 @@ from grappe.verbs.catalogue import site_facts, site_list
 from grappe.verbs.curves import write_csv
 from grappe.verbs.load import choose, load
 from grappe.verbs.predict.predict import as_json, predict
-from grappe.verbs.report.gather import gather, html
+from grappe.verbs.report.report import gather, html
 from grappe.verbs.submit.submission import JobOptions
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
 from tests.parity.tasks import Images

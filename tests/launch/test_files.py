@@ -88,7 +88,7 @@ ELSEWHERE = {
     "verbs/export/formats.py": "lists the folder that it has just made",
     "verbs/predict/predict.py": "a file that the user names with --out",
     "verbs/predict/inputs.py": "pictures, and files of samples, that the user names",
-    "verbs/report/gather.py": "measurements that the user names, and the source's own page",
+    "verbs/report/report.py": "measurements that the user names, and the source's own page",
     "verbs/runs.py": "lists runs",
     "verbs/submit/submit.py": "the run's folder, and a temporary folder of its own",
     "verbs/tune/trainings.py": "/dev",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,7 +103,7 @@ class RunView:
             return ""
 
     def table(self) -> Group:
-        """Draws the run: a table of figures, and a bar of the time by phase."""
+        """Draws the run: a table of figures, and the last second's time by phase."""
         step, used = self._step, self._used
         rows = plain_table()
         rows.add_row("run", str(self.run.folder))
@@ -119,8 +120,16 @@ class RunView:
             rows.add_row("memory", f"{_sum(used.get('memory')) / 1e6:,.0f} MB at most")
         if watts := _sum(used.get("watts")):
             rows.add_row("power", f"{watts:,.0f} W")
-        phases = used.get("phases")
-        return Group(rows, time_bar(phases if isinstance(phases, dict) else {}))
+        phases: Any = used.get("phases")
+        phases = phases if isinstance(phases, dict) else {}
+        seconds = {name: number(phases.get(name)) for name in PHASES}
+        total = sum(map(number, phases.values()))
+        parts = [
+            f"{name} {spent / total:.0%}"
+            for name, spent in seconds.items()
+            if total and spent / total > 0.005
+        ]
+        return Group(rows, "time        " + ", ".join(parts) if parts else "")
 
 
 def _sum(values: object) -> float:
@@ -140,16 +149,6 @@ def spark(values: list[float], width: int = WIDTH) -> str:
     return "".join(BLOCKS[round((mean - low) / (high - low or 1) * (len(BLOCKS) - 1))] for mean in means)
 
 
-def time_bar(phases: Mapping[str, Any]) -> str:
-    """Draws the time by phase of the last second."""
-    seconds = {name: number(phases.get(name)) for name in PHASES}
-    total = sum(map(number, phases.values()))
-    parts = [
-        f"{name} {spent / total:.0%}" for name, spent in seconds.items() if total and spent / total > 0.005
-    ]
-    return "time        " + ", ".join(parts) if parts else ""
-
-
 def scores(record: dict[str, Any]) -> str:
     """Formats an evaluation as one line."""
     names = [name for name in record if name not in ("kind", "step", "samples", "count")]
@@ -165,34 +164,21 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
     """
     view = RunView(Run(place))
     console = SafeConsole(stream)
-    if not console.is_terminal:
-        return _lines(view, console, sleep)
-    with Live(view.table(), console=console, auto_refresh=False) as live:
+    live = Live(view.table(), console=console, auto_refresh=False) if console.is_terminal else None
+    with live or contextlib.nullcontext():
         while True:
-            over = _over(view)  # before reading: what it wrote at its end is read below
-            view.update()
-            live.update(view.table(), refresh=True)
+            # Before reading: what the run wrote at its end is read below.
+            status, over = view.status(), ""
+            if status in ENDED:
+                over = status
+            elif time.monotonic() - view.last_change > SILENT_SECONDS:
+                over = f"{status or 'unknown'}, silent for {SILENT_SECONDS:.0f} s: it may have ended unexpectedly"
+            evaluations = view.update()
+            if live is not None:
+                live.update(view.table(), refresh=True)
+            else:
+                for line in [*map(scores, evaluations), *([over] if over else [])]:
+                    console.print(line, soft_wrap=True)
             if over:
                 return over
             sleep(POLL_SECONDS)
-
-
-def _lines(view: RunView, console: SafeConsole, sleep: Callable[[float], None]) -> str:
-    while True:
-        over = _over(view)
-        for record in view.update():
-            console.print(scores(record), soft_wrap=True)
-        if over:
-            console.print(over, soft_wrap=True)
-            return over
-        sleep(POLL_SECONDS)
-
-
-def _over(view: RunView) -> str:
-    """Returns the run's outcome; "" while the run continues."""
-    status = view.status()
-    if status in ENDED:
-        return status
-    if time.monotonic() - view.last_change > SILENT_SECONDS:
-        return f"{status or 'unknown'}, silent for {SILENT_SECONDS:.0f} s: it may have ended unexpectedly"
-    return ""

@@ -35,39 +35,26 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
         except RunError:
             continue
         try:
-            for folder in _unneeded(run, keep):
-                size = _bytes(folder)
-                if dry_run or _removed(folder):
+            run_id = run.id
+            # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
+            verified = [
+                checkpoint
+                for checkpoint in list_checkpoints(run.checkpoints)
+                if verify(checkpoint.folder, run_id) is None
+            ]
+            unneeded = [checkpoint.folder for checkpoint in superfluous(verified, keep)]
+            # A checkpoint in which a user keeps something is left alone.
+            unneeded = [folder for folder in unneeded if not strangers(folder)]
+            for folder in [*leftovers(run.checkpoints), *unneeded]:
+                size = sum((folder / name).lstat().st_size for name in files.names(folder, IN_PART))
+                is_leftover = folder.name.startswith(".")
+                if is_leftover and not dry_run:
+                    files.remove_tree(folder, IN_PART)
+                if dry_run or is_leftover or remove(folder):
                     removed.append((folder, size))
         finally:
             lease.release()
     return removed
-
-
-def _unneeded(run: Run, keep: int) -> list[Path]:
-    run_id = run.id
-    # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
-    verified = [
-        checkpoint
-        for checkpoint in list_checkpoints(run.checkpoints)
-        if verify(checkpoint.folder, run_id) is None
-    ]
-    # One in which a user keeps something is left alone.
-    free = [
-        checkpoint.folder for checkpoint in superfluous(verified, keep) if not strangers(checkpoint.folder)
-    ]
-    return [*leftovers(run.checkpoints), *free]
-
-
-def _bytes(folder: Path) -> int:
-    return sum((folder / name).lstat().st_size for name in files.names(folder, IN_PART))
-
-
-def _removed(folder: Path) -> bool:
-    if not folder.name.startswith("."):
-        return remove(folder)
-    files.remove_tree(folder, IN_PART)
-    return True
 
 
 def table(removed: list[Removed], *, dry_run: bool) -> Table | str:

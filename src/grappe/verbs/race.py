@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 By = Literal["time", "samples", "gpu-hours", "core-hours", "energy"]
+COST_FORMATS: dict[By, str] = {
+    "time": "{:.1f} s",
+    "samples": "{:,.0f}",
+    "gpu-hours": "{:.3g}",
+    "core-hours": "{:.3g}",
+    "energy": "{:,.0f} J",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +103,9 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
         if (
             isinstance(step, int)
             and isinstance(score, int | float)
-            and _is_finite(step)
-            and _is_finite(score)
+            and all(
+                abs(value) <= sys.float_info.max for value in (step, score)
+            )  # not so an int of 400 digits
         ):
             scored.append((step, float(score)))
     if not scored:
@@ -113,11 +121,6 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
         best=min(scores) if target.falls else max(scores),
         costs=None if crossing is None else _costs(run, about, crossing),
     )
-
-
-def _is_finite(value: float) -> bool:
-    """Returns whether a number is finite as a float, which an integer of 400 digits is not."""
-    return abs(value) <= sys.float_info.max
 
 
 def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:
@@ -178,20 +181,14 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
     for entry in sorted(entries, key=order):
         costs = entry.costs
         place += costs is not None
-        cells = ["", "", "", "", ""] if costs is None else _cells(costs)
+        cells = [""] * len(COST_FORMATS)
+        if costs is not None:
+            cells = [
+                "unknown" if costs[name] is None else form.format(costs[name])
+                for name, form in COST_FORMATS.items()
+            ]
         reached = f"best {entry.best:.4f}" if costs is not None else f"not reached, best {entry.best:.4f}"
         table.add_row(
             str(place) if costs is not None else "-", entry.run, entry.task, reached, *cells, entry.plan, entry.hardware
         )  # fmt: skip
     return table
-
-
-def _cells(costs: dict[str, float | None]) -> list[str]:
-    forms = {
-        "time": "{:.1f} s",
-        "samples": "{:,.0f}",
-        "gpu-hours": "{:.3g}",
-        "core-hours": "{:.3g}",
-        "energy": "{:,.0f} J",
-    }
-    return ["unknown" if costs[name] is None else form.format(costs[name]) for name, form in forms.items()]

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def listing(base: Path) -> Table | str:
     """Makes a table of the runs under `base`."""
-    runs, waiting = all_runs(base), _submitted(base)
+    runs = all_runs(base)
+    entries = sorted(base.iterdir()) if base.is_dir() else []
+    submissions = {entry: submitted(entry) for entry in entries if not Run.is_run(entry)}
+    waiting = {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
     table = plain_table("run", "status", "step", "plan", "validation")
@@ -30,25 +33,11 @@ def listing(base: Path) -> Table | str:
             table.add_row(run.folder.name, "run.json cannot be read", "", "", "")
             continue
         evaluation = _last(run, "evaluation")
-        step = evaluation.get("step", "")
-        table.add_row(
-            run.folder.name,
-            _status(run, description),
-            str(step),
-            plan_name(description.get("plan")),
-            _scores(evaluation),
-        )
+        step, plan = str(evaluation.get("step", "")), plan_name(description.get("plan"))
+        table.add_row(run.folder.name, _status(run, description), step, plan, _scores(evaluation))
     for run, job in waiting.items():
         table.add_row(run.name, f"submitted, job {job}", "", "", "")
     return table
-
-
-def _submitted(base: Path) -> dict[Path, str]:
-    """Finds the runs under `base` whose job has not begun, with its id."""
-    if not base.is_dir():
-        return {}
-    submissions = {entry: submitted(entry) for entry in sorted(base.iterdir()) if not Run.is_run(entry)}
-    return {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
 
 
 def describe(folder: Path) -> Table:

@@ -13,7 +13,7 @@ from grappe.training import task_reference
 from grappe.training.run import Run
 from grappe.verbs.foresee import run_forecast as module
 from grappe.verbs.foresee.run_forecast import FILE, NO_DATA_SHEET, OF_A_CPU, fabric_of, foreseen_run
-from grappe.verbs.report.gather import gather
+from grappe.verbs.report.report import gather
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
