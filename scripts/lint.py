@@ -32,6 +32,7 @@ BY_NAME = (
 ALONE = {
     "slurm": "what a notebook imports",
     "__main__": "what `python -m grappe` runs",
+    "cli/help": "what loads rich, for translated help alone",
 }
 """Modules that may be small and have one importer, each with the reason."""
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
-from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
 from grappe.launch.terminal import say
 from grappe.sites import slurm

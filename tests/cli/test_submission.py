@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grappe import sites
+from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
-from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.verbs.submit.packages import job_packages

@@ -23,9 +23,9 @@ from torch import nn
 
 from grappe import engines, sites
 from grappe.cli import commands
+from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.cli.exit import BUG
-from grappe.cli.submission import read_submission
 from grappe.errors import GrappeError
 from grappe.fields import parse, split
 from grappe.launch.rank import ProcessRank

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 import grappe
+from grappe.launch.rank import ProcessRank
 from grappe.launch.safe_console import SafeConsole
-from grappe.launch.terminal import complain, say
+from grappe.launch.terminal import UserStream, complain, say, user_stream
 
 ROOT = Path(grappe.__file__).parent
 HOSTILE = "\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
@@ -139,3 +141,26 @@ def test_complaints_are_in_the_users_language(
         == "grappe : avertissement : les nœuds de narval n'ont pas de GPU : ajoutez device=cpu au plan\n"
     )
     assert said.out == "no trial has a result\n"
+
+
+def test_a_reader_who_leaves_does_not_end_the_training() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        console = Console(file=UserStream(stream))  # rich ends the process where a pipe breaks
+        console.print("first")
+        assert os.read(reader, 100) == b"first\n"
+        os.close(reader)
+        for _ in range(3):
+            console.print("nobody hears this")
+
+
+def test_only_process_0_has_one(monkeypatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv("GRAPPE_TERMINAL", str(writer))
+    assert user_stream(ProcessRank(rank=1, size=2)) is None
+    mine = user_stream(ProcessRank(rank=0, size=2))
+    mine.write("hello")
+    mine.flush()
+    assert os.read(reader, 100) == b"hello"
+    assert "GRAPPE_TERMINAL" not in os.environ  # data workers must not write there
+    os.close(reader)

@@ -9,8 +9,8 @@ import pytest
 
 from grappe.checkpoint.format import step_folder
 from grappe.cli import cluster
+from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
-from grappe.cli.submission import read_submission
 from grappe.errors import UsageError
 from grappe.sites import slurm
 from grappe.verbs import automatic_time, submission_memory

@@ -1,4 +1,7 @@
-"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, doctor."""
+"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, doctor.
+
+The command that follows `grappe submit … --` is read by the definitions of grappe's own commands.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,26 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from grappe.cli.application import app
-from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder
-from grappe.cli.exit import show
-from grappe.cli.submission import read_submission
+from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder, preflight
+from grappe.cli.exit import show, usage_error
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
-from grappe.verbs.submit.submission import SCRIPT, JobOptions, Submission
+from grappe.training.options import Options
+from grappe.verbs.submit.submission import SCRIPT, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.tune.study import SearchOptions
 
 if TYPE_CHECKING:
     from grappe.verbs.submit.submit import JobScript
 
 DEFAULTS = JobOptions()
+NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites")
+LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
+USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
 
 
 def register(app: App) -> None:
@@ -116,6 +123,71 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
     become(line)
 
 
+def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submission:
+    """Reads the submission of a command of grappe, or of a Python script.
+
+    Args:
+        app: the application with all its commands.
+
+    Raises:
+        UsageError: the words are neither, or an option is unknown or wrong.
+    """
+    words = list(words)
+    if words and words[0] == "grappe":
+        words = words[1:]
+    elif words and words[0] in ("python", "python3"):
+        words = words[1:]
+        if not words or not words[0].endswith(".py"):
+            raise UsageError(f"python is followed by a script, my_script.py: {USAGE}")
+    if not words:
+        raise UsageError(f"what shall the job do? {USAGE}")
+    if words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise UsageError(f"there is no script {words[0]}: is the path right, seen from {Path.cwd()}?")
+        return Submission(command=SCRIPT, script=Path(words[0]), arguments=tuple(words), job=job)
+    if words[0] in LAUNCHERS:
+        raise UsageError(
+            f"the job starts the processes itself, so leave {words[0]} out: "
+            "grappe submit --processes 4 -- my_script.py ARGUMENTS"
+        )
+    if words[0] in NOT_IN_JOBS:
+        raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")
+    if words[0] not in app:
+        raise UsageError(f"grappe has no command {words[0]!r}: {USAGE}")
+    try:
+        _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise usage_error(error) from error
+    values: dict[str, Any] = bound.arguments
+    plans = values.get("plan") or ""
+    data, options = values.get("data"), values.get("options")
+    search: SearchOptions = values.get("search") or SearchOptions()
+    if words[0] == TUNE and getattr(values.get("job"), "site", None) is not None:
+        raise UsageError(
+            "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
+        )
+    if words[0] == TUNE and (values.get("task") is None or values.get("show_") is not None):
+        raise UsageError(
+            "grappe tune --show reads a study and needs no job; a search names its task: tune TASK …"
+        )
+    return Submission(
+        command=words[0],
+        task=values.get("task"),
+        arguments=tuple(words[1:]),
+        plans=(plans,) if isinstance(plans, str) else tuple(plans),
+        fields=tuple(values.get("fields", ())),
+        run=values.get("run"),
+        epochs_done=values.get("epochs_done") or 0,
+        data=str(data) if data is not None else None,
+        parallel=search.parallel,
+        sampler=search.sampler if words[0] == TUNE else "",
+        study=values.get("study"),
+        loggers=tuple(getattr(options, "log", ())),
+        options=options if words[0] == TRAIN and options is not None else Options(),
+        job=job,
+    )
+
+
 def queue(*, base: BaseFolder = Path("runs")) -> int:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
     from grappe.verbs.submit.jobs import queue as verb
@@ -190,16 +262,14 @@ def doctor(
     """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
     if gpu:
         return _try_gpu()
-    from grappe.cli.preflight import preflight
-    from grappe.fields import split
     from grappe.launch.rank import is_main_process
     from grappe.plan import Plan
 
-    preflight([plan], task)
+    texts = preflight([plan], task, fields)
     from grappe.verbs.doctor import doctor as verb
 
     request = verb.DoctorRequest(
-        plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, fields=split(fields)
+        plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, fields=texts
     )
     findings = verb.doctor(request)
     if is_main_process():

@@ -24,10 +24,10 @@ from grappe.cli.arguments import (
     RunFolder,
     RunTask,
     TaskName,
+    preflight,
 )
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.fields import split
 from grappe.launch.terminal import progress, say
 from grappe.training.options import Options
 from grappe.words import plain_table
@@ -78,11 +78,8 @@ def train(
     ] = False,
 ) -> int:
     """Train a task under a plan, or resume a run."""
-    from grappe.cli.preflight import preflight
+    texts = preflight([plan], task, fields, run=run, once=not smoke)
     from grappe.launch.start import interrupted
-
-    texts = split(fields)
-    preflight([plan], task, run, once=not smoke)
     from grappe.plan import as_plan
     from grappe.training.request import Request, checked_watchers, data_folder
     from grappe.training.task_reference import TaskReference
@@ -119,11 +116,7 @@ def drill(
     data: DataFolder = None,
 ) -> int:
     """Kill a small training of a task, on purpose, and show what was lost."""
-    from grappe.cli.preflight import preflight
-    from grappe.fields import split
-
-    texts = split(fields)
-    preflight([plan], task)
+    texts = preflight([plan], task, fields)
     from grappe.launch.safe_console import SafeConsole
     from grappe.plan import as_plan
     from grappe.training.request import Request, data_folder
@@ -155,8 +148,6 @@ def evaluate(
     trained: Trained = False,
 ) -> int:
     """Evaluate a run's checkpoint on a split, every sample counted once."""
-    from grappe.cli.preflight import preflight
-
     if run.is_dir():
         preflight([plan], once=True)
     from grappe.verbs.evaluate import evaluate as verb

@@ -13,10 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from grappe.cli.arguments import OPTIONS, SWITCH, DataFolder, FieldText, PlanText, RunFolder, TaskName
+from grappe.cli.arguments import (
+    OPTIONS,
+    SWITCH,
+    DataFolder,
+    FieldText,
+    PlanText,
+    RunFolder,
+    TaskName,
+    preflight,
+)  # fmt: skip
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
+from grappe.fields import split
 from grappe.launch.terminal import complain, progress, say
 from grappe.verbs.measure.options import MeasureOptions
 from grappe.verbs.submit.submission import JobOptions
@@ -78,9 +88,6 @@ def measure(
     data: DataFolder = None,
 ) -> int:
     """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
-    from grappe.cli.preflight import preflight
-    from grappe.fields import split
-
     texts = split(fields)
     plans = plan or [""]
     if options.why and (site is not None or gather):
@@ -212,13 +219,9 @@ def verify(
     data: DataFolder = None,
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
-    from grappe.cli.preflight import preflight
-    from grappe.fields import split
-
     if not plan:
         raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
-    texts = split(fields)
-    preflight(plan, task)
+    texts = preflight(plan, task, fields)
     from grappe.verbs.verify import verify as verb
 
     note = progress
@@ -310,8 +313,6 @@ def lr_find(
     data: DataFolder = None,
 ) -> int:
     """Find a band of learning rates, from short trainings that are thrown away. Exit code 1 if there is none."""
-    from grappe.cli.preflight import preflight
-    from grappe.fields import split
     from grappe.launch.rank import rank_from_environment
     from grappe.verbs.lr_find.ramp import Ramp
 

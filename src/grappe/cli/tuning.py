@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli.arguments import OPTIONS, DataFolder, PlanText
+from grappe.cli.arguments import OPTIONS, DataFolder, PlanText, preflight
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say
@@ -64,8 +64,6 @@ def tune(
         return _show(show_)
     if task is None:
         raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --show STUDY")
-    from grappe.cli.preflight import preflight
-    from grappe.fields import split
     from grappe.launch.start import interrupted
 
     if job.site is None and job != NO_JOB:
@@ -75,8 +73,7 @@ def tune(
         raise UsageError(
             f"--{name.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
         )
-    texts = split(fields)
-    preflight([plan], task)
+    texts = preflight([plan], task, fields)
     from grappe.plan import as_plan
     from grappe.verbs.tune import tune as verb
 
