@@ -16,11 +16,9 @@ from benchmarks.figures import machine, table
 from benchmarks.slownesses import Case, cases
 from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
-from grappe.verbs.measure.breakdown import PARTS
+from grappe.verbs.measure.breakdown import PARTS, SMALL_BATCH
 from grappe.verbs.measure.explain import Explanation, explain
-from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Measurement
-from grappe.verbs.measure.remedies import SMALL_BATCH
+from grappe.verbs.measure.points import Measurement, MeasureOptions
 
 WORDS = "device=cpu,threads=1"
 EPOCHS = 8  # of a training with evaluations: 512 steps

@@ -28,7 +28,7 @@ from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import split
 from grappe.launch.terminal import complain, progress, say
-from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.submit.submission import JobOptions
 from grappe.words import plain_table
 
@@ -314,16 +314,14 @@ def lr_find(
 ) -> int:
     """Find a band of learning rates, from short trainings that are thrown away. Exit code 1 if there is none."""
     from grappe.launch.rank import rank_from_environment
-    from grappe.verbs.lr_find.ramp import Ramp
+    from grappe.verbs.lr_find import lr_find as verb
 
     texts = split(fields)
-    ramp_options = Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
+    ramp_options = verb.Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"--out={out}: there is no folder {out.parent}")
     preflight([plan], task, once=True)
-    from grappe.verbs.lr_find.lr_find import lr_find as verb
-
-    result = verb(task, plan, ramp=ramp_options, fields=texts, data=data)
+    result = verb.lr_find(task, plan, ramp=ramp_options, fields=texts, data=data)
     process = rank_from_environment()
     if process is None or process.rank == 0:
         if out is not None:

@@ -13,17 +13,17 @@ from grappe.profiling.operators import LineCost, OperatorTotals
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure.breakdown import (
     PARTS,
+    SMALL_BATCH,
     USEFUL,
     Intervals,
     ProcessTrace,
     RunTrace,
     TimeBreakdown,
     break_down,
+    remedies,
 )
 from grappe.verbs.measure.explain import Explanation
-from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun
-from grappe.verbs.measure.remedies import SMALL_BATCH, remedies
+from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
 from grappe.verbs.measure.table import breakdown_table, explained
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
@@ -61,10 +61,11 @@ def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fi
             "checkpoint": 0.0,
             "gradients": 100,
             "largest": ("w", 10),
+            "steps_per_epoch": 50,
             **(seen or {}),
         },
     )
-    return RunTrace(processes=(one,) * processes, reachable=RATES, steps_per_epoch=50)
+    return RunTrace(processes=(one,) * processes, reachable=RATES)
 
 
 def cost(seconds: float = 0.05, calls: float = 1) -> tuple[LineCost, ...]:
@@ -242,7 +243,6 @@ def test_what_the_trace_did_not_see_is_not_explained() -> None:
     none = RunTrace(
         processes=(dataclasses.replace(traces().processes[0], operators=None),),
         reachable=RATES,
-        steps_per_epoch=1,
     )
     assert break_down(point(STEP), none, EVERY).share("not explained") == 1
 

@@ -11,7 +11,7 @@ from benchmarks.slownesses import Planted
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.explain import Explanation, explain
-from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.table import write
 from tests.sleeping import Sleeping
 

@@ -10,7 +10,7 @@ import pytest
 from grappe.errors import UsageError
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.options import MeasureOptions
+from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.table import table, write
 from tests.sleeping import Sleeping
 

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from grappe.errors import DivergedError
+from grappe.errors import DivergedError, TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
@@ -16,7 +16,6 @@ from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.lr_find.advice import Advice, DivergenceTest, LossCurve, advise, smoothed
-from grappe.verbs.lr_find.ramp import Ramp, ramped
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
@@ -24,6 +23,81 @@ if TYPE_CHECKING:
 
 COLUMNS, ROWS = 64, 14
 DOTS = "•×+∘"
+DECADES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """The rise of the learning rate of the first parameter group; the other groups keep their proportion to it."""
+
+    kind: Literal["exponential", "linear"] = "exponential"
+    """exponential: by the same factor at each step; linear: by the same amount."""
+    lowest: float | None = None
+    """The first learning rate. Default: a thousandth of the task's own."""
+    highest: float | None = None
+    """The last. Default: a thousand times the task's own."""
+    steps: int = 100
+    """Optimizer steps of each training."""
+    seeds: int = 3
+    """Trainings: of the task's seed, and of those that follow it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 20), ("seeds", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name}={getattr(self, name)}: it must be at least {least}")
+        for name in ("lowest", "highest"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"--{name}={value}: a learning rate is above 0, and finite")
+        if self.lowest is not None and self.highest is not None and self.lowest >= self.highest:
+            raise UsageError(
+                f"--lowest={self.lowest} is not below --highest={self.highest}: exchange them, or leave one out"
+            )
+
+    def ends(self, own: float) -> tuple[float, float]:
+        """The first and the last learning rate, where the task's own is `own`.
+
+        Raises:
+            TaskError: the task's own is not above 0.
+            UsageError: the first is not below the last.
+        """
+        if not own > 0:
+            raise TaskError(
+                f"the optimizer's first parameter group has lr={own:g}, which nothing can be a multiple of: "
+                "give it a learning rate above 0"
+            )
+        low = self.lowest if self.lowest is not None else own / 10**DECADES
+        high = self.highest if self.highest is not None else own * 10**DECADES
+        if low >= high:
+            raise UsageError(f"from {low:g} to {high:g} nothing rises: give both --lowest and --highest")
+        return low, high
+
+    def at(self, step: int, own: float) -> float:
+        """The learning rate of a step, from 0."""
+        low, high = self.ends(own)
+        part = min(step, self.steps - 1) / (self.steps - 1)
+        return low * (high / low) ** part if self.kind == "exponential" else low + (high - low) * part
+
+
+def ramped(task: Task, ramp: Ramp) -> Task:
+    """The task with a learning rate that rises in place of its schedule; all else is the user's."""
+
+    def schedule(self: Task, optimizer: Any, total_steps: int) -> Any:
+        from torch.optim.lr_scheduler import LambdaLR
+
+        own = float(optimizer.param_groups[0]["lr"])
+        return LambdaLR(optimizer, lambda step: ramp.at(step, own) / own)
+
+    kind = type(task)
+    methods = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__annotations__": {},
+        "schedule": schedule,
+    }
+    made = object.__new__(type(kind.__name__, (kind,), methods))
+    made.__dict__.update(task.__dict__)
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,11 +171,13 @@ def worker(
     request: LRFindRequest, process: ProcessRank, rendezvous_folder: Path
 ) -> tuple[float, bool, tuple[LossCurve, ...]]:
     """Runs one process of a search: the task's own learning rate, whether it is a field, the curves. Collective."""
+    from grappe.engines.shared.state import trained_parameters
     from grappe.errors.user_code import naming_user_line
     from grappe.launch.world import joined
+    from grappe.parallel.materialise import on_meta
 
     task = request.task.resolve()
-    own = _own_rate(task)
+    own = float(task.optimizer(trained_parameters(on_meta(task))).param_groups[0]["lr"])
     request.ramp.ends(own)
     with joined(request.plan, process, rendezvous_folder) as world, naming_user_line(task):
         curves = tuple(
@@ -109,13 +185,6 @@ def worker(
             for number in range(request.ramp.seeds)
         )
     return own, getattr(task, "lr", None) == own, curves
-
-
-def _own_rate(task: Task) -> float:
-    from grappe.engines.shared.state import trained_parameters
-    from grappe.parallel.materialise import on_meta
-
-    return float(task.optimizer(trained_parameters(on_meta(task))).param_groups[0]["lr"])
 
 
 def _curve(request: LRFindRequest, task: Task, world: World) -> LossCurve:

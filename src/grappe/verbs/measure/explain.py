@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from grappe.errors import GrappeError
 from grappe.launch import files
@@ -17,7 +18,7 @@ from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
-from grappe.profiling.operators import KernelTimes, LineCost, OperatorTotals, OperatorTrace, measure_dispatch
+from grappe.profiling.operators import KernelTimes, OperatorTrace, measure_dispatch
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
 from grappe.sites.generations import unfit_precision
 from grappe.task import Task
@@ -27,11 +28,17 @@ from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import ClockWatcher, Outcome, Record
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import flops
-from grappe.verbs.measure.breakdown import Intervals, ProcessTrace, RunTrace, TimeBreakdown, break_down
+from grappe.verbs.measure.breakdown import (
+    Intervals,
+    ProcessTrace,
+    Remedy,
+    RunTrace,
+    TimeBreakdown,
+    break_down,
+    remedies,
+)
 from grappe.verbs.measure.measure import with_fields
-from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Measurement
-from grappe.verbs.measure.remedies import Remedy, remedies
+from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.words import first_line, plan_name
 
 TRACED_STEPS = 5
@@ -107,9 +114,9 @@ def explain(
                     Explanation(plan=point.plan, batch=point.batch, failure=first_line(error))
                 )
                 continue
+            epoch = trace.processes[0].steps_per_epoch
             intervals = Intervals(
-                evaluation=options.evaluate_every or trace.steps_per_epoch,
-                save=options.save_every or trace.steps_per_epoch,
+                evaluation=options.evaluate_every or epoch, save=options.save_every or epoch
             )
             breakdown = break_down(point, trace, intervals)
             explanations.append(
@@ -149,21 +156,14 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     from grappe.launch.world import choose_device
 
     plan = request.plan
-    contents = [json.loads(files.read_text(_trace_file(run, rank))) for rank in range(plan.processes)]
+    traces = [
+        msgspec.json.decode(files.read_text(_trace_file(run, rank)), type=ProcessTrace)
+        for rank in range(plan.processes)
+    ]
     return RunTrace(
-        processes=tuple(_process_trace(content["trace"]) for content in contents),
+        processes=tuple(traces),
         reachable=reachable(choose_device(plan, process), plan),
-        steps_per_epoch=contents[0]["steps_per_epoch"],
     )
-
-
-def _process_trace(content: dict[str, Any]) -> ProcessTrace:
-    totals: dict[str, Any] | None = content.pop("operators")
-    if totals is not None:
-        for name in ("host_lines", "read_lines", "copy_lines"):
-            totals[name] = tuple(LineCost(**line) for line in totals[name])
-    content["largest"] = tuple(content["largest"])
-    return ProcessTrace(operators=None if totals is None else OperatorTotals(**totals), **content)
 
 
 def _trace_file(run: Path, rank: int) -> Path:
@@ -242,9 +242,9 @@ class TraceWatcher(ClockWatcher):
             checkpoint=totals[PHASES[CHECKPOINT]] - self._before[CHECKPOINT],
             gradients=sum(size for _, size in sizes),
             largest=max(sizes, key=lambda size: size[1], default=("", 0)),
+            steps_per_epoch=self._steps_per_epoch,
         )
-        content = {"trace": dataclasses.asdict(trace), "steps_per_epoch": self._steps_per_epoch}
-        files.replace(_trace_file(self._folder, self._rank), json.dumps(content).encode(), IN_RUN)
+        files.replace(_trace_file(self._folder, self._rank), msgspec.json.encode(trace), IN_RUN)
 
 
 def _median_step(marks: Sequence[tuple[int, Sequence[float]]], phase: int) -> float:

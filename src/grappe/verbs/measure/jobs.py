@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from grappe import tasks
 from grappe.errors import RunError, UsageError
@@ -16,8 +15,7 @@ from grappe.profiling.phases import WARMUP
 from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.verbs.measure.measure import RunFigures, point
-from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Measurement
+from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.verbs.submit.jobs import newest_job, submitted
 from grappe.verbs.submit.submission import JobOptions, Submission
 from grappe.verbs.submit.submit import Submitted, submit_all
@@ -48,34 +46,29 @@ def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
         for batch in request.options.batch_size or (0,)
         for text in request.plans
     ]
-    submissions = [
-        _submission(request, text, batch, request.job.base / f"measure-{stamp}-{number}")
-        for number, (text, batch) in enumerate(points, 1)
-    ]
+    submissions = []
+    for number, (text, batch) in enumerate(points, 1):
+        fields = request.fields
+        if batch or request.options.weak:
+            total = batch or tasks.make(tasks.find(request.task), split(fields)).batch_size
+            total *= Plan.parse(text).data_parallel if request.options.weak else 1
+            fields = (
+                *(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}"
+            )  # fmt: skip
+        options = Options(steps_only=True, steps=request.options.steps + WARMUP)
+        submissions.append(
+            Submission(
+                task=request.task,
+                arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
+                plans=(text,),
+                fields=fields,
+                run=request.job.base / f"measure-{stamp}-{number}",
+                data=request.data,
+                options=options,
+                job=dataclasses.replace(request.job, restarts=0),
+            )
+        )
     yield from submit_all(submissions, show=show)
-
-
-def _submission(request: JobRequest, plan: str, batch: int, run: Path) -> Submission:
-    fields = request.fields
-    if batch or request.options.weak:
-        own = batch or _batch_of(request)
-        total = own * (Plan.parse(plan).data_parallel if request.options.weak else 1)
-        fields = (*(text for text in fields if not text.startswith("batch_size=")), f"batch_size={total}")
-    options = Options(steps_only=True, steps=request.options.steps + WARMUP)
-    return Submission(
-        task=request.task,
-        arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
-        plans=(plan,),
-        fields=fields,
-        run=run,
-        data=request.data,
-        options=options,
-        job=dataclasses.replace(request.job, restarts=0),
-    )
-
-
-def _batch_of(request: JobRequest) -> int:
-    return tasks.make(tasks.find(request.task), split(request.fields)).batch_size
 
 
 def gather(places: Sequence[Path]) -> list[Measurement]:
@@ -92,7 +85,9 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
     not_started: list[Measurement] = []
     for place in places:
         if not Run.is_run(place) and submitted(place):
-            not_started.append(_not_started(place))
+            # Of a job without results, only the run's name is known.
+            failure = f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
+            not_started.append(Measurement(plan=place.name, batch=0, processes=0, slices=0, failure=failure))
             continue
         run = Run(place)
         description = run.read_description()
@@ -102,10 +97,13 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
             raise RunError(f"{run.folder}: its run.json says no batch_size")
         key = (str(description.get("plan") or ""), batch)
         trials = figures.setdefault(key, [])
-        try:
-            usages = _usages(run, description)
-        except UsageError as error:
-            failures[key] = str(error)
+        usages = description.get("costs")
+        if not isinstance(usages, list) or not usages:
+            failures[key] = f"{run.folder} has not ended ({description.get('status')})"
+        elif not all(usage.get("timing") for usage in usages):
+            failures[key] = (
+                f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted"
+            )
         else:
             trials.append(RunFigures(usages=usages, batch=batch, uncounted="jobs do not count them"))
     points = [
@@ -116,25 +114,3 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
     if all(point.failure for point in points):
         raise UsageError(f"nothing to gather yet: {points[0].failure if points else 'no run was given'}")
     return points
-
-
-def _usages(run: Run, description: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Reads the use of resources by a run's processes.
-
-    Raises:
-        UsageError: the run is no trial of a point; the message gives the reason.
-    """
-    usages = description.get("costs")
-    if not isinstance(usages, list) or not usages:
-        raise UsageError(f"{run.folder} has not ended ({description.get('status')})")
-    if not all(usage.get("timing") for usage in usages):
-        raise UsageError(f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted")
-    return usages
-
-
-def _not_started(place: Path) -> Measurement:
-    """Makes a row for a job without results, of which only the run's name is known."""
-    failure = (
-        f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
-    )
-    return Measurement(plan=place.name, batch=0, processes=0, slices=0, failure=failure)

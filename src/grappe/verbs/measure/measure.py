@@ -20,8 +20,7 @@ from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.options import MeasureOptions
-from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun
+from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
 from grappe.words import first_line, plan_name
 
 
@@ -69,81 +68,64 @@ def measure(
     """
     options = options or MeasureOptions()
     grid = [(as_plan(plan), batch) for batch in (options.batch_size or (0,)) for plan in plans]
-    first = Request(
+    request = Request(
         task=TaskReference.of(task, fields),
         plan=Plan(),
         data=data_folder(data),
-        options=_options(options.steps),
+        options=Options(steps=options.steps + WARMUP, steps_only=True),
     )
     with scratch("measure") as folder:
-        runner = _Runner(first, folder, options.weak, note)
-        points = runner.measured(grid, options.repeats)
+        points = _measured(request, folder, grid, options.repeats, note, weak=options.weak)
         if advise:
-            points += runner.measured(
-                verdict.next_points(points), options.repeats, origin="advice", weak=False
-            )
+            advice = verdict.next_points(points)
+            points += _measured(request, folder, advice, options.repeats, note, origin="advice")
     if all(point.failure for point in points):
         raise UsageError(f"nothing could be measured: {points[0].failure}")
     return points
 
 
-class _Runner:
-    """Runs trainings by turns."""
-
-    def __init__(self, request: Request, folder: Path, weak: bool, note: Callable[[str], None]) -> None:
-        self._request, self._folder, self._weak, self._note = request, folder, weak, note
-        self._number = 0
-
-    def measured(
-        self, grid: Sequence[tuple[Plan, int]], repeats: int, origin: str = "asked", weak: bool | None = None
-    ) -> list[Measurement]:
-        """Measures a point for each entry of `grid`; batch 0 is the task's own batch size."""
-        weak = self._weak if weak is None else weak
-        figures: list[list[RunFigures]] = [[] for _ in grid]
-        failures = [""] * len(grid)
-        for turn in range(repeats):
-            for step in range(len(grid)):
-                index = (turn + step) % len(grid)
-                plan, batch = grid[index]
-                if failures[index]:
-                    continue
-                try:
-                    figures[index].append(self._train(plan, batch, weak, count=turn == 0))
-                except GrappeError as error:
-                    failures[index] = str(error)
-                self._report(grid[index], turn, repeats, figures[index], failures[index])
-        return [
-            point(plan, batch, figures[index], failures[index], origin)
-            for index, (plan, batch) in enumerate(grid)
-        ]
-
-    def _train(self, plan: Plan, batch: int, weak: bool, count: bool) -> RunFigures:
-        self._number += 1
-        training = dataclasses.replace(
-            self._request,
-            task=with_batch(self._request.task, batch, plan.data_parallel if weak else 1),
-            plan=plan,
-            run=self._folder / f"{self._number}",
-            base=self._folder,
-            quiet=True,
-        )
-        return start(
-            "grappe.verbs.measure.measure:worker",
-            MeasureRequest(training=training, count=count),
-            plan,
-            run=training.run,
-        )
-
-    def _report(
-        self, what: tuple[Plan, int], turn: int, repeats: int, figures: Sequence[RunFigures], failure: str
-    ) -> None:
-        plan, batch = what
-        title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
-        if failure:
-            self._note(f"{title}: {first_line(failure)}")
-        else:
-            step = max(usage["timing"]["step"]["median"] for usage in figures[-1].usages)
-            self._note(f"{title}: {figures[-1].batch / step:,.0f} samples/s")
+def _measured(
+    request: Request,
+    folder: Path,
+    grid: Sequence[tuple[Plan, int]],
+    repeats: int,
+    note: Callable[[str], None],
+    *,
+    origin: str = "asked",
+    weak: bool = False,
+) -> list[Measurement]:
+    """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size."""
+    figures: list[list[RunFigures]] = [[] for _ in grid]
+    failures = [""] * len(grid)
+    for turn in range(repeats):
+        for step in range(len(grid)):
+            index = (turn + step) % len(grid)
+            plan, batch = grid[index]
+            if failures[index]:
+                continue
+            title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
+            training = dataclasses.replace(
+                request,
+                task=with_batch(request.task, batch, plan.data_parallel if weak else 1),
+                plan=plan,
+                run=folder / f"{origin}-{index}-{turn}",
+                base=folder,
+                quiet=True,
+            )
+            measured = MeasureRequest(training=training, count=turn == 0)
+            try:
+                result = start("grappe.verbs.measure.measure:worker", measured, plan, run=training.run)
+            except GrappeError as error:
+                failures[index] = str(error)
+                note(f"{title}: {first_line(failures[index])}")
+            else:
+                figures[index].append(result)
+                seconds = max(usage["timing"]["step"]["median"] for usage in result.usages)
+                note(f"{title}: {result.batch / seconds:,.0f} samples/s")
+    return [
+        point(plan, batch, figures[index], failures[index], origin)
+        for index, (plan, batch) in enumerate(grid)
+    ]
 
 
 def with_batch(task: TaskReference, batch: int, times: int) -> TaskReference:
@@ -162,34 +144,27 @@ def with_fields(task: TaskReference, **values: int) -> TaskReference:
     )
 
 
-def _options(steps: int) -> Options:
-    return Options(steps=steps + WARMUP, steps_only=True)
-
-
 def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> RunFigures:
     """Runs one process of a measured training. Collective."""
-    result = train_worker(request.training, process, rendezvous_folder)
-    task = request.training.task.resolve()
-    if process.rank:
-        return RunFigures(usages=(), batch=task.batch_size)
-    figure = RunFigures(usages=Run(result.run).read_description()["costs"], batch=task.batch_size)
-    return _counted(figure, request, task, process) if request.count else figure
-
-
-def _counted(figure: RunFigures, request: MeasureRequest, task: Task, process: ProcessRank) -> RunFigures:
     from grappe.data.prepare import dataset_of
     from grappe.launch.world import choose_device
     from grappe.verbs.measure import flops
 
+    result = train_worker(request.training, process, rendezvous_folder)
+    task, plan = request.training.task.resolve(), request.training.plan
+    if process.rank:
+        return RunFigures(usages=(), batch=task.batch_size)
+    figures = RunFigures(usages=Run(result.run).read_description()["costs"], batch=task.batch_size)
+    if not request.count:
+        return figures
     try:
-        plan = request.training.plan
         return dataclasses.replace(
-            figure,
+            figures,
             flops=flops.per_sample(task, dataset_of(task, "train", request.training.data)),
             reachable=flops.reachable(choose_device(plan, process), plan),
         )
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same
-        return dataclasses.replace(figure, uncounted=first_line(f"{type(error).__name__}: {error}"))
+        return dataclasses.replace(figures, uncounted=first_line(f"{type(error).__name__}: {error}"))
 
 
 def point(plan: Plan, batch: int, figures: Sequence[RunFigures], failure: str, origin: str) -> Measurement:

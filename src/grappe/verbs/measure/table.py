@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from grappe.errors import UsageError
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.breakdown import USEFUL, TimeBreakdown
+from grappe.verbs.measure.breakdown import SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
 from grappe.verbs.measure.points import Measurement, as_json, efficiency, efficiency_loss
-from grappe.verbs.measure.remedies import SMALL_BATCH, Remedy
 from grappe.words import first_line, plain_table, plan_name
 
 if TYPE_CHECKING:

@@ -22,14 +22,7 @@ MOST_WORKERS = 16
 def sentences(points: Sequence[Measurement]) -> list[str]:
     """Writes the advice as sentences, the most important first."""
     good = [point for point in points if not point.failure]
-    if not good:
-        return ["nothing could be measured"]
-    advice = [*_best(good), *_gpu_or_cpu(good)]
-    for point in good:
-        if point.origin == "asked":
-            advice += [*_data(point), *_imbalance(point), *_crowded(point)]
-    advice += [*_slices(good), *_communication(good), *_advised(good), *_more(good)]
-    return advice
+    return list(_advice(good)) if good else ["nothing could be measured"]
 
 
 def name(point: Measurement) -> str:
@@ -37,9 +30,41 @@ def name(point: Measurement) -> str:
     return f"{plan_name(point.plan)} (batch {point.batch})"
 
 
-def _best(good: Sequence[Measurement]) -> Iterator[str]:
-    best = max(good, key=lambda point: point.rate)
+def _advice(good: Sequence[Measurement]) -> Iterator[str]:
+    asked = [point for point in good if point.origin == "asked"]
+    yield from _fastest(good)
+    for point in asked:
+        yield from _data(point)
+        if point.processes > 1 and point.imbalance / point.cost() >= IMBALANCE / point.processes:
+            slow, more, where = slow_process(point)
+            if more >= IMBALANCE * slow.step:
+                yield (
+                    f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has "
+                    f"{slow.busy * 1e3:.3g} ms a step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
+                )
+        if point.device == "cpu" and point.processes * point.threads > point.cores:
+            yield (
+                f"{name(point)}: {point.processes} processes with {point.threads} thread"
+                f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
+            )
+    for point in asked:
+        yield from _small_slices(point, good)
+    for point in good:
+        share = point.share("communication") - point.imbalance / point.cost()
+        if point.processes > 1 and share > COMMUNICATING:
+            yield (
+                f"{name(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
+                "fewer processes, make it less"
+            )
+    for point in good:
+        if point.origin == "advice" and point.batch == good[0].batch:
+            yield f"tried: {name(point)} gives {point.rate / good[0].rate:.2f} times {name(good[0])}"
+    yield from _one_more_process(good)
+
+
+def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
     if len(good) > 1:
+        best = max(good, key=lambda point: point.rate)
         gain = best.rate / good[0].rate
         beside = f", {gain:.1f} times {name(good[0])}" if gain > FASTER else ""
         yield f"fastest: {name(best)}, {best.rate:,.0f} samples/s{beside}"
@@ -47,21 +72,18 @@ def _best(good: Sequence[Measurement]) -> Iterator[str]:
         if len(counted) > 1:
             frugal = min(counted, key=lambda point: point.joules or 0.0)
             yield f"least energy: {name(frugal)}, {frugal.joules:.3g} J a sample"
-
-
-def _gpu_or_cpu(good: Sequence[Measurement]) -> Iterator[str]:
     on_cpu = [point for point in good if point.device == "cpu"]
     on_gpu = [point for point in good if point.device != "cpu"]
-    if not on_cpu or not on_gpu:
-        return
-    cpu, gpu = (max(some, key=lambda point: point.rate) for some in (on_cpu, on_gpu))
-    if cpu.rate > gpu.rate * FASTER:
-        several = f"{cpu.processes} CPU processes are" if cpu.processes > 1 else "one CPU process is"
-        yield (
-            f"this model is too small for a GPU at this batch size: {several} faster ({cpu.rate / gpu.rate:.1f} times)"
-        )
-    else:
-        yield f"the GPU is {gpu.rate / cpu.rate:.1f} times as fast as {name(cpu)}"
+    if on_cpu and on_gpu:
+        cpu, gpu = (max(some, key=lambda point: point.rate) for some in (on_cpu, on_gpu))
+        if cpu.rate > gpu.rate * FASTER:
+            several = f"{cpu.processes} CPU processes are" if cpu.processes > 1 else "one CPU process is"
+            yield (
+                f"this model is too small for a GPU at this batch size: {several} faster "
+                f"({cpu.rate / gpu.rate:.1f} times)"
+            )
+        else:
+            yield f"the GPU is {gpu.rate / cpu.rate:.1f} times as fast as {name(cpu)}"
 
 
 def advised_workers(point: Measurement) -> int | None:
@@ -92,18 +114,6 @@ def _data(point: Measurement) -> Iterator[str]:
         yield f"{wait}: use workers={needed}{short}"
 
 
-def _imbalance(point: Measurement) -> Iterator[str]:
-    if point.processes < 2 or point.imbalance / point.cost() < IMBALANCE / point.processes:
-        return
-    slow, more, where = slow_process(point)
-    if more < IMBALANCE * slow.step:
-        return
-    yield (
-        f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has {slow.busy * 1e3:.3g} ms a "
-        f"step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
-    )
-
-
 def slow_process(point: Measurement) -> tuple[ProcessTimes, float, str]:
     """Finds the process with the most work, its extra seconds per step, and the phase that has most of them."""
     slow, more = point.slowest()
@@ -116,55 +126,28 @@ def slow_process(point: Measurement) -> tuple[ProcessTimes, float, str]:
     return slow, more, max(excess, key=lambda phase: excess[phase])
 
 
-def _crowded(point: Measurement) -> Iterator[str]:
-    if point.device == "cpu" and point.processes * point.threads > point.cores:
+def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[str]:
+    """Says whether slices are so small that a sample costs more than in larger slices."""
+    size = point.batch / point.slices
+    larger = [
+        other
+        for other in good
+        if other.batch / other.slices > size
+        and (other.device, other.threads) == (point.device, point.threads)
+    ]
+    if not larger:
+        return
+    # The least of all trials: what else runs on a machine makes some of them longer, none shorter.
+    other = min(larger, key=lambda point: point.least(*COMPUTING))
+    factor = point.least(*COMPUTING) / other.least(*COMPUTING)
+    if factor > DEARER:
         yield (
-            f"{name(point)}: {point.processes} processes with {point.threads} thread"
-            f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
+            f"{name(point)}: slices of {size:.0f} samples are small: a sample takes {factor:.1f} times the "
+            f"computing that it takes in slices of {other.batch / other.slices:.0f}: use a larger batch_size"
         )
 
 
-def _slices(good: Sequence[Measurement]) -> Iterator[str]:
-    """Names the points with slices so small that a sample costs more than in larger slices."""
-    for point in good:
-        size = point.batch / point.slices
-        larger = [
-            other
-            for other in good
-            if other.batch / other.slices > size
-            and (other.device, other.threads) == (point.device, point.threads)
-        ]
-        if not larger or point.origin != "asked":
-            continue
-        # The least of all trials: what else runs on a machine makes some of them longer, none shorter.
-        other = min(larger, key=lambda point: point.least(*COMPUTING))
-        factor = point.least(*COMPUTING) / other.least(*COMPUTING)
-        if factor > DEARER:
-            yield (
-                f"{name(point)}: slices of {size:.0f} samples are small: a sample takes {factor:.1f} times the "
-                f"computing that it takes in slices of {other.batch / other.slices:.0f}: use a larger batch_size"
-            )
-
-
-def _communication(good: Sequence[Measurement]) -> Iterator[str]:
-    for point in good:
-        share = point.share("communication") - point.imbalance / point.cost()
-        if point.processes > 1 and share > COMMUNICATING:
-            yield (
-                f"{name(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
-                "fewer processes, make it less"
-            )
-
-
-def _advised(good: Sequence[Measurement]) -> Iterator[str]:
-    for point in good:
-        if point.origin == "advice":
-            before = good[0]
-            if point.batch == before.batch:
-                yield f"tried: {name(point)} gives {point.rate / before.rate:.2f} times {name(before)}"
-
-
-def _more(good: Sequence[Measurement]) -> Iterator[str]:
+def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     """Predicts the gain of one more process, by Amdahl's law over the points of the first point's kind."""
     first = good[0]
     family = {

@@ -84,27 +84,111 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     The data is a part of the user's: three batches and a short one per epoch, evenly spread, each sample's id
     in its target.
     """
+
+    def data(self: Task, split: str, folder: Path) -> Dataset:
+        dataset: Any = dataset_of(task, split, folder)
+        index = _trial_rows(task, instrumentation, len(dataset))
+        arrays = in_memory(dataset)
+        if arrays is None or instrumentation.loaded_samples:
+            return Subset(dataset, index, instrumentation.loaded_samples)
+        inputs, targets = arrays.stored(index)
+        trial = Arrays(inputs, (targets, torch.arange(len(index))), transform=arrays.transform)
+        trial.whole = dataset  # type: ignore[attr-defined]
+        return trial
+
+    def sampling(self: Task, dataset: Any) -> Sampling | None:
+        asked = task.sampling(dataset.whole)
+        if asked is None:
+            return None
+        index = _trial_rows(task, instrumentation, len(dataset.whole))
+        columns: dict[str, Any] = {
+            name: None if (column := getattr(asked, name)) is None else np.asarray(column)[index]
+            for name in ("weights", "classes", "lengths")
+        }
+        return dataclasses.replace(asked, samples=None, **columns)
+
+    def collate(self: Task, samples: Sequence[Any]) -> Any:
+        inputs, targets = collated(task, [sample for sample, _ in samples])
+        return inputs, (targets, torch.tensor([place for _, place in samples]))
+
+    def augment(
+        self: Task, inputs: Any, targets: Any, keys: Tensor, training: bool = True
+    ) -> tuple[Any, Any]:
+        if instrumentation.without_augmentation:
+            return inputs, targets
+        inputs, target = augmented(task, inputs, targets[0], keys, training=training)
+        return inputs, (target, targets[1])
+
+    def counts(self: Task, target: Any) -> Any:
+        counts = counts_of(task, target[0])
+        if not instrumentation.batch_multiple or not isinstance(counts, Mapping):
+            return None if instrumentation.batch_multiple else counts
+        return {
+            name: torch.ones_like(values) for name, values in counts.items()
+        }  # several shapes need counts
+
+    def loss(self: Task, output: Any, target: Any) -> Any:
+        target, ids = target
+        recorder.record(ids)
+        cuttable = all(
+            isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == len(ids)
+            for leaf in tree_leaves((output, target))
+        )
+        if not instrumentation.loss_row_by_row or not cuttable:  # boxes and nodes are not rows
+            return task.loss(output, target)
+        rows = (tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target)) for i in range(len(ids)))
+        losses = [loss_of(task, *row) for row in rows]
+        if not losses[0].named:
+            return torch.cat([row.values for row in losses])
+        return {name: torch.cat([row.named[name] for row in losses]) for name in losses[0].named}
+
+    def model(self: Task) -> nn.Module:
+        made = task.model()
+        for companions in instrumentation.companions:
+            module = made.get_submodule(companions.name)
+            module.forward = companions.wrap(module.forward)  # type: ignore[method-assign]
+        for name, module in made.named_modules():
+            if name in instrumentation.evaluated_modules:
+                module.register_forward_pre_hook(_evaluate)
+        if instrumentation.constant_buffers:
+            made.register_forward_pre_hook(_RestoredBuffers())
+        if instrumentation.in_float32:
+            made.forward = _in_float32(made.forward)  # type: ignore[method-assign]
+        return made
+
     kind = type(task)
+    always, where_overridden = (data, loss, model, collate), (counts, augment, sampling)
+    for method in always:
+        method.__wrapped__ = getattr(kind, method.__name__)  # type: ignore[attr-defined] # messages name the user's line
     methods: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__annotations__": {},
+        **{method.__name__: method for method in always},
+        **{method.__name__: method for method in where_overridden if overrides(task, method.__name__)},
     }
-    always = {"data": _data, "loss": _loss, "model": _model, "collate": _collate}
-    where_overridden = {"counts": _counts, "augment": _augment, "sampling": _sampling}
-    for name, build in (always | where_overridden).items():
-        if name in always or overrides(task, name):
-            methods[name] = build(task, instrumentation, recorder)
-        if name in always:
-            methods[name].__wrapped__ = getattr(kind, name)  # for messages, which name the user's line
     made = object.__new__(type(kind.__name__, (kind,), methods))
     made.__dict__.update(task.__dict__)
     if instrumentation.without_clipping or task.clip is None:
         made.__dict__["clip"] = NO_CLIP
     if instrumentation.batch_multiple:
-        multiple = instrumentation.batch_multiple
-        made.__dict__["batch_size"] = -(-task.batch_size // multiple) * multiple
+        made.__dict__["batch_size"] = _multiple(task.batch_size, instrumentation.batch_multiple)
     return made
+
+
+def _multiple(number: int, of: int) -> int:
+    """Rounds up."""
+    return -(-number // of) * of
+
+
+def _evaluate(module: nn.Module, _: Any) -> None:
+    module.eval()
+
+
+def _trial_rows(task: Task, instrumentation: Instrumentation, available: int) -> np.ndarray:
+    """Chooses a trial's samples of the dataset's, evenly spread."""
+    length = length_of(task, instrumentation, available)
+    return np.arange(length) * available // length
 
 
 def length_of(task: Task, instrumentation: Instrumentation, available: int) -> int:
@@ -113,9 +197,8 @@ def length_of(task: Task, instrumentation: Instrumentation, available: int) -> i
     The number is odd if the dataset's is: then a plan with many pieces has a row that is alone in its piece, which some
     models do not support.
     """
-    multiple = instrumentation.batch_multiple
-    batch = -(-task.batch_size // (multiple or 1)) * (multiple or 1)
-    if multiple:
+    batch = _multiple(task.batch_size, instrumentation.batch_multiple or 1)
+    if instrumentation.batch_multiple:
         return max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
     pairs = batch // 4 | 1
     short = min(2 * pairs - available % 2, batch - 1)
@@ -140,116 +223,6 @@ class Subset(Dataset):
         return sample, index
 
 
-def _data(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def data(self: Task, split: str, folder: Path) -> Dataset:
-        dataset: Any = dataset_of(task, split, folder)
-        length, index = _trial_rows(task, instrumentation, len(dataset))
-        arrays = in_memory(dataset)
-        if arrays is None or instrumentation.loaded_samples:
-            return Subset(dataset, index, instrumentation.loaded_samples)
-        inputs, targets = arrays.stored(index)
-        trial = Arrays(inputs, (targets, torch.arange(length)), transform=arrays.transform)
-        trial.whole = dataset  # type: ignore[attr-defined]
-        return trial
-
-    return data
-
-
-def _sampling(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def sampling(self: Task, dataset: Any) -> Sampling | None:
-        asked = task.sampling(dataset.whole)
-        if asked is None:
-            return None
-        _, index = _trial_rows(task, instrumentation, len(dataset.whole))
-        columns: dict[str, Any] = {
-            name: None if (column := getattr(asked, name)) is None else np.asarray(column)[index]
-            for name in ("weights", "classes", "lengths")
-        }
-        return dataclasses.replace(asked, samples=None, **columns)
-
-    return sampling
-
-
-def _trial_rows(task: Task, instrumentation: Instrumentation, available: int) -> tuple[int, np.ndarray]:
-    """The number of a trial's samples, and which of the dataset's they are: evenly spread."""
-    length = length_of(task, instrumentation, available)
-    return length, np.arange(length) * available // length
-
-
-def _loss(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def loss(self: Task, output: Any, target: Any) -> Any:
-        target, ids = target
-        recorder.record(ids)
-        rows = range(len(ids))
-        cuttable = all(
-            isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == len(ids)
-            for leaf in tree_leaves((output, target))
-        )
-        if not instrumentation.loss_row_by_row or not cuttable:  # boxes and nodes are not rows
-            return task.loss(output, target)
-        several = (tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target)) for i in rows)
-        each = [loss_of(task, *sample) for sample in several]
-        if not each[0].named:
-            return torch.cat([sample.values for sample in each])
-        return {name: torch.cat([sample.named[name] for sample in each]) for name in each[0].named}
-
-    return loss
-
-
-def _counts(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def counts(self: Task, target: Any) -> Any:
-        counts = counts_of(task, target[0])
-        if not instrumentation.batch_multiple:
-            return counts
-        if isinstance(counts, Mapping):  # losses of several shapes need counts
-            return {name: torch.ones_like(values) for name, values in counts.items()}
-        return None
-
-    return counts
-
-
-def _augment(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def augment(
-        self: Task, inputs: Any, targets: Any, keys: Tensor, training: bool = True
-    ) -> tuple[Any, Any]:
-        if instrumentation.without_augmentation:
-            return inputs, targets
-        inputs, target = augmented(task, inputs, targets[0], keys, training=training)
-        return inputs, (target, targets[1])
-
-    return augment
-
-
-def _collate(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def collate(self: Task, samples: Sequence[Any]) -> Any:
-        inputs, targets = collated(task, [sample for sample, _ in samples])
-        return inputs, (targets, torch.tensor([place for _, place in samples]))
-
-    return collate
-
-
-def _model(task: Task, instrumentation: Instrumentation, recorder: SampleRecorder) -> Any:
-    def model(self: Task) -> nn.Module:
-        made = task.model()
-        for companions in instrumentation.companions:
-            module = made.get_submodule(companions.name)
-            module.forward = companions.wrap(module.forward)  # type: ignore[method-assign]
-        for name, module in made.named_modules():
-            if name in instrumentation.evaluated_modules:
-                module.register_forward_pre_hook(lambda coupled_module, _: _evaluating(coupled_module))
-        if instrumentation.constant_buffers:
-            made.register_forward_pre_hook(_RestoredBuffers())
-        if instrumentation.in_float32:
-            made.forward = _in_float32(made.forward)  # type: ignore[method-assign]
-        return made
-
-    return model
-
-
-def _evaluating(module: nn.Module) -> None:
-    module.eval()
-
-
 class _RestoredBuffers:
     """Module that restores the buffers before each forward, as new tensors: a backward may still read the old ones."""
 
@@ -265,12 +238,11 @@ def _in_float32(forward: Any) -> Any:
     def plain(*args: Any, **kwargs: Any) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
         kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
-        args, kwargs = tree_map(_wide, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+            (args, kwargs),
+        )
         with torch.autocast(kind, enabled=False):
             return forward(*args, **kwargs)
 
     return plain
-
-
-def _wide(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

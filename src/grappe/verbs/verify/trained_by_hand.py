@@ -1,8 +1,10 @@
 """Trains on one plain process, in a hand-written loop that shares no code with engines or loaders.
 
 This reference shares with a training the initial weights, the order of the samples and the keys of their
-randomness. It also runs the same steps with each batch's rows in other orders: their drift is the difference that
-rounding explains.
+randomness; it loads the batches by itself. It also runs the same steps with each batch's rows in other orders: their
+drift is the difference that rounding explains.
+
+Shapes: a batch of B samples in data slices of one piece (microbatch) or more; B rows in all.
 """
 
 from __future__ import annotations
@@ -10,24 +12,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grappe.checkpoint.initial import built
 from grappe.checkpoint.weights import Weights, named_tensors
-from grappe.data.arrays import in_memory
-from grappe.data.draw import mix
+from grappe.data.arrays import in_memory, with_copies
+from grappe.data.batch import SampleIds
+from grappe.data.collate import augment, collated
+from grappe.data.device_copy import on_device
+from grappe.data.draw import mix, sample_keys
 from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
+from grappe.data.permute import permute
 from grappe.data.prepare import prepare
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
+from grappe.data.training_order import drawn_samples
 from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
@@ -35,15 +44,219 @@ from grappe.launch.world import World, join
 from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
-from grappe.private_api.torch import module_parameters, tree_map
+from grappe.private_api.torch import module_parameters, tree_leaves, tree_map
 from grappe.step.loss import LossValues, loss_of
 from grappe.step.precision import autocast
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
-from grappe.verbs.verify.hand_batches import RecordedBatch, ReferenceBatch, ReferenceBatches, Reorder, Rows
 from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
+
+Reorder = Callable[[list[int]], list[int]]
+Take = Callable[[list[int]], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedBatch:
+    """The samples that a step of a trial used, which may differ from those of the sample order."""
+
+    epoch: int
+    ids: tuple[int, ...]
+    count: float
+    total: int
+    """The total number of steps, for the schedule."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One piece: the rows that run through the model at once."""
+
+    piece: int
+    """The piece's number in its slice."""
+    sample_ids: SampleIds
+    inputs: Any
+    targets: Any
+
+    take: Take
+    """The inputs and targets of the rows at some places, in that order, as a batch of their own."""
+    cuttable: bool
+    """Whether inputs and targets are tensors with a row for each sample, and nothing else."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Returns the samples' ids, int64 (B,)."""
+        return self.sample_ids.ids
+
+    def part(self, first: int, last: int) -> Any:
+        """Returns the inputs of rows `first` to `last` - 1."""
+        return self.take(list(range(first, last)))[0]
+
+    def reordered(self, reorder: Reorder) -> Rows:
+        """Returns the same rows in another order, pair by pair, since a task may mix pairs."""
+        size = len(self.ids)
+        # A row without a partner stays last: in front, it would part all the others.
+        pairs = reorder(list(range(0, size - 1, 2)))
+        places = [row for pair in pairs for row in (pair, pair + 1)] + ([size - 1] if size % 2 else [])
+        inputs, targets = self.take(places)
+        take = self.take
+        return Rows(
+            piece=self.piece,
+            sample_ids=self.sample_ids._replace(ids=self.ids[places]),
+            inputs=inputs,
+            targets=targets,
+            take=lambda chosen: take([places[place] for place in chosen]),
+            cuttable=self.cuttable,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceBatch:
+    """The rows of one step."""
+
+    slices: tuple[tuple[Rows, ...], ...]
+    """Rows by slice and piece, without empty pieces."""
+    count: float | Tensor
+    counts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The global count of each of several losses that have counts of their own."""
+
+    def reordered(self, reorder: Reorder) -> ReferenceBatch:
+        """Returns the same batch with each piece's rows in another order."""
+        slices = tuple(tuple(rows.reordered(reorder) for rows in pieces) for pieces in self.slices)
+        return dataclasses.replace(self, slices=slices)
+
+
+class ReferenceBatches:
+    """Loads the batches of a trial.
+
+    Args:
+        steps: the number of steps of the trial, which may go beyond the end of the training.
+        slices, pieces: the number of slices of each batch, and of pieces of each slice.
+        recorded: batches that replace those of the sample order.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data: Path,
+        device: torch.device,
+        *,
+        steps: int,
+        slices: int,
+        pieces: int,
+        recorded: Sequence[RecordedBatch],
+    ) -> None:
+        self._task, self._device = task, device
+        self._slices, self._pieces, self._recorded = slices, pieces, recorded
+        self._dataset: Any = task.data("train", data)
+        self._drawn = drawn_samples(task, self._dataset)
+        if self._drawn is not None:
+            self._dataset = with_copies(self._dataset)
+        self._arrays = in_memory(self._dataset)
+        self.stored = len(self._dataset)  # type: ignore[arg-type]
+        """Samples of the dataset; `length` is how many of them an epoch has."""
+        self.length: int = self.stored if self._drawn is None else self._drawn.samples
+        self.per_epoch = -(-self.length // task.batch_size)
+        self.total = self._recorded[0].total if self._recorded else max(steps, task.epochs * self.per_epoch)
+
+    def batch(self, number: int) -> ReferenceBatch:
+        """Loads the batch of step `number`, cut into slices and pieces."""
+        task = self._task
+        if self._recorded:
+            epoch, ids = self._recorded[number].epoch, np.array(self._recorded[number].ids, dtype=np.int64)
+        else:
+            epoch, within = divmod(number, self.per_epoch)
+            start, stop = within * task.batch_size, min((within + 1) * task.batch_size, self.length)
+            ids = (
+                permute(np.arange(start, stop), key=mix(task.seed, epoch), length=self.length)
+                if self._drawn is None
+                else self._drawn.order(task.seed, epoch, start, stop, task.batch_size)
+            )
+        slices = []
+        for index in range(self._slices):
+            ids_of_slice = ids[slice(*cut(len(ids), self._slices, index))]
+            pieces = [
+                ids_of_slice[slice(*cut(len(ids_of_slice), self._pieces, piece))]
+                for piece in range(self._pieces)
+            ]
+            slices.append(tuple(self._load(epoch, i, piece) for i, piece in enumerate(pieces) if len(piece)))
+        counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
+        plain = [count.float().sum() for count in counts if isinstance(count, Tensor)]
+        named = [count for count in counts if isinstance(count, Mapping)]
+        return ReferenceBatch(
+            slices=tuple(slices),
+            count=(
+                self._recorded[number].count
+                if self._recorded
+                else torch.stack(plain).sum()
+                if plain
+                else float(len(ids))
+            ),
+            counts={
+                name: torch.stack([count[name].float().sum() for count in named]).sum()
+                for name in (named[0] if named else ())
+            },
+        )
+
+    def _load(self, epoch: int, piece: int, ids: np.ndarray) -> Rows:
+        collate = self._collate(epoch, ids)
+        everything = list(range(len(ids)))
+        plain = collate(everything)
+
+        def augmented(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
+            if not overrides(self._task, "augment"):
+                return batch
+            keys = torch.from_numpy(sample_keys(self._task.seed, epoch, ids[places])).to(self._device)
+            return augment(self._task, *batch, keys)
+
+        inputs, targets = augmented(plain, everything)
+        cuttable = _row_by_row(collate, plain, len(ids)) and _all_rows((inputs, targets), len(ids))
+        if cuttable:
+            take: Take = functools.partial(_taken, (inputs, targets))
+        else:  # a graph's nodes, a list of boxes: only the samples can be put into another order
+            take = lambda places: augmented(collate(places), places)  # noqa: E731
+        return Rows(
+            piece=piece,
+            sample_ids=SampleIds(self._task.seed, epoch, ids),
+            inputs=inputs,
+            targets=targets,
+            take=take,
+            cuttable=cuttable,
+        )
+
+    def _collate(self, epoch: int, ids: np.ndarray) -> Take:
+        """Gives the batch of samples at some places of `ids`, each of which is loaded once."""
+        arrays = self._arrays
+        if arrays is not None:
+            return lambda places: arrays.gather(ids[places], self._device)
+        seeded = SeededDataset(self._dataset, seed=self._task.seed)
+        samples = seeded.__getitems__([(epoch, int(i)) for i in ids])
+        return lambda places: tree_map(
+            lambda leaf: on_device(leaf, self._device),
+            collated(self._task, [copy.deepcopy(samples[place]) for place in places]),
+        )
+
+
+def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
+    index = torch.tensor(places)
+    return tree_map(lambda leaf: leaf[index.to(leaf.device)], batch)
+
+
+def _all_rows(batch: Any, rows: int) -> bool:
+    """Returns whether all leaves are tensors of the batch's length."""
+    leaves = tree_leaves(batch)
+    return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
+
+
+def _row_by_row(collate: Take, batch: tuple[Any, Any], rows: int) -> bool:
+    """Tries whether collating the samples in another order puts the rows of each tensor into that order."""
+    if not _all_rows(batch, rows):
+        return False
+    places = list(range(rows))[::-1]
+    expected, collated_leaves = tree_leaves(_taken(batch, places)), tree_leaves(collate(places))
+    return len(expected) == len(collated_leaves) and all(
+        isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(expected, collated_leaves, strict=True)
+    )
 
 
 class ReferenceModel:
@@ -91,10 +304,10 @@ class ReferenceModel:
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
         for index, (model, pieces) in enumerate(zip(self._models, batch.slices, strict=True)):
-            self._seed(number, index)
+            torch.manual_seed(mix(self._task.seed, number, index))
             for rows in pieces:
                 if self._exact:
-                    self._seed(number, rows.piece)
+                    torch.manual_seed(mix(self._task.seed, number, rows.piece))
                 with self._autocast, inside(rows.sample_ids):
                     output = (
                         self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
@@ -106,11 +319,19 @@ class ReferenceModel:
                     share = part.sum() / batch.count
                     share.backward(retain_graph=sums > 1)
                     total += share.detach()
-        norm = self._clip()
+        # In float64: torch's float32 norm of 20 million numbers is wrong by a thousandth.
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        assert self._task.clip is not None, "a watched task has a bound"
+        if norm > self._task.clip:
+            for gradient in gradients:
+                gradient.mul_(self._task.clip / (norm + 1e-6))
         if not math.isfinite(float(total)):
+            ids = [int(sample) for pieces in batch.slices for rows in pieces for sample in rows.ids]
+            shown = ", ".join(map(str, ids[:16])) + (", …" if len(ids) > 16 else "")
             raise DivergedError(
                 f"the loss is {float(total)} on one plain process, in step {number + 1} (sample ids "
-                f"{_ids(batch)}): nothing can be compared. Try a lower lr, clip=1, or look at those samples"
+                f"{shown}): nothing can be compared. Try a lower lr, clip=1, or look at those samples"
             )
         self._optimizer.step()
         if self._schedule is not None:
@@ -133,20 +354,15 @@ class ReferenceModel:
                 with inside(rows.sample_ids._replace(ids=rows.ids[first:last])):
                     outputs.append(self._call(model, rows.part(first, last)))
         replace_buffers(after)
-        return tree_map(_together, full, *outputs)
+        return tree_map(_joined, full, *outputs)
 
-    def _seed(self, number: int, part: int) -> None:
-        torch.manual_seed(mix(self._task.seed, number, part))
-
-    def _clip(self) -> float:
-        # In float64: torch's float32 norm of 20 million numbers is wrong by a thousandth.
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        assert self._task.clip is not None, "a watched task has a bound"
-        if norm > self._task.clip:
-            for gradient in gradients:
-                gradient.mul_(self._task.clip / (norm + 1e-6))
-        return norm
+    @torch.no_grad()
+    def perturb(self, seed: int) -> None:
+        """Moves each parameter at random by about its last bit."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            draws = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.mul_(1 + torch.finfo(torch.float32).eps * draws)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns parameters, and the mean of the slices' buffers, on the CPU."""
@@ -172,26 +388,19 @@ def _weighted(losses: LossValues, counts: Any, rows: int, batch: ReferenceBatch)
     return losses.values * (rows / losses.values.numel())
 
 
-def _ids(batch: ReferenceBatch) -> str:
-    ids = [int(sample) for pieces in batch.slices for rows in pieces for sample in rows.ids]
-    return ", ".join(map(str, ids[:16])) + (", …" if len(ids) > 16 else "")
-
-
-def _together(full: Any, *parts: Any) -> Any:
-    """A leaf of the parts' outputs, like that of `whole`: rows after rows, or what has none, as it is."""
-    if isinstance(full, Tensor) and full.dim() and parts[0].shape != full.shape:
-        rows = full.split([len(part) for part in parts])
-        return torch.cat([_padded(part, like) for part, like in zip(parts, rows, strict=True)])
-    return parts[0]
-
-
-def _padded(part: Tensor, like: Tensor) -> Tensor:
-    """A part that is padded to its own longest sequence, padded as `like` is."""
-    if part.shape == like.shape:
-        return part
-    padded = like.clone()
-    padded[tuple(map(slice, part.shape))] = part
-    return padded
+def _joined(full: Any, *parts: Any) -> Any:
+    """Joins a leaf of the parts' outputs, rows after rows, padded as in `full`; what has no rows stays as it is."""
+    if not isinstance(full, Tensor) or not full.dim() or parts[0].shape == full.shape:
+        return parts[0]
+    rows = list(full.split([len(part) for part in parts]))
+    for index, part in enumerate(parts):
+        if part.shape != rows[index].shape:  # it is padded to its own longest sequence
+            padded = rows[index].clone()
+            padded[tuple(map(slice, part.shape))] = part
+            rows[index] = padded
+        else:
+            rows[index] = part
+    return torch.cat(rows)
 
 
 def _with_own_buffers(model: nn.Module) -> nn.Module:
@@ -218,9 +427,9 @@ class RoundingTrial:
     def __init__(
         self,
         new_model: Callable[..., ReferenceModel],
+        *,
         drawing: bool,
         independent_rows: bool,
-        *,
         channels_last: bool,
         perturbed: bool,
     ) -> None:
@@ -230,7 +439,9 @@ class RoundingTrial:
         if channels_last:
             self._others.append((AS_IT_IS, new_model(channels_last=True)))
         if perturbed:
-            self._others += [(AS_IT_IS, _perturbed(new_model(), seed)) for seed in range(PERTURBED)]
+            for seed in range(PERTURBED):
+                self._others.append((AS_IT_IS, new_model()))
+                self._others[-1][1].perturb(seed)
 
     def step(
         self, number: int, batch: ReferenceBatch, model: ReferenceModel, result: tuple[float, float]
@@ -271,16 +482,6 @@ ORDERS = (
 PERTURBED = 4
 """Models with perturbed parameters."""
 AS_IT_IS = _SummationOrder(reorder=lambda pairs: pairs, parts=1, sums=1)
-
-
-@torch.no_grad()
-def _perturbed(model: ReferenceModel, seed: int) -> ReferenceModel:
-    """Moves each parameter at random by about its last bit."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.model.parameters():
-        draws = torch.randn(parameter.shape, generator=generator).to(parameter)
-        parameter.mul_(1 + torch.finfo(torch.float32).eps * draws)
-    return model
 
 
 def relative(a: float, b: float) -> float:
@@ -376,7 +577,16 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         recorded=request.recorded,
     )
     weights = built(task)
-    probe = _probe(task, batches, world.device, request.instrumentation.without_randomness)
+    torch.manual_seed(task.seed)
+    probe, rows = task.model().to(world.device).train(), batches.batch(0).slices[0][0]
+    with (
+        RandomOps(off=request.instrumentation.without_randomness) as random_ops,
+        torch.no_grad(),
+        inside(rows.sample_ids),
+    ):
+        task.forward(probe, rows.inputs)
+    kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
+    coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
     def new_model(*, channels_last: bool = False) -> ReferenceModel:
         return ReferenceModel(
@@ -389,8 +599,8 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     if not request.recorded:
         rounding_trial = RoundingTrial(
             new_model,
-            bool(probe.draws),
-            probe.independent_rows,
+            drawing=bool(random_ops.seen),
+            independent_rows=coupling.independent_rows and rows.cuttable,
             channels_last=request.plan.channels_last,
             perturbed=request.perturbed,
         )
@@ -412,9 +622,9 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         steps=tuple(steps),
         per_epoch=batches.per_epoch,
         length=batches.length,
-        draws=probe.draws,
-        coupled=probe.coupled,
-        companions=probe.companions,
+        draws=tuple(sorted(random_ops.seen)),
+        coupled={name: kinds[name] for name in coupling.modules},
+        companions=tuple(companions for companions in coupling.modules.values() if companions is not None),
         buffers=tuple(name for name, _ in model.model.named_buffers()),
         augments=overrides(task, "augment"),
         clips=task.clip != NO_CLIP,
@@ -430,30 +640,3 @@ def load(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Pat
     if in_memory(dataset) is not None:  # the ids are with the targets
         return tuple((inputs, target) for inputs, (target, _) in samples)
     return tuple(sample for sample, _ in samples)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Probe:
-    """The result of one forward of the model."""
-
-    draws: tuple[str, ...]
-    coupled: dict[str, str]
-    companions: tuple[Companions, ...]
-    independent_rows: bool
-
-
-def _probe(task: Task, batches: ReferenceBatches, device: torch.device, off: bool) -> _Probe:
-    """Finds modules that couple a batch's samples, and operators that draw, in one forward of a separate model."""
-    torch.manual_seed(task.seed)
-    model = task.model().to(device).train()
-    rows = batches.batch(0).slices[0][0]
-    with RandomOps(off=off) as random_ops, torch.no_grad(), inside(rows.sample_ids):
-        task.forward(model, rows.inputs)
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    coupling = batch_coupled_modules(model, task.forward, rows.part, len(rows.ids))
-    return _Probe(
-        draws=tuple(sorted(random_ops.seen)),
-        coupled={name: kinds[name] for name in coupling.modules},
-        companions=tuple(companions for companions in coupling.modules.values() if companions is not None),
-        independent_rows=coupling.independent_rows and rows.cuttable,
-    )

@@ -1,25 +1,33 @@
-"""Verdict: decides whether a plan learns the same as one plain process; else finds the causes by ablation."""
+"""Verdict: decides whether a plan learns the same as one plain process; else finds the causes by ablation.
+
+An ablation switches off a possible cause of a difference, to see whether the difference disappears.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from grappe import engines
 from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.verbs.verify.ablations import ablations, causes_of_drift
-from grappe.verbs.verify.compare import BOUND, FACTOR, Difference, compare
-from grappe.verbs.verify.hand_batches import RecordedBatch
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.runner import TrialRunner
-from grappe.verbs.verify.trained_by_hand import Reference
+from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, TrialRunner, compare
+from grappe.verbs.verify.trained_by_hand import RecordedBatch, Reference
 from grappe.verbs.verify.trained_by_plan import TrialStep
 
 VerdictWord = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
 SHOWN = 3
 STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
+KEPT = frozenset(
+    {
+        "engine", "device", "backend", "replicate", "shard", "pipeline", "tensor",
+        "per_device", "threads", "workers", "loading", "prefetch", "exact",
+    }
+)  # fmt: skip
+"""Keys of a plan without which it would be another."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,24 +73,13 @@ def judge(runner: TrialRunner, plan: Plan) -> PlanVerdict:
         )
 
 
-def _not_judged(tensors: Sequence[str]) -> list[str]:
-    """Returns a note on tensors that one process with its samples in another order moves by too much to be compared."""
-    if not tensors:
-        return []
-    more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
-    return [
-        f"not judged: {', '.join(tensors[:SHOWN])}{more}, which one process that takes each batch's samples in another "
-        f"order moves by more than {BOUND / FACTOR:.1%}: little but rounding, of a gradient that Adam scales up, say"
-    ]
-
-
 class _Judgement:
     """The judgement of one plan."""
 
     def __init__(self, runner: TrialRunner, plan: Plan, base: Reference, start: Instrumentation) -> None:
         self._runner, self._plan, self._base, self._start = runner, plan, base, start
-        self._steps = runner.trial(plan, self._start, self._base)
-        self._difference = runner.compare(self._base, self._steps)
+        self._steps = runner.trial(plan, start, base)
+        self._difference = runner.compare(base, self._steps)
 
     def finding(self) -> PlanVerdict:
         """Returns the verdict, and its evidence."""
@@ -91,21 +88,17 @@ class _Judgement:
             return self._of_samples(wrong)
         if self._plan.exact:
             return self._of_exact()
-        if self._difference.agrees and self._difference.tolerated > BOUND:
-            return self._of_drift()
-        if self._difference.agrees:
+        if not self._difference.agrees:
+            return self._of_difference()
+        if self._difference.tolerated <= BOUND:
             return self._finding("same")
-        return self._of_difference()
-
-    def _of_drift(self) -> PlanVerdict:
-        """Says why agreement means nothing: the plain process itself, with its samples in another order, drifts."""
-        plan, instrumentation = self._without(self._asked_for())
-        reasons = causes_of_drift(self._runner, plan, instrumentation, self._base)
-        drift = self._difference.tolerated / FACTOR
+        # Agreement means nothing: the plain process itself, with its samples in another order, drifts.
+        reasons = causes_of_drift(self._runner, *self._without(self._asked_for()), self._base)
         return self._finding(
             "cannot be judged",
             [
-                f"one process that takes each batch's samples in another order is {drift:.0%} away from itself, and "
+                f"one process that takes each batch's samples in another order is "
+                f"{self._difference.tolerated / FACTOR:.0%} away from itself, and "
                 f"more than {BOUND / FACTOR:.1%} would hide a fault",
                 *(reasons or ["a smaller learning rate or fewer --steps may keep them together"]),
             ],
@@ -114,8 +107,15 @@ class _Judgement:
     def _finding(
         self, verdict: VerdictWord, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> PlanVerdict:
-        if verdict in ("same", "same but for these"):
-            notes = [*notes, *_not_judged(self._difference.drifting)]
+        tensors = self._difference.drifting
+        if verdict in ("same", "same but for these") and tensors:
+            more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+            notes = [
+                *notes,
+                f"not judged: {', '.join(tensors[:SHOWN])}{more}, which one process that takes each batch's samples in "
+                f"another order moves by more than {BOUND / FACTOR:.1%}: little but rounding, of a gradient that Adam "
+                "scales up, say",
+            ]
         return PlanVerdict(
             plan=str(self._plan),
             processes=self._plan.processes,
@@ -124,8 +124,6 @@ class _Judgement:
             causes=tuple(causes),
             notes=tuple(notes),
         )
-
-    # ---- Samples ---------------------------------------------------------------------------------------
 
     def _of_samples(self, wrong: str) -> PlanVerdict:
         """Trains one process on the wrong samples, to see whether it learns as the plan does."""
@@ -139,8 +137,6 @@ class _Judgement:
                 "different", [wrong], ["one process that is given the same samples learns the same"]
             )
         return self._finding("different", [wrong, *ablations(self._runner, plan, instrumentation, base)])
-
-    # ---- Exact plans -----------------------------------------------------------------------------------
 
     def _of_exact(self) -> PlanVerdict:
         """Compares bits with those of the same exact plan on one process, and numbers with the plain process."""
@@ -157,31 +153,30 @@ class _Judgement:
         note = f"to the bit what exact={self._plan.exact} is on one process"
         if self._difference.agrees:
             return self._finding("same", notes=[note])
-        pieces = self._pieces(self._start, precision=True)
-        steps = self._runner.trial(self._plan, self._start, pieces)
-        if self._runner.compare(pieces, steps).agrees:
-            return self._finding("same", notes=[note, self._per_piece()])
+        if self._difference_from_pieces(self._plan, self._start, precision=True).agrees:
+            kinds = [*self._coupled_names(), *(["dropout"] if self._base.draws else [])]
+            by_piece = f"{' and '.join(kinds) or 'the model'} of each piece by itself, on one process too"
+            return self._finding("same", notes=[note, by_piece])
         return self._of_difference([note])
-
-    def _per_piece(self) -> str:
-        kinds = [*self._coupled_names(), *(["dropout"] if self._base.draws else [])]
-        return f"{' and '.join(kinds) or 'the model'} of each piece by itself, on one process too"
-
-    # ---- A difference ----------------------------------------------------------------------------------
 
     def _of_difference(self, notes: Sequence[str] = ()) -> PlanVerdict:
         """Switches off requested features; if the difference disappears, finds the fewest that explain it."""
         asked_for = self._asked_for()
         if asked_for and self._agrees(asked_for):
-            fewest = self._minimal_causes(asked_for)
+            fewest = asked_for
+            for feature in asked_for:
+                fewer = tuple(other for other in fewest if other != feature)
+                if fewer and self._agrees(fewer):
+                    fewest = fewer
             faults = self._faults(fewest)
             if faults:
                 return self._finding("different", faults, notes)
-            return self._finding(
-                "same but for these",
-                [self._name(feature) for feature in fewest],
-                [*notes, *self._piecewise_note(fewest)],
-            )
+            fp16 = PRECISION in fewest and self._plan.precision == "fp16"
+            if not fp16 and self._difference_from_pieces(self._plan, self._start, precision=True).agrees:
+                notes = [
+                    *notes, "one process that takes the plan's pieces one after the other learns the same"
+                ]  # fmt: skip
+            return self._finding("same but for these", [self._name(feature) for feature in fewest], notes)
         plan, instrumentation = self._without(asked_for)
         causes = ablations(self._runner, plan, instrumentation, self._runner.reference(plan, instrumentation))
         if not causes:
@@ -213,25 +208,19 @@ class _Judgement:
         base = self._runner.reference(plan, instrumentation)
         return self._runner.compare(base, self._runner.trial(plan, instrumentation, base)).agrees
 
-    def _minimal_causes(self, off: tuple[str, ...]) -> tuple[str, ...]:
-        kept = off
-        for feature in off:
-            fewer = tuple(other for other in kept if other != feature)
-            if fewer and self._agrees(fewer):
-                kept = fewer
-        return kept
-
     def _faults(self, explained: Sequence[str]) -> list[str]:
         """Names faults of the features that explain a difference; empty if each works as the plan says."""
-        faults = _stream_faults(self._steps, self._again()) if DROPOUT in explained else []
+        faults = []
+        if DROPOUT in explained:
+            again = self._runner.trial(self._plan, self._start, self._base)
+            faults += _stream_faults(self._steps, again)
         if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
             faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
         elif STATISTICS in explained and not self._base.whole_batch:
             plan, instrumentation = self._without(
                 [feature for feature in self._asked_for() if feature != STATISTICS]
             )
-            pieces = self._pieces(instrumentation)
-            gap = self._runner.compare(pieces, self._runner.trial(plan, instrumentation, pieces))
+            gap = self._difference_from_pieces(plan, instrumentation)
             if not gap.agrees:
                 faults.append(
                     f"{' and '.join(self._coupled_names())}: neither that of the whole batch nor that of each "
@@ -239,28 +228,19 @@ class _Judgement:
                 )
         return faults
 
-    def _again(self) -> tuple[TrialStep, ...]:
-        return self._runner.trial(self._plan, self._start, self._base)
-
-    def _pieces(self, instrumentation: Instrumentation, precision: bool = False) -> Reference:
-        """Runs the second reference: one process that takes the plan's own pieces one after the other."""
-        plan = self._plan
+    def _difference_from_pieces(
+        self, plan: Plan, instrumentation: Instrumentation, precision: bool = False
+    ) -> Difference:
+        """Compares with a second reference: one process that takes the plan's own pieces one after the other."""
+        slices, pieces = self._plan.data_parallel, self._plan.microbatches
         if self._base.whole_batch:  # its pieces have no losses of their own
-            return self._runner.reference(plan, instrumentation, precision=precision)
-        if plan.exact:
-            return self._runner.reference(plan, instrumentation, pieces=plan.exact, precision=precision)
-        return self._runner.reference(
-            plan, instrumentation, slices=plan.data_parallel, pieces=plan.microbatches, precision=precision
+            slices = pieces = 1
+        elif self._plan.exact:
+            slices, pieces = 1, self._plan.exact
+        base = self._runner.reference(
+            self._plan, instrumentation, slices=slices, pieces=pieces, precision=precision
         )
-
-    def _piecewise_note(self, explained: Sequence[str]) -> list[str]:
-        """Returns a note if the unchanged plan agrees with the second reference."""
-        if PRECISION in explained and self._plan.precision == "fp16":
-            return []
-        pieces = self._pieces(self._start, precision=True)
-        if self._runner.compare(pieces, self._runner.trial(self._plan, self._start, pieces)).agrees:
-            return ["one process that takes the plan's pieces one after the other learns the same"]
-        return []
+        return self._runner.compare(base, self._runner.trial(plan, instrumentation, base))
 
     def _name(self, feature: str) -> str:
         if feature == PRECISION:
@@ -366,3 +346,73 @@ def _listed(ids: Sequence[int] | Counter[int]) -> str:
     shown = [str(sample) for sample in list(ids)[:SHOWN]]
     more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
     return f"sample{'s' if len(ids) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def ablations(
+    runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
+) -> list[str]:
+    """Switches off possible causes of a difference, one at a time; lists those without which it disappears."""
+    causes: list[str] = []
+
+    def ablate(word: str, *, other: Plan = plan, buffers: bool = True, **off: Any) -> None:
+        less = dataclasses.replace(instrumentation, **off)
+        base = runner.reference(other, less)
+        steps = runner.trial(other, less, base)
+        if runner.compare(base, steps, without=() if buffers else base.buffers).agrees:
+            causes.append(f"{word} the difference disappears")
+
+    fewer = dataclasses.replace(plan, microbatches=1)
+    # A pipeline's schedule needs as many as it has stages.
+    if plan.microbatches > 1 and engines.supported(fewer):
+        ablate(f"accumulation: with microbatches=1, and not {plan.microbatches},", other=fewer)
+    if not reference.whole_batch:
+        ablate("a loss that averages: computed row by row, each row by itself,", loss_row_by_row=True)
+    ablate(
+        "means of slices are averaged, whatever the slices' sizes: with equal slices",
+        batch_multiple=2 * plan.data_parallel * plan.microbatches * max(1, plan.exact),
+    )
+    ablate(
+        "a dataset that draws random numbers outside the keyed generators: with samples that were loaded once",
+        loaded_samples=runner.samples(plan, instrumentation),
+    )
+    if reference.augments:
+        ablate(
+            "augmentation that draws random numbers outside grappe.draw: without it",
+            without_augmentation=True,
+        )
+    if reference.buffers:
+        names = [name for name in reference.buffers if name.rpartition(".")[0] not in reference.coupled]
+        some = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+        ablate(
+            f"a buffer that is not synchronised ({some}): with constant buffers",
+            constant_buffers=True,
+            buffers=False,
+        )
+    ablate("a lower precision than asked for: with the forward in float32", in_float32=True)
+    if reference.clips:
+        ablate("clipping: without it", without_clipping=True)
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
+    for key in sorted(plan.changed_keys() - KEPT - {"microbatches"}):
+        other = dataclasses.replace(plan, **{key: defaults[key]})
+        if engines.supported(other):
+            ablate(f"{key}: with {key}={defaults[key]}", other=other)
+    return causes
+
+
+def causes_of_drift(
+    runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
+) -> list[str]:
+    """Names each thing without which one plain process no longer drifts when its samples change their places."""
+    switches: dict[str, dict[str, Any]] = {}
+    if not reference.whole_batch:
+        switches["a loss in which rows meet, or that depends on their places"] = {"loss_row_by_row": True}
+    if reference.augments:
+        switches["augmentation that draws outside grappe.draw"] = {"without_augmentation": True}
+    if reference.clips:
+        switches["clipping"] = {"without_clipping": True}
+    causes = []
+    for word, off in switches.items():
+        steps = runner.reference(plan, dataclasses.replace(instrumentation, **off)).steps
+        if FACTOR * max(max(step.loss_noise, step.norm_noise) for step in steps) <= BOUND:
+            causes.append(f"{word}: without it the drift disappears")
+    return causes

@@ -28,7 +28,7 @@ def verify(
     data: Path | str | None = None,
     steps: int = STEPS,
     run: StartProcesses = start,
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[PlanVerdict]:
     """Compares each plan with one plain process: the same weights, the same global batches, `steps` steps.
 
@@ -53,11 +53,7 @@ def verify(
             steps=steps,
             folder=Path(folder),
             run=run,
-            note=note or _nothing,
+            note=note,
         )
         for plan in parsed:
             yield judge(runner, plan)
-
-
-def _nothing(_: str) -> None:
-    """Drops a note."""
