@@ -15,10 +15,10 @@ from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.launch.terminal import say
 from grappe.sites import slurm
+from grappe.sites.sbatch import JobOptions
 from grappe.sites.slurm import Entry
 from grappe.verbs.logs import lines, log_files
 from grappe.verbs.submit import jobs
-from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.submit.submit import submit_all
 
 __all__ = [

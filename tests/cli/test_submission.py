@@ -11,9 +11,9 @@ from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.plan import Plan
+from grappe.sites.sbatch import SCRIPT, JobOptions
 from grappe.verbs.submit.packages import job_packages
-from grappe.verbs.submit.resources import allocation, laid_out, line_in_allocation, requests
-from grappe.verbs.submit.submission import SCRIPT, JobOptions
+from grappe.verbs.submit.resources import allocation, jobs_of, laid_out, line_in_allocation
 
 JOB = JobOptions()
 
@@ -155,7 +155,7 @@ def test_what_computes_on_the_cpu_has_no_gpu(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     submission = read_submission(command.split(), JobOptions(site="narval", account="def-me"), app)
-    layout, _, _ = laid_out(submission, next(requests(submission)))
+    layout, _, _ = laid_out(next(jobs_of(submission)))
     assert layout.gpus == 0
 
 

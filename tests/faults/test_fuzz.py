@@ -31,7 +31,8 @@ from grappe.fields import parse, split
 from grappe.launch.rank import ProcessRank
 from grappe.launch.safe_console import SafeConsole
 from grappe.plan import Plan
-from grappe.sites.layout import ResourceRequest, layout
+from grappe.sites.layout import fit, layout
+from grappe.sites.sbatch import JobOptions
 from grappe.sites.script import render
 from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
@@ -41,7 +42,6 @@ from grappe.verbs.curves import write_csv
 from grappe.verbs.load import choose, load
 from grappe.verbs.predict.predict import as_json, predict
 from grappe.verbs.report.report import gather, html
-from grappe.verbs.submit.submission import JobOptions
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
 from tests.parity.tasks import Images
 from tests.patience import PATIENCE_SECONDS
@@ -339,7 +339,8 @@ def test_plans(text: str, nodes: int | None, gpus: int | None) -> None:
         assert Plan.parse(str(plan)) == plan
         told(lambda: engines.check(plan))
         told(lambda: plan.check_fits(nodes or 1))
-        request = ResourceRequest(nodes=nodes, gpus=gpus, account="def-a")
+        request = JobOptions(nodes=nodes, account="def-a")
+        told(lambda: fit(plan, gpus))
         for name in ("narval", "jean-zay-h100", "trillium"):
             told(functools.partial(layout, plan, sites.find(name), request))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from grappe import sites
 from grappe.plan import Plan
-from grappe.sites import sbatch
 from grappe.sites.environment import MADE_ON_NODES, Packages
-from grappe.sites.layout import Layout, ResourceRequest, layout
+from grappe.sites.layout import Layout, layout
+from grappe.sites.sbatch import SCRIPT, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, render
 from tests.slurm.shapes import live
@@ -17,13 +18,13 @@ from tests.slurm.shapes import live
 FOLDER = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/digits-1")
 MORE = ("narval", "jean-zay-a100")
-GIVEN = sbatch.UserOptions(
-    mem="32G",
-    constraint="a100",
-    mail_user="me@example.org",
-    dependency="singleton",
-    others=("--exclude=n1", "--comment=mine", "--hint=compute_bound"),
-)
+OPTIONS = {
+    "mem": "32G",
+    "constraint": "a100",
+    "mail_user": "me@example.org",
+    "dependency": "singleton",
+    "sbatch": ("--exclude=n1", "--comment=mine", "--hint=compute_bound"),
+}
 PACKAGES = Packages(files={}, key="0123456789ab", locked=True)
 SIZES = ("1-gpu", "1-node", "2-nodes")
 
@@ -45,12 +46,13 @@ def script(site: Site, size: str, **changes: int) -> Script:
     """The script of a site and a size; `changes` are made to its layout behind the checks."""
     number = gpus(site, size)
     plan = Plan(replicate=number) if site.node and site.node.gpus else Plan(replicate=number, device="cpu")
-    made = layout(plan, site, ResourceRequest(seconds=1800, account=account(site)))
+    job = JobOptions(time="30m", account=account(site), name="digits-1", chain=0 if site.job.requeue else 3)
+    made = layout(plan, site, job)
     return Script(
         site=site,
         layout=dataclasses.replace(made, **changes) if changes else made,
         plan=plan,
-        name="digits-1",
+        job=job,
         arguments=("train", "digits", "epochs=3", *(("--plan", str(plan)) if number > 1 else ())),
         task=("digits", "epochs=3"),
         run=RUN,
@@ -58,34 +60,42 @@ def script(site: Site, size: str, **changes: int) -> Script:
         data="data",
         python="/home/me/.venv/bin/python",
         packages=PACKAGES if site.job.environment in MADE_ON_NODES else None,
-        account=account(site),
-        chain=0 if site.job.requeue else 3,
         command=f"grappe submit --site {site.name} -- train digits epochs=3",
     )
+
+
+def with_job(script: Script, **changes: Any) -> Script:
+    """The same script with other options of the job."""
+    return dataclasses.replace(script, job=dataclasses.replace(script.job, **changes))
 
 
 def others(site: Site) -> dict[str, Script]:
     """Scripts of what is no training, by the ends of their files' names."""
     training = script(site, "1-node")
-    plain = {"training": False, "resumes": False, "task": (), "data": "", "saves": False, "name": "other-1"}
-    own = {
-        **plain,
-        "own_script": True,
-        "torchrun": True,
-        "saves": True,
-        "command": "grappe submit -- mine.py",
-    }
+    other = dataclasses.replace(
+        with_job(training, name="other-1"), kind="evaluate", task=(), data="", saves=False
+    )
+    own = dataclasses.replace(
+        other,
+        kind=SCRIPT,
+        torchrun=True,
+        saves=True,
+        command="grappe submit -- mine.py",
+        arguments=("mine.py",),
+    )
     return {
-        "script": dataclasses.replace(training, arguments=("mine.py", "--lr", "0.1"), **own),
-        "script-chain": dataclasses.replace(training, arguments=("mine.py",), chain=3, **own),
-        "options": dataclasses.replace(training, sbatch=sbatch.options(GIVEN)),
+        "script": dataclasses.replace(own, arguments=("mine.py", "--lr", "0.1")),
+        "script-chain": with_job(own, chain=3),
+        "options": with_job(training, **OPTIONS),
         "tune": dataclasses.replace(
-            training,
+            other,
+            kind=TUNE,
+            saves=True,
+            task=("digits",),
             layout=dataclasses.replace(training.layout, processes=1, cores=training.layout.cores),
             arguments=("tune", "digits", "lr=0.01..1:log", "--parallel", "2", "--study", f"{RUN}/study"),
-            **{**plain, "saves": True, "resumes": True, "task": ("digits",)},
         ),
-        "evaluate": dataclasses.replace(training, arguments=("evaluate", "runs/one"), **plain),
+        "evaluate": dataclasses.replace(other, arguments=("evaluate", "runs/one")),
     }
 
 

@@ -7,7 +7,8 @@ import pytest
 from grappe import sites
 from grappe.errors import GrappeError
 from grappe.plan import Plan
-from grappe.sites.layout import ResourceRequest, fit, layout
+from grappe.sites.layout import fit, layout
+from grappe.sites.sbatch import JobOptions
 
 ACCOUNTS = {
     "narval": "def-x",
@@ -21,7 +22,7 @@ ACCOUNTS = {
 
 
 def made(site: str, plan: str, **wish):
-    return layout(Plan.parse(plan), sites.find(site), ResourceRequest(**{"account": ACCOUNTS[site], **wish}))
+    return layout(Plan.parse(plan), sites.find(site), JobOptions(**{"account": ACCOUNTS[site], **wish}))
 
 
 def test_one_gpu_brings_its_share_of_the_node() -> None:
@@ -31,7 +32,7 @@ def test_one_gpu_brings_its_share_of_the_node() -> None:
 
 
 def test_whole_nodes() -> None:
-    found = made("narval", "replicate=8", seconds=7200.0)
+    found = made("narval", "replicate=8", time="2h")
     assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (2, 4, 4, 12, 498)
     assert found.gpu_hours == 16.0
 
@@ -53,7 +54,7 @@ def test_without_gpus_cores_are_asked_for() -> None:
 
 
 def test_the_first_queue_that_admits_a_job_is_taken() -> None:
-    queues = [made("jean-zay-v100", "", seconds=hours * 3600.0).queue for hours in (1, 20, 21, 100)]
+    queues = [made("jean-zay-v100", "", time=f"{hours}h").queue for hours in (1, 20, 21, 100)]
     assert [one.name for one in queues if one] == ["qos_gpu-t3", "qos_gpu-t3", "qos_gpu-t4", "qos_gpu-t4"]
     named = made("jean-zay-v100", "", queue="qos_gpu-dev").queue
     assert named is not None
@@ -61,9 +62,9 @@ def test_the_first_queue_that_admits_a_job_is_taken() -> None:
 
 
 def test_gpus_make_a_plan() -> None:
-    assert str(fit(Plan(), ResourceRequest(gpus=4))) == "replicate=4"
-    assert str(fit(Plan.parse("per_device=2"), ResourceRequest(gpus=2))) == "replicate=4,per_device=2"
-    assert str(fit(Plan.parse("shard=4"), ResourceRequest(gpus=4))) == "shard=4"
+    assert str(fit(Plan(), 4)) == "replicate=4"
+    assert str(fit(Plan.parse("per_device=2"), 2)) == "replicate=4,per_device=2"
+    assert str(fit(Plan.parse("shard=4"), 4)) == "shard=4"
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,8 @@ def test_gpus_make_a_plan() -> None:
         ("lumi", "replicate=8,per_device=2", {}, "shares GPUs by NVIDIA's MPS"),
         ("narval", "", {"account": None}, "needs an account: --account NAME (of the form def-* or rrg-* or rpp-*)"),
         ("narval", "", {"account": "mine"}, "--account=mine: accounts of narval are of the form def-*"),
-        ("narval", "", {"seconds": 8 * 86400.0}, "at most 168 h"),
-        ("narval", "", {"seconds": 60.0}, "at least 5 minutes"),
+        ("narval", "", {"time": "8d"}, "at most 168 h"),
+        ("narval", "", {"time": "60s"}, "at least 5 minutes"),
         ("narval", "replicate=5", {}, "into 2 nodes of 4 GPUs: use --nodes 5, or degrees whose product is 4"),
         ("narval", "replicate=5", {"nodes": 2}, "do not divide into 2 nodes: use --nodes 5"),
         ("narval", "replicate=8", {"nodes": 1}, "8 each, a node of narval has 4: use --nodes 2"),
@@ -83,9 +84,9 @@ def test_gpus_make_a_plan() -> None:
         ("narval", "", {"nodes": 0}, "--nodes=0: it must be at least 1"),
         ("trillium", "replicate=2", {}, "whole nodes: 1 or a multiple of 4 GPUs; this plan has 2"),
         ("tamia", "", {}, "a multiple of 4 GPUs; this plan has 1"),
-        ("lumi", "replicate=40", {"seconds": 49 * 3600.0}, "no queue of lumi admits it. small-g: at most 4 nodes"),
+        ("lumi", "replicate=40", {"time": "49h"}, "no queue of lumi admits it. small-g: at most 4 nodes"),
         ("jean-zay-v100", "", {"queue": "qos_gpu_t3"}, "no queue 'qos_gpu_t3': did you mean qos_gpu-t3"),
-        ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "seconds": 7201.0}, "at most 2 h"),
+        ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "time": "7201s"}, "at most 2 h"),
     ],
 )  # fmt: skip
 def test_what_a_site_forbids(site: str, plan: str, wish: dict, words: str) -> None:
@@ -97,12 +98,12 @@ def test_what_a_site_forbids(site: str, plan: str, wish: dict, words: str) -> No
 
 def test_gpus_against_the_plan() -> None:
     with pytest.raises(GrappeError, match="use --gpus 4"):
-        fit(Plan.parse("shard=4"), ResourceRequest(gpus=2))
+        fit(Plan.parse("shard=4"), 2)
 
 
 def test_a_retired_site_names_its_follower() -> None:
     with pytest.raises(GrappeError, match="replaced by fir"):
-        layout(Plan(), sites.find("cedar"), ResourceRequest(account="def-x"))
+        layout(Plan(), sites.find("cedar"), JobOptions(account="def-x"))
 
 
 def test_jobs_without_gpus_have_cores_and_their_memory() -> None:

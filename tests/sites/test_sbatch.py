@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grappe.errors import UsageError
-from grappe.sites.sbatch import UserOptions, merged, options
+from grappe.sites.sbatch import JobOptions, merged, options
 
 
 def test_options_as_sbatch_reads_them() -> None:
-    given = UserOptions(
-        mem="32G", dependency="afterok:12:13,afterany:4", mail_user="me@x.org", others=("--exclude=n[1-3]",)
+    given = JobOptions(
+        mem="32G", dependency="afterok:12:13,afterany:4", mail_user="me@x.org", sbatch=("--exclude=n[1-3]",)
     )
     assert options(given) == (
         "--mem=32G", "--dependency=afterok:12:13,afterany:4", "--mail-user=me@x.org",
@@ -24,7 +24,7 @@ def test_options_as_sbatch_reads_them() -> None:
 )
 def test_hostile_values_are_refused(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}="):
-        options(UserOptions(**{name: value}))
+        options(JobOptions(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def test_hostile_values_are_refused(name: str, value: str) -> None:
 )
 def test_what_grappe_sets_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        options(UserOptions(others=(text,)))
+        options(JobOptions(sbatch=(text,)))
     assert said in str(refusal.value)
 
 
 def test_other_resources_may_be_asked_for() -> None:
-    assert options(UserOptions(others=("--gres=tmp:100", "--exclusive"))) == ("--gres=tmp:100", "--exclusive")
+    assert options(JobOptions(sbatch=("--gres=tmp:100", "--exclusive"))) == ("--gres=tmp:100", "--exclusive")
 
 
 def test_one_way_to_say_memory() -> None:
     with pytest.raises(UsageError, match="give one of them"):
-        options(UserOptions(mem="1G", mem_per_cpu="1G"))
+        options(JobOptions(mem="1G", mem_per_cpu="1G"))
 
 
 def test_the_users_options_take_the_place_of_ours() -> None:

@@ -7,25 +7,28 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grappe import sites
 from grappe.errors import UsageError
 from grappe.plan import Plan
-from grappe.sites.layout import ResourceRequest, layout
+from grappe.sites.layout import layout
+from grappe.sites.sbatch import SCRIPT, JobOptions
 from grappe.sites.script import (
     FINISHED,
     REQUEUE,
     STEPS,
     Script,
+    check_name,
     clock,
     command_words,
     expanded,
     notice,
     render,
 )
-from tests.sites.golden import FOLDER, golden, script
+from tests.sites.golden import FOLDER, golden, script, with_job
 
 HOSTILE = [
     "$(touch hacked)",
@@ -40,8 +43,9 @@ HOSTILE = [
 ]
 
 
-def narval(**changes) -> Script:
-    return dataclasses.replace(script(sites.find("narval"), "1-node"), **changes)
+def narval(*, job: dict[str, Any] | None = None, **changes) -> Script:
+    """A script with changes, and with changes of its job's options."""
+    return dataclasses.replace(with_job(script(sites.find("narval"), "1-node"), **(job or {})), **changes)
 
 
 @pytest.mark.parametrize(("name", "made"), golden().items(), ids=golden())
@@ -67,7 +71,9 @@ def test_shellcheck_finds_nothing() -> None:
 @pytest.mark.parametrize("chain", [0, 3])
 def test_every_kind_of_script_is_bash(environment: str, chain: int, tmp_path: Path) -> None:
     text = render(
-        narval(environment=environment, chain=chain, stage=Path("/data/my $x.tar"), wheels=Path("/w w"))
+        narval(
+            job={"env": environment, "chain": chain, "stage": Path("/data/my $x.tar"), "wheels": Path("/w w")}
+        )
     )
     file = tmp_path / "job.sh"
     file.write_text(text)
@@ -84,7 +90,7 @@ def test_compiled_kernels_are_kept_beside_the_runs(given: dict[str, str], expect
     """The user's own folder counts; an image sees the run's folder alone, and has torch's default."""
     line = "export TORCHINDUCTOR_CACHE_DIR="
     assert line not in render(narval())
-    assert line not in render(narval(plan=Plan.parse("compile"), environment="/me/image.sif"))
+    assert line not in render(narval(plan=Plan.parse("compile"), job={"env": "/me/image.sif"}))
     text = render(narval(plan=Plan.parse("compile")))
     exported = next(one for one in text.splitlines() if one.startswith(line))
     done = subprocess.run(
@@ -142,13 +148,16 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="--name="):
-        render(narval(name=name))
+        check_name(name)
+    if name:  # without one the run's is the job's
+        with pytest.raises(UsageError, match="--name="):
+            render(narval(job={"name": name}))
 
 
 @pytest.mark.parametrize("account", HOSTILE)
 def test_a_hostile_account_is_refused(account: str) -> None:
     with pytest.raises(UsageError, match="--account="):
-        render(narval(account=account))
+        render(narval(job={"account": account}))
 
 
 @pytest.mark.parametrize("name", [one for one in HOSTILE if one])
@@ -163,7 +172,11 @@ def test_hostile_words_reach_the_program_as_they_are(word: str, tmp_path: Path) 
     folder = tmp_path / (word or "empty")
     folder.mkdir()
     made = narval(
-        arguments=("train", word), task=(word,), folder=folder, data=word, doctor=False, environment="here"
+        arguments=("train", word),
+        task=(word,),
+        folder=folder,
+        data=word,
+        job={"doctor": False, "env": "here"},
     )
     lines = render(made).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("cd -- "))
@@ -183,7 +196,7 @@ def test_line_breaks_are_refused_wherever_they_come() -> None:
         {"arguments": ("train", "a\nb")},
         {"folder": Path("/a\nb")},
         {"data": "a\nb"},
-        {"stage": Path("/a\nb")},
+        {"job": {"stage": Path("/a\nb")}},
     ):
         with pytest.raises(UsageError, match="line break"):
             render(narval(**changes))
@@ -193,7 +206,7 @@ def test_line_breaks_are_refused_wherever_they_come() -> None:
 def test_processes_that_share_a_gpu_ask_for_what_mps_needs() -> None:
     site = sites.find("jean-zay-a100")
     plan = Plan(replicate=8, per_device=8)
-    made = layout(plan, site, ResourceRequest(account="x@a100"))
+    made = layout(plan, site, JobOptions(account="x@a100"))
     text = render(dataclasses.replace(script(site, "1-gpu"), plan=plan, layout=made))
     options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --constraint=a100&mps" in options
@@ -217,8 +230,8 @@ def test_times() -> None:
 @pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
 def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> None:
     made = narval(
-        arguments=("mine.py", word, "$HERE"), training=False, own_script=True, torchrun=True, doctor=False,
-        environment="here",
+        arguments=("mine.py", word, "$HERE"), kind=SCRIPT, torchrun=True,
+        job={"doctor": False, "env": "here"},
     )  # fmt: skip
     text = render(made)
     begin = text.index("read -r -d '' start")

@@ -10,7 +10,7 @@ from pathlib import Path
 from grappe.fields import split
 from grappe.launch.start import interrupted
 from grappe.plan import as_plan
-from grappe.verbs.submit.submission import JobOptions
+from grappe.sites.sbatch import JobOptions
 from grappe.verbs.tune.coordinator import SearchProgress
 from grappe.verbs.tune.study import SearchOptions
 from grappe.verbs.tune.tune import search

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from grappe import sites
 from grappe.sites.script import render
 from tests.patience import PATIENCE_SECONDS
-from tests.sites.golden import MORE, SIZES, layout_of, others, script
+from tests.sites.golden import MORE, SIZES, layout_of, others, script, with_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.shapes import hours, live
 
@@ -45,8 +44,6 @@ def test_a_real_sbatch_judges_other_commands_and_options(
     cluster: Cluster, tmp_path: Path, name: str, end: str
 ) -> None:
     made = others(sites.find(name))[end]
-    options = [
-        one for one in made.sbatch if not one.startswith(("--exclude", "--constraint"))
-    ]  # of real nodes
-    said = judge(render(dataclasses.replace(made, sbatch=tuple(options))), name, tmp_path)
+    options = tuple(option for option in made.job.sbatch if not option.startswith("--exclude"))
+    said = judge(render(with_job(made, constraint=None, sbatch=options)), name, tmp_path)  # of real nodes
     assert said.returncode == 0, said.stderr

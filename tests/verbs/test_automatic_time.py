@@ -13,9 +13,9 @@ from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.sites import slurm
+from grappe.sites.sbatch import JobOptions
 from grappe.verbs import automatic_time, submission_memory
 from grappe.verbs.foresee.training_time import TimeCosts
-from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.submit.submit import Submitted, submit, submit_all
 from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
 from tests.verbs.test_submission_memory import BIG

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from grappe.sites import find
+from grappe.sites.sbatch import JobOptions
 from grappe.verbs.submission_memory import memory_warning
-from grappe.verbs.submit.submission import JobOptions, Submission
+from grappe.verbs.submit.submission import Submission
 from grappe.verbs.submit.submit import JobScript, submit
 
 BIG = """

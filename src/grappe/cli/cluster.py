@@ -18,8 +18,9 @@ from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanTex
 from grappe.cli.exit import show, usage_error
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
+from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
-from grappe.verbs.submit.submission import SCRIPT, TRAIN, TUNE, JobOptions, Submission
+from grappe.verbs.submit.submission import Submission
 from grappe.verbs.tune.study import SearchOptions
 
 if TYPE_CHECKING:

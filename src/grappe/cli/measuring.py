@@ -28,8 +28,8 @@ from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import split
 from grappe.launch.terminal import complain, progress, say
+from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.verbs.submit.submission import JobOptions
 from grappe.words import plain_table
 
 if TYPE_CHECKING:

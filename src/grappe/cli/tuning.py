@@ -16,8 +16,8 @@ from grappe.cli.arguments import OPTIONS, DataFolder, PlanText, preflight
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say
+from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
-from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, Trial, best_of, open_study
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import fnmatch
 
 from grappe.errors import PlanError, UsageError, nearest
 from grappe.plan import Plan
+from grappe.sites.sbatch import JobOptions
 from grappe.sites.schema import Node, Queue, Site
 
 
@@ -37,45 +38,29 @@ class Layout:
         return self.nodes * self.processes * self.cores * self.seconds / 3600
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResourceRequest:
-    """The resources that the user requests, besides the plan."""
-
-    nodes: int | None = None
-    gpus: int | None = None
-    """GPUs on all nodes together."""
-    seconds: float | None = None
-    cores: int | None = None
-    """Of each process."""
-    queue: str | None = None
-    own_queue: bool = False
-    """Whether the user names a partition or quality of service that the site's file need not know."""
-    account: str | None = None
-
-
-def fit(plan: Plan, wish: ResourceRequest) -> Plan:
-    """Fits the plan to the requested number of GPUs: a plan of one process becomes one replica per GPU.
+def fit(plan: Plan, gpus: int | None) -> Plan:
+    """Fits the plan to the requested number of GPUs, if any: a plan of one process becomes one replica per GPU.
 
     Raises:
         PlanError: the plan needs another number of GPUs.
     """
-    if wish.gpus is None:
+    if gpus is None:
         return plan
-    if wish.gpus == 0:
+    if gpus == 0:
         return dataclasses.replace(plan, device="cpu")
-    processes = wish.gpus * plan.per_device
+    processes = gpus * plan.per_device
     if plan.processes == 1 and processes > 1:
         return dataclasses.replace(plan, replicate=processes)
     if plan.processes != processes:
         need = -(-plan.processes // plan.per_device)
         raise PlanError(
-            f"--gpus={wish.gpus} is {processes} process{'es' if processes > 1 else ''}, the plan {plan} has "
+            f"--gpus={gpus} is {processes} process{'es' if processes > 1 else ''}, the plan {plan} has "
             f"{plan.processes}: use --gpus {need}, or leave it out, or change the plan"
         )
     return plan
 
 
-def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
+def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     """Computes the resources of a job for `plan` on `site`, checked against the site's rules.
 
     Raises:
@@ -86,18 +71,18 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
         raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     node = site.node
     assert node is not None, "a probed site has its node by now"
-    check_account(site, wish.account)
-    seconds = int(wish.seconds or site.ask.default_minutes * 60)
+    check_account(site, job.account)
+    seconds = int(job.seconds or site.ask.default_minutes * 60)
     gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
     if gpus and node.vendor == "amd":
         _check_amd(plan, site)
-    nodes = _nodes(plan, site, node, wish.nodes, gpus)
+    nodes = _nodes(plan, site, node, job.nodes, gpus)
     per_node = gpus // nodes
-    queue = None if wish.own_queue else _queue(site, wish.queue, nodes, per_node, seconds)
+    queue = None if job.own_queue else _queue(site, job.queue, nodes, per_node, seconds)
     _check_time(site, seconds, queue)
     _check_whole(site, node, queue, nodes, per_node)
     processes = plan.processes // nodes
-    cores = wish.cores or _cores(plan, node, per_node, processes)
+    cores = job.cores or _cores(plan, node, per_node, processes)
     if cores * processes > node.cores:
         raise UsageError(
             f"--cores={cores} for {processes} processes on a node: those of {site.name} have {node.cores}"
@@ -113,14 +98,14 @@ def layout(plan: Plan, site: Site, wish: ResourceRequest) -> Layout:
     )
 
 
-def longest(layout: Layout, site: Site, wish: ResourceRequest) -> int | None:
+def longest(layout: Layout, site: Site, job: JobOptions) -> int | None:
     """Returns the most seconds that a job with these resources may ask for; None: no limit is known."""
     limits = [site.ask.max_hours]
-    if site.queue and not wish.own_queue:
+    if site.queue and not job.own_queue:
         hours = [
             queue.max_hours
             for queue in site.queue
-            if (queue.name == wish.queue if wish.queue else not queue.only_when_named)
+            if (queue.name == job.queue if job.queue else not queue.only_when_named)
             and _refusal(queue, layout.nodes, layout.gpus, 0) is None
         ]
         limits.append(None if None in hours else max(filter(None, hours), default=None))

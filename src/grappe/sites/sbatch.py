@@ -1,12 +1,22 @@
-"""Checks the options that a user gives to sbatch, and merges them with those that grappe sets."""
+"""Defines the options of a job; checks those that are sbatch's own, and merges them with those that grappe sets."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from grappe.errors import UsageError
+from grappe.fields import CountsFromZero, Names, at_least, seconds
+
+TRAIN = "train"
+SCRIPT = "script"
+TUNE = "tune"
+AUTO = "auto"  # the time limit that is foreseen
 
 OPTION = re.compile(r"--([a-z][a-z-]*)(?:=([\w.,:;@%/+*|&?!()\[\]{}=~^-]+))?", re.ASCII)
 VALUES = {
@@ -78,41 +88,109 @@ OURS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UserOptions:
-    """Options of sbatch as the user gives them; None: not given."""
+class JobOptions:
+    """Options of a command's Slurm job.
 
+    `grappe submit` has an option for each field, with the docstring under the field as its help.
+    """
+
+    site: str | None = None
+    """Cluster (see: grappe sites). Default: this one."""
+    account: str | None = None
+    """Account to be billed."""
+    time: str | None = None
+    """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
+    nodes: int | None = None
+    """Number of nodes. Default: as few as the plan needs."""
+    gpus: CountsFromZero = ()
+    """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan needs."""
+    processes: int | None = None
+    """Number of processes of a script of your own. Default: one for each GPU."""
+    cores: int | None = None
+    """Cores of each process. Default: its GPU's share; without GPUs, its threads and workers."""
     mem: str | None = None
+    """Memory of each node: 32G. Default: in proportion to GPUs or cores."""
     mem_per_cpu: str | None = None
-    constraint: str | None = None
-    qos: str | None = None
+    """Memory of each core: 4G."""
+    queue: str | None = None
+    """Queue of the site: a partition or quality of service (see: grappe sites NAME)."""
     partition: str | None = None
+    """Partition of Slurm that is no queue of the site."""
+    qos: str | None = None
+    """Quality of service of Slurm that is no queue of the site."""
+    constraint: str | None = None
+    """Features of the nodes, besides the site's."""
     reservation: str | None = None
+    """Reservation of nodes."""
     dependency: str | None = None
+    """Jobs to wait for: afterok:12345."""
     mail_user: str | None = None
-    others: tuple[str, ...] = ()
-    """All others, each as --name=value."""
+    """Address for a mail when the job ends, fails or is requeued."""
+    sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
+    """Any other option of sbatch: '--exclude=n1'. Repeatable."""
+    name: str | None = None
+    """The job's name. Default: the run's."""
+    env: str = ""
+    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default:
+    the site's."""
+    modules: Names = ()
+    """Modules to load instead of the site's: python/3.12,gcc,cuda/12.6."""
+    with_: tuple[str, ...] = ()
+    """Package to install, NAME or NAME==VERSION, besides those of the imports and the engine. Repeatable."""
+    requirements: Path | None = None
+    """File of packages to install, in pip's form."""
+    wheels: Path | None = None
+    """Folder of wheels, besides the site's."""
+    stage: Path | None = None
+    """Tar archive of data, unpacked to local scratch on each node."""
+    chain: int = 0
+    """Number of jobs in a row, for sites where jobs may not requeue."""
+    restarts: int = 50
+    """Maximal number of requeues of the job."""
+    doctor: bool = True
+    """Examine the nodes with grappe doctor first."""
+    base: Path = Path("runs")
+    """Folder of runs."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "chain", "restarts")
+        at_least(self, 1, "processes", "cores")
+
+    @property
+    def seconds(self) -> float | None:
+        """The time limit; None: the site's default, or one that is still to be foreseen."""
+        return seconds(self.time, "--time") if self.time and self.time != AUTO else None
+
+    @property
+    def own_queue(self) -> bool:
+        """True if the user names a partition or quality of service that the site's file need not know."""
+        return bool(self.partition or self.qos)
 
 
-def options(user_options: UserOptions) -> tuple[str, ...]:
-    """Checks the options and returns them in sbatch's form.
+def options(job: JobOptions) -> tuple[str, ...]:
+    """Checks the options that are sbatch's own, and returns them in its form.
 
     Raises:
         UsageError: a value has not its form, or an option is one that grappe sets by itself.
     """
+    if job.queue and job.own_queue:
+        raise UsageError(
+            "--queue is one of the site's queues, --partition and --qos are Slurm's own: give one of them"
+        )
     checked = []
-    for field in dataclasses.fields(user_options):
-        name, value = field.name.replace("_", "-"), getattr(user_options, field.name)
-        if name == "others" or value is None:
+    for name, form in VALUES.items():
+        value = getattr(job, name.replace("-", "_"))
+        if value is None:
             continue
-        if not VALUES[name].fullmatch(value):
+        if not form.fullmatch(value):
             example = f", as {EXAMPLES[name]} is" if name in EXAMPLES else ""
             raise UsageError(f"--{name}={value!r}: that is no value of sbatch's --{name}{example}")
         checked.append(f"--{name}={value}")
-    if user_options.mem and user_options.mem_per_cpu:
+    if job.mem and job.mem_per_cpu:
         raise UsageError("--mem and --mem-per-cpu say the same in two ways: give one of them")
-    if user_options.mail_user:
+    if job.mail_user:
         checked.append("--mail-type=END,FAIL,REQUEUE")
-    return (*checked, *map(_other, user_options.others))
+    return (*checked, *map(_other, job.sbatch))
 
 
 def _other(text: str) -> str:

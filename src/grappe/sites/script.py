@@ -14,10 +14,10 @@ from pathlib import Path
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.plan import Plan
-from grappe.sites import environment
+from grappe.sites import environment, sbatch
 from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
-from grappe.sites.sbatch import merged
+from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions, merged
 from grappe.sites.schema import GPUS, MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -34,7 +34,10 @@ class Script:
     site: Site
     layout: Layout
     plan: Plan
-    name: str
+    job: JobOptions
+    """The user's options, with the job's name, absolute paths, and the length of the chain."""
+    kind: str = TRAIN
+    """The name of a command of grappe, or SCRIPT."""
     arguments: tuple[str, ...]
     """Arguments of grappe: train, a task, its fields and options, without --run and --data; or those of a script."""
     task: tuple[str, ...]
@@ -47,35 +50,36 @@ class Script:
     """The folder of data; "" if the command's arguments name it."""
     python: str
     """The interpreter of the submitting command."""
-    training: bool = True
-    resumes: bool = True
-    """Whether the command goes on where it was killed, as a training and a study do."""
-    own_script: bool = False
-    """Whether the arguments are those of a Python script, and not of grappe."""
     torchrun: bool = False
     """Whether each process of a script finds the variables that torchrun sets."""
     saves: bool = True
     """Whether the processes save when they get USR2."""
-    account: str | None = None
-    environment: str = ""
-    """Environment: here, virtualenv, module, conda:NAME, a virtual environment's folder, an image; "": the site's."""
-    sbatch: tuple[str, ...] = ()
-    """Checked options of the user, which replace those of the site."""
     packages: Packages | None = None
     """Packages of an environment that is made on the nodes."""
-    modules: tuple[str, ...] = ()
-    """Modules that replace those of the site."""
-    wheels: Path | None = None
-    stage: Path | None = None
-    """A tar archive of the data, unpacked to local scratch on every node."""
-    chain: int = 0
-    """Number of jobs to submit, one after the other, instead of requeueing."""
-    restarts: int = 50
-    doctor: bool = True
     command: str = ""
     """The command that made the script, as a comment for the reader."""
     time_note: str = ""
     """The source of the time limit, likewise."""
+
+    @property
+    def name(self) -> str:
+        """The job's name, by default the run's."""
+        return self.job.name or self.run.name[:64]
+
+    @property
+    def environment(self) -> str:
+        """The kind of environment, its folder or its image: the user's, or else the site's."""
+        return self.job.env or self.site.job.environment
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules to load: the user's, or else the site's."""
+        return self.job.modules or self.site.job.modules
+
+    @property
+    def resumes(self) -> bool:
+        """True if the command goes on where it was killed, as a training and a study do."""
+        return self.kind in (TRAIN, TUNE)
 
 
 def render(script: Script) -> str:
@@ -85,28 +89,23 @@ def render(script: Script) -> str:
         UsageError: sbatch or a shell could read a name or a path as something else.
     """
     _check(script)
+    if script.job.chain:
+        over = (CHAIN_END if script.resumes else CHAIN_END_SAVED).format(chain=script.job.chain)
+    else:  # after a kill only what resumes is requeued
+        over = (AGAIN if script.resumes else AGAIN_SAVED) + REQUEUE.format(restarts=script.job.restarts)
     sections = [
         _head(script),
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
         f"run={shlex.quote(str(script.run))}",
-        FINISHED + (CHAINED if script.chain else FRESH),
+        FINISHED + (CHAINED if script.job.chain else FRESH),
         _environment(script),
         STEPS,
         _command(script),
         _steps(script),
-        _over(script),
+        over,
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def _over(script: Script) -> str:
-    """Renders the requeueing at the end; after a kill only what resumes is requeued."""
-    if script.chain:
-        part = CHAIN_END if script.resumes else CHAIN_END_SAVED
-        return part.format(chain=script.chain)
-    again = AGAIN if script.resumes else AGAIN_SAVED
-    return again + REQUEUE.format(restarts=script.restarts)
 
 
 def notice(seconds: int) -> int:
@@ -169,11 +168,11 @@ def _check(script: Script) -> None:
             "give one of letters, digits and ./_-@+=:, with --run"
         )
     check_name(script.name)
-    for module in script.modules:
+    for module in script.job.modules:
         if not MODULE.fullmatch(module):
             raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")
-    paths = (script.folder, script.stage or "", script.wheels or "", script.python)
-    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.environment):
+    paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
+    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
         if printable(word, len(word)) != word:
             raise UsageError(
                 f"{word!r} has a line break or another unprintable character in it: leave it out"
@@ -186,7 +185,7 @@ def _head(script: Script) -> str:
     text = f"{processes} process{'es' if processes > 1 else ''} on {layout.nodes} node{'s' if layout.nodes > 1 else ''}"
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
-    notes += [f"{cost(layout)}{f', {script.chain} times' if script.chain else ''}"]
+    notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
     notes += [script.time_note] if script.time_note else []
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if fact != "storage"]
     return "\n".join(["#!/bin/bash", *(f"# {printable(note, 10_000)}" for note in notes), *_options(script)])
@@ -194,15 +193,15 @@ def _head(script: Script) -> str:
 
 def _options(script: Script) -> list[str]:
     layout, site = script.layout, script.site
-    options = [f"--job-name={script.name}", *resource_options(site, layout, script.account)]
+    options = [f"--job-name={script.name}", *resource_options(site, layout, script.job.account)]
     options += [
         *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),
         f"--output={script.run}/logs/job-%j.out",
         "--open-mode=append",
-        f"--array=1-{script.chain}%1" if script.chain else "--requeue",
+        f"--array=1-{script.job.chain}%1" if script.job.chain else "--requeue",
     ]
     options = with_mps(options, site, layout, script.plan)
-    return [f"#SBATCH {option}" for option in merged(options, script.sbatch)]
+    return [f"#SBATCH {option}" for option in merged(options, sbatch.options(script.job))]
 
 
 def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list[str]:
@@ -215,19 +214,19 @@ def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list
 
 def _environment(script: Script) -> str:
     """Renders the environment: modules, variables, and the Python interpreter."""
-    site, kind = script.site, script.environment or script.site.job.environment
+    site, kind = script.site, script.environment
     lines = []
     if kind in environment.MADE_ON_NODES:
         lines.append("# Neither the user's own packages nor those of another Python.")
         lines.append("unset PYTHONPATH PYTHONHOME\nexport PYTHONNOUSERSITE=1")
-    modules = _modules(script) if kind in environment.MADE_ON_NODES else script.modules
+    modules = script.modules if kind in environment.MADE_ON_NODES else script.job.modules
     if modules:
         lines.append(f"module purge\nmodule load {' '.join(modules)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
     if site.job.internet is False:
         lines.append("# Compute nodes here have no way to the internet.")
         lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1")
-    if script.stage is not None and not script.training:
+    if script.job.stage is not None and script.kind != TRAIN:
         lines.append(f'export GRAPPE_DATA="{site.job.local}/data"')
     if script.plan.compile and not kind.endswith(
         IMAGES
@@ -239,10 +238,6 @@ def _environment(script: Script) -> str:
     lines.append(f"python=({_python(script, kind)})")
     lines.append('grappe=("${python[@]}" -m grappe)')
     return "\n".join(lines)
-
-
-def _modules(script: Script) -> tuple[str, ...]:
-    return script.modules or script.site.job.modules
 
 
 def _python(script: Script, kind: str) -> str:
@@ -262,31 +257,31 @@ def _python(script: Script, kind: str) -> str:
 def _steps(script: Script) -> str:
     """Renders the steps: prepare and examine each node, then the command; the first that fails ends the job."""
     gpus = " --gpu-bind=none" if script.layout.gpus else ""
-    program = 'bash -c "$start" start "${python[@]}"' if script.own_script else '"${command[@]}"'
+    program = 'bash -c "$start" start "${python[@]}"' if script.kind == SCRIPT else '"${command[@]}"'
     steps = [f"run_step --label --kill-on-bad-exit=1 --wait=60{gpus} {program}"]
-    if script.own_script:
+    if script.kind == SCRIPT:
         steps.insert(0, "meet")
-    if script.doctor:
+    if script.job.doctor:
         task = ' "${task[@]}"' if script.task else ""
         steps.insert(0, DOCTOR.format(task=task))
     text = ""
-    if script.own_script:
+    if script.kind == SCRIPT:
         words = " ".join(map(expanded, script.arguments))
         text = MEET + START.format(torchrun=TORCHRUN if script.torchrun else "", words=words)
     if once := _once(script):
         text += ONCE.format(body="\n".join(once))
         steps.insert(0, ON_EACH_NODE)
     text += " &&\n    ".join(steps) + "\ncode=$?\n"
-    if script.own_script:
+    if script.kind == SCRIPT:
         text += FIRST
-    if not script.training:
+    if script.kind != TRAIN:
         text += IS_DONE
     return text + '[ ! -e "$run/done" ] || end 0\n' + FAILED
 
 
 def _once(script: Script) -> list[str]:
     """Renders the preparation of every node: makes the environment, stages the data."""
-    local, kind = script.site.job.local, script.environment or script.site.job.environment
+    local, kind = script.site.job.local, script.environment
     commands = []
     if kind in environment.MADE_ON_NODES and script.packages is not None:
         commands.append(
@@ -296,14 +291,14 @@ def _once(script: Script) -> list[str]:
                 local=local,
                 run=script.run,
                 python=script.python,
-                modules=bool(_modules(script)),
-                wheels=script.wheels,
+                modules=bool(script.modules),
+                wheels=script.job.wheels,
             )
         )
-    if script.stage is not None:
+    if script.job.stage is not None:
         if not local:
             raise UsageError(f"{script.site.name} names no local scratch to stage data to: leave --stage out")
-        archive = shlex.quote(str(script.stage))
+        archive = shlex.quote(str(script.job.stage))
         commands.append(f'mkdir -p "{local}/data" && tar -xf {archive} -C "{local}/data"')
     return commands
 
@@ -313,13 +308,13 @@ def _command(script: Script) -> str:
     if script.task:
         lines.append(f"task=({' '.join(command_words(script.task))})")
     lines.append(f"plan={literal(str(script.plan))}")
-    if script.own_script:
+    if script.kind == SCRIPT:
         return "\n".join(lines)
     words = list(command_words(script.arguments))
-    if script.training:
+    if script.kind == TRAIN:
         data = (
             f'"{script.site.job.local}/data"'
-            if script.stage is not None
+            if script.job.stage is not None
             else next(command_words([script.data]))
         )
         words += ['--run "$run"', "--data", data]

@@ -17,7 +17,8 @@ from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.sites import current
 from grappe.sites.environment import MADE_ON_NODES
-from grappe.sites.layout import Layout, ResourceRequest, layout, longest
+from grappe.sites.layout import Layout, layout, longest
+from grappe.sites.sbatch import AUTO
 from grappe.sites.schema import Site
 from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.foresee.training_time import (
@@ -31,7 +32,7 @@ from grappe.verbs.foresee.training_time import (
 )
 from grappe.verbs.submission_memory import memory_judged, not_foreseen, room_for, sketch_of
 from grappe.verbs.submit.resources import placed
-from grappe.verbs.submit.submission import AUTO, Submission
+from grappe.verbs.submit.submission import Submission
 from grappe.words import format_seconds
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class _Estimate:
     memory: str | None = None
 
 
-def with_time(submission: Submission, wish: ResourceRequest) -> tuple[ResourceRequest, AutomaticTime | None]:
+def with_time(submission: Submission) -> tuple[Submission, AutomaticTime | None]:
     """Adds the time limit where it is to be found; a limit that is given stays.
 
     Raises:
@@ -93,8 +94,8 @@ def with_time(submission: Submission, wish: ResourceRequest) -> tuple[ResourceRe
         GrappeError: the submission is wrong, or the site forbids it.
     """
     if submission.job.time != AUTO:
-        return wish, None
-    job = _job(submission, wish)
+        return submission, None
+    job = _job(submission)
     estimate = _estimate(job)
     remaining = RemainingTraining.of(
         submission.options,
@@ -104,19 +105,18 @@ def with_time(submission: Submission, wish: ResourceRequest) -> tuple[ResourceRe
     )
     made = (submission.job.env or job.site.job.environment) in MADE_ON_NODES
     needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
-    most = longest(job.layout, job.site, wish)
+    most = longest(job.layout, job.site, submission.job)
     limit = time_limit(needed, 60 * (job.site.ask.min_minutes or 1), most)
     sentence = _limit_in_words(job, estimate, remaining, needed, limit, capped=limit < needed * (1 + MARGIN))
-    return dataclasses.replace(wish, seconds=limit), AutomaticTime(
-        seconds=limit, sentence=sentence, memory=estimate.memory
-    )
+    timed = dataclasses.replace(submission, job=dataclasses.replace(submission.job, time=str(limit)))
+    return timed, AutomaticTime(seconds=limit, sentence=sentence, memory=estimate.memory)
 
 
-def _job(submission: Submission, wish: ResourceRequest) -> _Job:
+def _job(submission: Submission) -> _Job:
     from grappe.training.task_reference import TaskReference
 
     assert submission.task is not None
-    site, plan = placed(submission, wish)
+    site, plan = placed(submission)
     least = 60 * (site.ask.min_minutes or 1)
     try:
         task = TaskReference.of(submission.task, split(submission.fields)).resolve()
@@ -124,7 +124,7 @@ def _job(submission: Submission, wish: ResourceRequest) -> _Job:
         raise UsageError(
             f"--time auto: the task cannot be loaded here ({error}): {_advice(submission)}"
         ) from error
-    shortest = dataclasses.replace(wish, seconds=least)
+    shortest = dataclasses.replace(submission.job, time=str(least))
     return _Job(submission=submission, task=task, site=site, plan=plan, layout=layout(plan, site, shortest))
 
 

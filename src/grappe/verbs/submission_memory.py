@@ -10,9 +10,10 @@ from grappe.errors import GrappeError, TaskError
 from grappe.fields import split
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
+from grappe.sites.sbatch import TRAIN
 from grappe.sites.script import Script
 from grappe.verbs.foresee.limited import in_limited_process
-from grappe.verbs.submit.submission import TRAIN, Submission
+from grappe.verbs.submit.submission import Submission
 
 if TYPE_CHECKING:
     from grappe.foresight.search import Room

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from grappe import sites
 from grappe.checkpoint.format import step_folder
 from grappe.plan import Plan
-from grappe.sites.layout import ResourceRequest, layout
+from grappe.sites.layout import layout
+from grappe.sites.sbatch import JobOptions
 from grappe.tasks.digits import Digits
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -74,7 +75,7 @@ def with_evaluations(run: Run, *steps: int) -> Run:
 
 def query(site: str = "narval", plan: str = "", *, here: bool = False, **fields: Any) -> RunQuery:
     found, parsed = sites.find(site), Plan.parse(plan)
-    placed = layout(parsed, found, ResourceRequest(account="def-me"))
+    placed = layout(parsed, found, JobOptions(account="def-me"))
     return RunQuery(task=Digits(epochs=50, **fields), plan=parsed, site=found, layout=placed, here=here)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import PlanError, RunError, UsageError
+from grappe.sites.sbatch import JobOptions
 from grappe.training.run import Run
 from grappe.verbs.measure import jobs, table
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.submit.jobs import record_job
-from grappe.verbs.submit.submission import JobOptions
 from tests.training.test_training import train
 
 REQUEST = jobs.JobRequest(

@@ -11,12 +11,13 @@ import pytest
 from grappe.errors import DataError, OutOfMemory, ProcessDied, UsageError
 from grappe.plan import Plan
 from grappe.sites import slurm
+from grappe.sites.sbatch import JobOptions
 from grappe.sites.slurm import End, Entry, SlurmError
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.submit import jobs
-from grappe.verbs.submit.submission import JobOptions, Submission
+from grappe.verbs.submit.submission import Submission
 from grappe.verbs.submit.submit import Submitted
 from grappe.verbs.tune import slurm_trainings
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings

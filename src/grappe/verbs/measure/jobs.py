@@ -12,12 +12,13 @@ from grappe.errors import RunError, UsageError
 from grappe.fields import split
 from grappe.plan import Plan
 from grappe.profiling.phases import WARMUP
+from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.verbs.measure.measure import RunFigures, point
 from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.verbs.submit.jobs import newest_job, submitted
-from grappe.verbs.submit.submission import JobOptions, Submission
+from grappe.verbs.submit.submission import Submission
 from grappe.verbs.submit.submit import Submitted, submit_all
 
 

@@ -20,7 +20,7 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.generations import unfit_precision
-from grappe.sites.layout import ResourceRequest
+from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, check_name, cost, render
 from grappe.sites.storage import misplaced
@@ -28,8 +28,8 @@ from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.submit.jobs import record_job
 from grappe.verbs.submit.packages import imported, job_packages
-from grappe.verbs.submit.resources import laid_out, requests, sbatch_options
-from grappe.verbs.submit.submission import ON_CPU, SCRIPT, TRAIN, TUNE, Submission
+from grappe.verbs.submit.resources import jobs_of, laid_out
+from grappe.verbs.submit.submission import ON_CPU, Submission
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
@@ -89,12 +89,12 @@ def submit_all(
     submissions: Iterable[Submission], *, show: bool = False, examine: Examine | None = None
 ) -> Iterator[Submitted]:
     """Submits several jobs; all are checked before the first is submitted."""
-    jobs = [(submission, request) for submission in submissions for request in requests(submission)]
-    made = [job_script(submission, request, show=show) for submission, request in jobs]
+    jobs = [job for submission in submissions for job in jobs_of(submission)]
+    made = [job_script(job, show=show) for job in jobs]
     texts = [render(job.script) for job in made]
-    for (submission, _), made_job in zip(jobs, made, strict=True):
-        if examine is not None:
-            examine(submission, made_job)
+    if examine is not None:
+        for asked, made_job in zip(jobs, made, strict=True):
+            examine(asked, made_job)
     for number, (made_job, text) in enumerate(zip(made, texts, strict=True)):
         script = made_job.script
         if number and not show:
@@ -117,7 +117,7 @@ def judged(submission: Submission) -> Iterator[str]:
     Raises:
         GrappeError: the submission is wrong, or sbatch would reject a job.
     """
-    for script in [job_script(submission, request).script for request in requests(submission)]:
+    for script in [job_script(job).script for job in jobs_of(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(script))
@@ -161,15 +161,15 @@ def _send(script: Script, text: str) -> str:
     return job
 
 
-def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = False) -> JobScript:
+def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     """Makes the script of one job.
 
     Raises:
         GrappeError: the submission is wrong, the site forbids it, or packages are missing.
     """
+    submission, automatic = with_time(submission)
     job = submission.job
-    resources, automatic = with_time(submission, wish)
-    job_layout, site, plan = laid_out(submission, resources)
+    job_layout, site, plan = laid_out(submission)
     _check_task(submission, plan, existing=(job.env or site.job.environment) == "here")
     _check_folder(site, Path.cwd())
     run = _folder(submission)
@@ -182,7 +182,14 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
         site=site,
         layout=job_layout,
         plan=plan,
-        name=job.name or run.name[:64],
+        job=dataclasses.replace(
+            job,
+            env=_environment(job.env),
+            wheels=job.wheels and job.wheels.absolute(),
+            stage=job.stage and job.stage.absolute(),
+            chain=job.chain or (0 if site.job.requeue else 1),  # a chain of one does not requeue
+        ),
+        kind=submission.command,
         arguments=_arguments(submission, plan, run),
         task=_of_doctor(submission),
         run=run,
@@ -190,21 +197,9 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
         data=submission.data
         or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
         python=sys.executable,
-        training=submission.command == TRAIN,
-        resumes=submission.command in (TRAIN, TUNE),
-        own_script=is_script,
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
         saves=_saves(submission),
-        account=job.account,
-        sbatch=sbatch_options(job),
-        environment=_environment(job.env),
         packages=content,
-        modules=job.modules,
-        wheels=job.wheels and job.wheels.absolute(),
-        stage=job.stage and job.stage.absolute(),
-        chain=job.chain or (0 if site.job.requeue else 1),  # a chain of one does not requeue
-        restarts=job.restarts,
-        doctor=job.doctor,
         command=f"grappe submit --site {site.name} -- {shlex.join(typed)}",
         time_note=automatic.sentence if automatic else "",
     )
@@ -214,13 +209,13 @@ def job_script(submission: Submission, wish: ResourceRequest, *, show: bool = Fa
 def _warnings(script: Script) -> Iterator[str]:
     """Yields warnings about the GPUs' precision, and about folders that the site wants elsewhere."""
     node = script.site.node
-    if node is not None and script.layout.gpus and not script.own_script:
+    if node is not None and script.layout.gpus and script.kind != SCRIPT:
         generation = None if node.capability is None else divmod(round(node.capability * 10), 10)
         if unfit := unfit_precision(script.plan.precision, node.gpu, generation):
             yield f"{unfit.what}: {unfit.why}: {unfit.do}"
     if why := misplaced(script.site, "runs", script.run):
         yield why
-    if script.data and "$" not in script.data and script.stage is None:
+    if script.data and "$" not in script.data and script.job.stage is None:
         data = Path(script.data).absolute()
         if data.exists() and (why := misplaced(script.site, "data", data)):
             yield why

@@ -17,11 +17,12 @@ from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.signals import SignalForwarding
 from grappe.sites import slurm
+from grappe.sites.sbatch import TRAIN, JobOptions
 from grappe.sites.slurm import Entry, SlurmError
 from grappe.training.options import option_words
 from grappe.training.request import Request
 from grappe.verbs.submit import jobs
-from grappe.verbs.submit.submission import TRAIN, JobOptions, Submission
+from grappe.verbs.submit.submission import Submission
 from grappe.verbs.submit.submit import submit
 from grappe.verbs.tune.study import run_folder
 from grappe.verbs.tune.trainings import KILLED, OF_THE_MACHINE, NotNow, TrialEnd

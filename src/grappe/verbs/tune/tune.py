@@ -10,6 +10,7 @@ from typing import Any, Literal
 from grappe.errors import UsageError, nearest
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan, as_plan
+from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
 from grappe.tasks import defaults
 from grappe.training.options import Options
@@ -17,7 +18,6 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
-from grappe.verbs.submit.submission import JobOptions
 from grappe.verbs.tune import sampler as samplers
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
 from grappe.verbs.tune.schedule import fewest_trials
