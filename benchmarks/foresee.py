@@ -24,9 +24,9 @@ from benchmarks import shipped_data
 from grappe.checkpoint.saver import Snapshots
 from grappe.errors import GrappeError
 from grappe.fields import split
-from grappe.foresight import compose
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.sketch import Sketch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan
@@ -188,8 +188,8 @@ def predict(found: dict[str, Any]) -> None:
         if task not in sketches:
             name, *fields = task.split()
             made = TaskReference.of(name, split(fields)).resolve()
-            sketches[task] = Sketch(made, data_folder(), kernels=Kernels())
-        needs = compose.needs(sketches[task], Plan.parse(plan))
+            sketches[task] = FakeModel(made, data_folder(), kernels=Kernels())
+        needs = memory_forecast(sketches[task], Plan.parse(plan))
         states = {name: getattr(needs.states, name) for name in ("parameters", "gradients", "optimizer")}
         cell["predicted"] = {"held": states, "peak": needs.peak, "least": needs.least}
         between = ("evaluation", "evaluation_least", "checkpoint")

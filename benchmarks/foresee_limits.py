@@ -18,10 +18,10 @@ from pathlib import Path
 
 from grappe.errors import PlanError
 from grappe.fields import split
-from grappe.foresight import compose
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast, with_libraries
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.search import Room
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.search import MemoryBudget
 from grappe.plan import Plan
 from grappe.training.out_of_memory import MARGIN, MemoryReport
 from grappe.training.request import data_folder
@@ -122,21 +122,23 @@ def main() -> None:
         if key in found:
             continue
         name, *fields = task.split()
-        sketch = Sketch(TaskReference.of(name, split(fields)).resolve(), data_folder(), kernels=Kernels())
+        fake_model = FakeModel(
+            TaskReference.of(name, split(fields)).resolve(), data_folder(), kernels=Kernels()
+        )
         try:
-            needs = compose.needs(sketch, Plan.parse(plan))
+            needs = memory_forecast(fake_model, Plan.parse(plan))
         except PlanError:  # the task does not support the plan
             continue
         if needs.most is None:
             continue
-        needs = compose.with_libraries(needs, sketch, Plan.parse(plan))
+        needs = with_libraries(needs, fake_model, Plan.parse(plan))
         if needs.libraries is None:
             raise RuntimeError(f"{key}: the kernels could not be run")
         short = shortage(task, plan, needs.evaluation or 0)
-        room = Room(
+        budget = MemoryBudget(
             whose="", size=0, besides=short.besides, libraries=short.assumed, margin=MARGIN, gpu=False
         )
-        taken = room.taken(needs)
+        taken = budget.taken(needs)
         found[key] = {
             "peak": needs.most,
             "libraries": max(short.assumed.evaluation, needs.libraries.evaluation) + needs.libraries.step,

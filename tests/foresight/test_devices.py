@@ -6,7 +6,7 @@ import pytest
 
 from grappe import sites
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, OF_PEAK, device_named, devices
-from grappe.foresight.ledger import Operator
+from grappe.foresight.trace import Operator
 
 WITHOUT = {"A100, 64 GB"}
 """Leonardo's own kind of A100, of which no data sheet is known."""

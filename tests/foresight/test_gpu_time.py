@@ -13,6 +13,7 @@ from benchmarks.views_task import Views
 from grappe import sites
 from grappe.errors import PlanError
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, device_named
+from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.gpu_time import (
     NETWORK_LEAST,
     OF_NETWORK,
@@ -21,13 +22,12 @@ from grappe.foresight.gpu_time import (
     gpu_time,
     update_operators,
 )
-from grappe.foresight.sketch import Sketch
 from grappe.foresight.trace import LOSS
 from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
-from tests.foresight.test_sketch import Small
+from tests.foresight.test_fake_model import Small
 
 A100 = device_named("A100, 40 GB")
 assert A100 is not None
@@ -70,10 +70,10 @@ def test_a_network_that_is_not_known_is_named() -> None:
 
 def test_shards_within_nodes_send_less_between_them_than_shards_over_nodes() -> None:
     """Of 32 GPUs: ZeRO over all of them, replicas of shards of a node, and replicas."""
-    sketch = Sketch(Small(), Path("data"), foreach=True, records=True)
+    fake_model = FakeModel(Small(), Path("data"), foreach=True, records=True)
     slow = dataclasses.replace(NARVAL, network_gbit=1e-3)  # so that messages are all that counts
     over, within, whole = (
-        gpu_time(sketch, Plan.parse(text), slow).communication
+        gpu_time(fake_model, Plan.parse(text), slow).communication
         for text in ("shard=32", "replicate=8,shard=4", "replicate=32")
     )
     assert within == pytest.approx(whole * (7 / 8) / (31 / 32), rel=0.05)
@@ -88,11 +88,11 @@ def test_sites_say_the_rate_of_a_node_together() -> None:
 def test_a_step_on_a_gpu_is_not_measured_and_small_models_leave_it_idle() -> None:
     v100 = device_named("V100, 16 GB")
     assert v100 is not None
-    sketch = Sketch(Small(), Path("data"), foreach=True, records=True)
-    found = gpu_time(sketch, Plan(), Fabric(device=v100))
+    fake_model = FakeModel(Small(), Path("data"), foreach=True, records=True)
+    found = gpu_time(fake_model, Plan(), Fabric(device=v100))
     assert not found.measured and found.busy is not None
     assert found.busy < 0.5 * found.compute
-    several = gpu_time(sketch, Plan.parse("replicate=2"), Fabric(device=v100, node=4))
+    several = gpu_time(fake_model, Plan.parse("replicate=2"), Fabric(device=v100, node=4))
     assert several.compute <= found.compute
     for text, why in (
         ("replicate=8", "a node has 4"),
@@ -101,23 +101,23 @@ def test_a_step_on_a_gpu_is_not_measured_and_small_models_leave_it_idle() -> Non
         ("pipeline=2,shard=2,microbatches=2", "pipeline with shard"),
     ):
         with pytest.raises(PlanError, match=why):
-            gpu_time(sketch, Plan.parse(text), Fabric(device=v100, node=4))
+            gpu_time(fake_model, Plan.parse(text), Fabric(device=v100, node=4))
 
 
 @pytest.mark.parametrize("schedule", sorted(RULES))
 def test_a_pipeline_of_gpus_is_simulated_pass_by_pass(schedule: str) -> None:
     v100 = device_named("V100, 16 GB")
     assert v100 is not None
-    sketch = Sketch(Digits(), Path("data"), foreach=True, records=True)
-    alone = gpu_time(sketch, Plan.parse("microbatches=4"), Fabric(device=v100))
+    fake_model = FakeModel(Digits(), Path("data"), foreach=True, records=True)
+    alone = gpu_time(fake_model, Plan.parse("microbatches=4"), Fabric(device=v100))
     found = gpu_time(
-        sketch, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), Fabric(device=v100, node=4)
+        fake_model, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), Fabric(device=v100, node=4)
     )
     assert found.busy is not None and alone.busy is not None
     assert alone.busy / 2 <= found.busy < alone.busy
     assert found.bubble > 0 and found.communication == 0 and not found.measured
     both = gpu_time(
-        sketch,
+        fake_model,
         Plan.parse(f"replicate=2,pipeline=2,microbatches=4,schedule={schedule}"),
         Fabric(device=v100, node=4),
     )
@@ -128,29 +128,29 @@ def test_modules_that_are_split_over_gpus_wait_for_their_messages() -> None:
     v100 = device_named("V100, 16 GB")
     assert v100 is not None
     task = PySource(width=1024, depth=2, heads=8, batch_size=64, megabytes=0.3)
-    sketch = Sketch(task, Path("data"), foreach=True, records=True)
-    alone = gpu_time(sketch, Plan(), Fabric(device=v100))
-    found = gpu_time(sketch, Plan.parse("tensor=2"), Fabric(device=v100, node=4))
+    fake_model = FakeModel(task, Path("data"), foreach=True, records=True)
+    alone = gpu_time(fake_model, Plan(), Fabric(device=v100))
+    found = gpu_time(fake_model, Plan.parse("tensor=2"), Fabric(device=v100, node=4))
     assert alone.communication == 0 < found.communication
     assert found.busy is not None and alone.busy is not None and found.busy < alone.busy
     with pytest.raises(PlanError, match="tensor with another axis"):
-        gpu_time(sketch, Plan.parse("tensor=2,replicate=2"), Fabric(device=v100, node=4))
+        gpu_time(fake_model, Plan.parse("tensor=2,replicate=2"), Fabric(device=v100, node=4))
 
 
 def test_the_update_is_recorded_on_the_shapes_of_a_part() -> None:
-    sketch = Sketch(Small(), Path("data"))
-    full = update_operators(sketch.task, sketch.mode, [("a", (8, 8), torch.float32)])
-    half = update_operators(sketch.task, sketch.mode, [("a", (4, 8), torch.float32)])
+    fake_model = FakeModel(Small(), Path("data"))
+    full = update_operators(fake_model.task, fake_model.mode, [("a", (8, 8), torch.float32)])
+    half = update_operators(fake_model.task, fake_model.mode, [("a", (4, 8), torch.float32)])
     assert len(full) == len(half) >= 2
     assert max(one.moved for one in full) == 2 * max(one.moved for one in half)
-    assert update_operators(sketch.task, sketch.mode, []) == []
+    assert update_operators(fake_model.task, fake_model.mode, []) == []
 
 
 def test_a_clipped_gradient_is_measured_and_scaled_before_the_update() -> None:
-    sketch, named = Sketch(Small(), Path("data")), [("a", (8, 8), torch.float32)]
+    fake_model, named = FakeModel(Small(), Path("data")), [("a", (8, 8), torch.float32)]
     plain, clipped = (
-        [one.name for one in update_operators(task, sketch.mode, named)]
-        for task in (sketch.task, dataclasses.replace(sketch.task, clip=1.0))
+        [one.name for one in update_operators(task, fake_model.mode, named)]
+        for task in (fake_model.task, dataclasses.replace(fake_model.task, clip=1.0))
     )
     assert clipped[-len(plain) :] == plain
     assert any("norm" in name for name in clipped[: -len(plain)])
@@ -158,10 +158,10 @@ def test_a_clipped_gradient_is_measured_and_scaled_before_the_update() -> None:
 
 @pytest.mark.parametrize("schedule", sorted(RULES))
 def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str) -> None:
-    sketch = Sketch(Digits(), Path("data"), records=True)
-    passes = PipelinePasses(sketch, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), 64)
+    fake_model = FakeModel(Digits(), Path("data"), records=True)
+    passes = PipelinePasses(fake_model, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), 64)
     means = passes.means(lambda one: one.flops)
-    trace = sketch.trace(16)
+    trace = fake_model.trace(16)
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
     found: dict[str, float] = defaultdict(float)
     for (kind, _), flops in means.items():
@@ -180,9 +180,9 @@ def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str) -> 
 
 def test_a_pipeline_with_a_loss_of_the_whole_batch_has_no_time() -> None:
     assert A100 is not None
-    sketch = Sketch(Views(), Path("data"), records=True)
+    fake_model = FakeModel(Views(), Path("data"), records=True)
     with pytest.raises(PlanError, match="loss of the whole batch: its time is not foreseen"):
-        gpu_time(sketch, Plan.parse("pipeline=2,microbatches=2"), Fabric(device=A100, node=4))
+        gpu_time(fake_model, Plan.parse("pipeline=2,microbatches=2"), Fabric(device=A100, node=4))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,9 @@ def test_a_pipeline_with_a_loss_of_the_whole_batch_has_no_time() -> None:
 def test_plans_without_a_time_say_why(plan: str, why: str) -> None:
     assert A100 is not None
     with pytest.raises(PlanError, match=why):
-        gpu_time(Sketch(Small(), Path("data"), records=True), Plan.parse(plan), Fabric(device=A100, node=4))
+        gpu_time(
+            FakeModel(Small(), Path("data"), records=True), Plan.parse(plan), Fabric(device=A100, node=4)
+        )
 
 
 def test_a_pipeline_of_a_model_of_transformers(tmp_path: Path) -> None:
@@ -204,5 +206,7 @@ def test_a_pipeline_of_a_model_of_transformers(tmp_path: Path) -> None:
     from tests.parallel.families import Llama
 
     assert A100 is not None
-    found = gpu_time(Sketch(Llama(), tmp_path, records=True), Plan.parse("pipeline=2,microbatches=2"), NARVAL)
+    found = gpu_time(
+        FakeModel(Llama(), tmp_path, records=True), Plan.parse("pipeline=2,microbatches=2"), NARVAL
+    )
     assert found.bubble > 0

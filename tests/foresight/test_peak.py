@@ -8,9 +8,9 @@ import pytest
 from benchmarks import foresee
 from benchmarks.foresee import measured_cell
 
-from grappe.foresight.compose import Needs, needs
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import MemoryForecast, memory_forecast
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.sketch import Sketch
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
@@ -23,13 +23,13 @@ TINY_GPT = {"width": 32, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0
 
 
 @pytest.fixture(scope="module")
-def gpt() -> Sketch:
-    return Sketch(PySource(**TINY_GPT), Path("data"), kernels=Kernels())
+def gpt() -> FakeModel:
+    return FakeModel(PySource(**TINY_GPT), Path("data"), kernels=Kernels())
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2"])
 def test_the_peak_of_a_convolutional_network(plan: str) -> None:
-    found = needs(Sketch(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
+    found = memory_forecast(FakeModel(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
     measured = max(one["peak"] for one in measured_cell("digits", plan))
     assert found.peak is not None
     assert found.peak * (1 - EXACT) <= measured <= found.peak * (1 + EXACT)
@@ -37,7 +37,7 @@ def test_the_peak_of_a_convolutional_network(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["", "replicate=2"])
 def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
-    found = needs(Sketch(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
+    found = memory_forecast(FakeModel(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
     measured = measured_cell("digits", plan, between=True)
     most = max(one["evaluation"] for one in measured)
     assert found.evaluation is not None
@@ -45,9 +45,9 @@ def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
     assert found.checkpoint == max(one["checkpoint"] for one in measured)
 
 
-def test_an_evaluation_of_a_sharded_transformer(gpt: Sketch) -> None:
+def test_an_evaluation_of_a_sharded_transformer(gpt: FakeModel) -> None:
     words = " ".join(f"{name}={value}" for name, value in TINY_GPT.items())
-    found = needs(gpt, Plan.parse("shard=2"))
+    found = memory_forecast(gpt, Plan.parse("shard=2"))
     measured = measured_cell(f"pysource {words}", "shard=2", between=True)
     most = max(one["evaluation"] for one in measured)
     assert found.evaluation_least is not None and found.evaluation is not None
@@ -69,9 +69,9 @@ def test_an_evaluation_of_a_sharded_transformer(gpt: Sketch) -> None:
         "offload=cpu",
     ],
 )
-def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str, gpt: Sketch) -> None:
+def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str, gpt: FakeModel) -> None:
     words = " ".join(f"{name}={value}" for name, value in TINY_GPT.items())
-    measured, found = measured_cell(f"pysource {words}", plan), needs(gpt, Plan.parse(plan))
+    measured, found = measured_cell(f"pysource {words}", plan), memory_forecast(gpt, Plan.parse(plan))
     held = [one["held"] for one in measured]
     states = {name: getattr(found.states, name) for name in ("parameters", "gradients", "optimizer")}
     assert states in held and sum(states.values()) == max(sum(one.values()) for one in held)
@@ -95,13 +95,13 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
     ],
 )
 def test_the_peak_of_what_is_harder_to_trace(task: type, plan: str) -> None:
-    check(needs(Sketch(task(), Path("data"), kernels=Kernels()), Plan.parse(plan)), task, plan)
+    check(memory_forecast(FakeModel(task(), Path("data"), kernels=Kernels()), Plan.parse(plan)), task, plan)
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2", "shard=2"])
 def test_the_peak_of_a_loss_of_the_whole_batch(plan: str) -> None:
     check(
-        needs(Sketch(unusual.Compared(), Path("data"), kernels=Kernels()), Plan.parse(plan)),
+        memory_forecast(FakeModel(unusual.Compared(), Path("data"), kernels=Kernels()), Plan.parse(plan)),
         unusual.Compared,
         plan,
     )
@@ -110,16 +110,16 @@ def test_the_peak_of_a_loss_of_the_whole_batch(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["replicate=2,batchnorm=sync", "shard=2,batchnorm=sync"])
 def test_the_peak_with_statistics_of_the_global_batch(plan: str) -> None:
     check(
-        needs(Sketch(unusual.Normed(), Path("data"), kernels=Kernels()), Plan.parse(plan)),
+        memory_forecast(FakeModel(unusual.Normed(), Path("data"), kernels=Kernels()), Plan.parse(plan)),
         unusual.Normed,
         plan,
     )
 
 
 def test_the_peak_of_shards_of_a_stage_with_tied_units_is_not_known() -> None:
-    sketch = Sketch(unusual.Neighbours(), Path("data"), kernels=Kernels())
-    assert needs(sketch, Plan.parse("pipeline=2,microbatches=2")).peak is not None
-    assert needs(sketch, Plan.parse("pipeline=2,microbatches=2,shard=2")).peak is None
+    fake_model = FakeModel(unusual.Neighbours(), Path("data"), kernels=Kernels())
+    assert memory_forecast(fake_model, Plan.parse("pipeline=2,microbatches=2")).peak is not None
+    assert memory_forecast(fake_model, Plan.parse("pipeline=2,microbatches=2,shard=2")).peak is None
 
 
 def test_a_pipeline_keeps_no_buffers_of_batches_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_pipeline_keeps_no_buffers_of_batches_of_another_length(monkeypatch: p
     assert peaks[1] < peaks[0] * 1.2  # lengths are 89 to 96
 
 
-def check(found: Needs, task: type, plan: str) -> None:
+def check(found: MemoryForecast, task: type, plan: str) -> None:
     measured = measured_cell(f"{TASKS}:{task.__name__}", plan)
     most = max(one["peak"] for one in measured)
     assert found.least is not None and found.peak is not None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from grappe.foresight.fake_group import pretended
+from grappe.foresight.fake_model import pretended
 from grappe.foresight.schedules import Kind, SimulatedStep, order_of, orders_of, simulate
 from grappe.parallel.pipeline.rules import RULES, idle_part, stages_each
 from grappe.plan import Plan

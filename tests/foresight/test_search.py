@@ -10,10 +10,10 @@ from torch import nn
 
 from grappe.errors import TaskError
 from grappe.foresight import search
-from grappe.foresight.compose import Needs
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import MemoryForecast
 from grappe.foresight.memory import States
-from grappe.foresight.search import Room, candidates, fitting
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.search import MemoryBudget, candidates, fitting
 from grappe.plan import Plan
 from tests.foresight.unusual import Rows
 from tests.short_source import Short as Source
@@ -34,22 +34,24 @@ class Looks(Rows):
 
 
 @pytest.fixture(scope="module")
-def sketch() -> Sketch:
+def fake_model() -> FakeModel:
     """38 million parameters: 610 MB of states, 640 with activations; a tenth is added."""
-    return Sketch(Source(), Path("data"))
+    return FakeModel(Source(), Path("data"))
 
 
-def needing(peak: int | None) -> Needs:
+def needing(peak: int | None) -> MemoryForecast:
     states = States(parameters=10**9, gradients=10**9, optimizer=2 * 10**9, buffers=0)
-    return Needs(states=states, peak=peak, least=peak, rows=8, evaluation=peak, checkpoint=0, gpu=True)
+    return MemoryForecast(
+        states=states, peak=peak, least=peak, rows=8, evaluation=peak, checkpoint=0, gpu=True
+    )
 
 
 def test_a_plan_fits_with_a_margin_and_an_unknown_peak_fits_never_for_sure() -> None:
-    room = Room(whose="a GPU", size=20 * 10**9)
-    assert room.fits(needing(16 * 10**9))
-    assert room.fits(needing(17 * 10**9)) is False
-    assert room.fits(needing(None)) is None
-    assert Room(whose="a GPU", size=5 * 10**9).fits(needing(None)) is False
+    budget = MemoryBudget(whose="a GPU", size=20 * 10**9)
+    assert budget.fits(needing(16 * 10**9))
+    assert budget.fits(needing(17 * 10**9)) is False
+    assert budget.fits(needing(None)) is None
+    assert MemoryBudget(whose="a GPU", size=5 * 10**9).fits(needing(None)) is False
 
 
 def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> None:
@@ -70,29 +72,33 @@ def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> No
     ],
 )
 def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(
-    sketch: Sketch, plan: str, limit: int, found: str | None
+    fake_model: FakeModel, plan: str, limit: int, found: str | None
 ) -> None:
-    other = fitting(sketch, Plan.parse(plan), Room(whose="", size=limit * MB, besides=0, gpu=False))
+    other = fitting(
+        fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False)
+    )
     assert (other and other.plan) == found
 
 
-def test_memory_that_processes_share_is_divided_and_copies_count(sketch: Sketch) -> None:
-    alone = Room(whose="", size=1400 * MB, besides=0, gpu=False)
-    shared = Room(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
-    plans = [fitting(sketch, Plan.parse("replicate=2"), room) for room in (alone, shared)]
+def test_memory_that_processes_share_is_divided_and_copies_count(fake_model: FakeModel) -> None:
+    alone = MemoryBudget(whose="", size=1400 * MB, besides=0, gpu=False)
+    shared = MemoryBudget(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
+    plans = [fitting(fake_model, Plan.parse("replicate=2"), budget) for budget in (alone, shared)]
     assert [plan and plan.plan for plan in plans] == ["shard=2,zero=1", "shard=2"]
 
 
 def test_what_no_plan_can_trace_ends_the_search_for_a_pipeline_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, check = [], search.engines.check
     monkeypatch.setattr(search.engines, "check", lambda plan: (asked.append(plan), check(plan)))
-    sketch = Sketch(Looks(), Path("data"))
+    fake_model = FakeModel(Looks(), Path("data"))
     with pytest.raises(TaskError, match="cannot run without values"):
-        fitting(sketch, Plan.parse("pipeline=2,microbatches=2"), Room(whose="", size=MB, gpu=False))
+        fitting(
+            fake_model, Plan.parse("pipeline=2,microbatches=2"), MemoryBudget(whose="", size=MB, gpu=False)
+        )
     assert len(asked) == 1
 
 
-def test_a_search_that_takes_too_long_is_left(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_takes_too_long_is_left(fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SECONDS", -1)
     with pytest.raises(TaskError, match="try grappe foresee"):
-        fitting(sketch, Plan(), Room(whose="", size=1))
+        fitting(fake_model, Plan(), MemoryBudget(whose="", size=1))

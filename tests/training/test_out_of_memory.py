@@ -13,8 +13,8 @@ import torch
 from grappe.errors import GrappeError, OutOfMemory, TaskError
 from grappe.errors.refused_memory import is_out_of_memory
 from grappe.errors.user_code import user_call
-from grappe.foresight.search import Room
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.search import MemoryBudget
 from grappe.launch.fork import run_in_fork
 from grappe.plan import Plan
 from grappe.training import out_of_memory
@@ -24,7 +24,7 @@ from grappe.training.out_of_memory import (
     reporting_out_of_memory,
     with_plan_that_fits,
 )
-from tests.foresight.test_sketch import Looks
+from tests.foresight.test_fake_model import Looks
 from tests.short_source import Short as Source
 
 MB = 1_000_000
@@ -34,9 +34,9 @@ SHORTAGE = MemoryReport(
 
 
 @pytest.fixture(scope="module")
-def sketch() -> Sketch:
+def fake_model() -> FakeModel:
     """38 million parameters: 610 MB of states, 640 with activations; a tenth is added."""
-    return Sketch(Source(), Path("data"))
+    return FakeModel(Source(), Path("data"))
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
@@ -106,14 +106,14 @@ def test_what_the_training_had_is_freed_before_the_search(
     ],
 )
 def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(
-    monkeypatch: pytest.MonkeyPatch, plan: str, limit: int, away: str | None, sketch: Sketch
+    monkeypatch: pytest.MonkeyPatch, plan: str, limit: int, away: str | None, fake_model: FakeModel
 ) -> None:
     from grappe.engines.deepspeed import library
 
-    room = Room(whose="", size=limit * MB, besides=0, gpu=False)
+    budget = MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False)
     for there in (True, False):
         monkeypatch.setattr(library, "installed", lambda there=there: there)
-        found = [*out_of_memory._on_disk(sketch, Plan.parse(plan), room)]
+        found = [*out_of_memory._on_disk(fake_model, Plan.parse(plan), budget)]
         assert [name for name, _ in found] == ([away] if away and there else [])
 
 

@@ -116,6 +116,6 @@ def test_the_plan_is_judged_without_advice_where_the_search_fails(
 
 
 def test_a_site_without_gpus_is_not_examined() -> None:
-    from grappe.verbs.foresee.foresee import room_in
+    from grappe.verbs.foresee.foresee import budget_in
 
-    assert room_in(find("narval-cpu")) is None
+    assert budget_in(find("narval-cpu")) is None

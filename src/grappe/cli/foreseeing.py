@@ -58,16 +58,16 @@ def foresee(
     """
     from grappe.fields import split
     from grappe.verbs.foresee import tables
+    from grappe.verbs.foresee.foresee import budget_of
     from grappe.verbs.foresee.foresee import foresee as verb
-    from grappe.verbs.foresee.foresee import room_of
 
     if out is not None:
         tables.check_out(out)
-    room = None if site is None else room_of(site)
+    budget = None if site is None else budget_of(site)
 
     def show_memory(foreseen: Sequence[Foreseen]) -> None:
-        show(tables.memory_table(foreseen, room))
-        for line in tables.memory_sentences(foreseen, room):
+        show(tables.memory_table(foreseen, budget))
+        for line in tables.memory_sentences(foreseen, budget):
             show(line)
 
     foresight = verb(

@@ -12,7 +12,7 @@ from torch import nn
 
 from grappe.errors import PlanError
 from grappe.foresight.devices import LAUNCH, LEAST, OF_BANDWIDTH, PASS, SPLIT, STEP, Device, kernel_seconds
-from grappe.foresight.ledger import Ledger, Operator
+from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.partition import (
     largest_rows,
     precision_of,
@@ -22,8 +22,7 @@ from grappe.foresight.partition import (
     updated_parts,
 )
 from grappe.foresight.schedules import Kind, orders_of, simulate
-from grappe.foresight.sketch import Sketch
-from grappe.foresight.trace import LOSS, Trace, tensors_of
+from grappe.foresight.trace import LOSS, Ledger, Operator, Trace, tensors_of
 from grappe.plan import Plan
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.precision import LossScale
@@ -117,11 +116,11 @@ class Fabric:
         return min(link, self.network_gbit * 1e9 / 8 * OF_NETWORK / groups)
 
 
-def gpu_time(sketch: Sketch, plan: Plan, fabric: Fabric, *, batch: int | None = None) -> StepTime:
+def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | None = None) -> StepTime:
     """Foresees a step of `plan`, one process on each GPU; kernels by roofline, the host by operators.
 
     Args:
-        sketch: made with `records`.
+        fake_model: made with `records`.
         batch: samples per step over all processes; None: the task's.
 
     Raises:
@@ -132,26 +131,26 @@ def gpu_time(sketch: Sketch, plan: Plan, fabric: Fabric, *, batch: int | None = 
     fabric.refuse_unknown_network(plan)
     device = fabric.device
     device.flops(plan.precision)
-    samples = batch or sketch.task.batch_size
+    samples = batch or fake_model.task.batch_size
     if plan.pipeline > 1:
-        return _pipelined(sketch, plan, samples, fabric)
-    rows = largest_rows(sketch, plan, samples)
-    trace = sketch.trace(rows, precision_of(plan), plan.recompute, 1, plan.tensor)
-    update = _updates(sketch, plan)[0]
+        return _pipelined(fake_model, plan, samples, fabric)
+    rows = largest_rows(fake_model, plan, samples)
+    trace = fake_model.trace(rows, precision_of(plan), plan.recompute, 1, plan.tensor)
+    update = _updates(fake_model, plan)[0]
     busy = plan.microbatches * kernel_seconds(device, trace.operators, plan.precision)
     busy += kernel_seconds(device, update, plan.precision)
-    host = STEP + plan.microbatches * (_host(trace) + split_modules(sketch, plan) * SPLIT)
+    host = STEP + plan.microbatches * (_host(trace) + split_modules(fake_model, plan) * SPLIT)
     host += _launches(update, "update")
     compute = max(busy, host)
     # What comes next waits for each message of a module that is split.
     split = plan.microbatches * sum(
-        LEAST + PART_OF_ALL_REDUCE[one.collective] * fabric.all_reduce(one.message, plan.tensor)
-        for one in trace.operators
-        if one.collective is not None
+        LEAST + PART_OF_ALL_REDUCE[operator.collective] * fabric.all_reduce(operator.message, plan.tensor)
+        for operator in trace.operators
+        if operator.collective is not None
     )
     return StepTime(
         compute=compute,
-        communication=split + max(0.0, _exchanged(sketch, plan, fabric) - OVERLAP * compute),
+        communication=split + max(0.0, _exchanged(fake_model, plan, fabric) - OVERLAP * compute),
         spread=SPREAD,
         busy=busy,
     )
@@ -172,12 +171,14 @@ def refuse_untimed(plan: Plan) -> None:
         raise PlanError(f"{why}: its time is not foreseen; grappe measure runs any plan")
 
 
-def _pipelined(sketch: Sketch, plan: Plan, samples: int, fabric: Fabric) -> StepTime:
+def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) -> StepTime:
     """Foresees a step of a pipeline, pass by pass; the others wait for the process that has most."""
-    passes, owned = PipelinePasses(sketch, plan, samples), stage_parameters(sketch, plan)
+    passes, owned = PipelinePasses(fake_model, plan, samples), stage_parameters(fake_model, plan)
     device = fabric.device
-    on_gpu = passes.means(lambda one: device.kernel(one, plan.precision))
-    ahead, back = (passes.means(lambda one, way=way: _launch(one, way)) for way in ("forward", "backward"))
+    on_gpu = passes.means(lambda operator: device.kernel(operator, plan.precision))
+    ahead, back = (
+        passes.means(lambda operator, way=way: _launch(operator, way)) for way in ("forward", "backward")
+    )
     seconds = {
         key: max(kernels, PASS + (ahead if key[0] == "forward" else back)[key])
         for key, kernels in on_gpu.items()
@@ -188,7 +189,7 @@ def _pipelined(sketch: Sketch, plan: Plan, samples: int, fabric: Fabric) -> Step
 
     simulated = simulate(passes.orders, lambda kind, stage: seconds[kind, stage], message)
     kernels_alone = simulate(passes.orders, lambda kind, stage: on_gpu[kind, stage], message)
-    updates = _updates(sketch, plan)
+    updates = _updates(fake_model, plan)
     kernels = [kernel_seconds(device, update, plan.precision) for update in updates]
     updated = max(
         max(busy, STEP + _launches(update, "update")) for busy, update in zip(kernels, updates, strict=True)
@@ -207,20 +208,20 @@ class PipelinePasses:
     """The passes of a pipeline's processes in one step of `samples` samples.
 
     Args:
-        sketch: made with `records`.
+        fake_model: made with `records`.
 
     Raises:
         PlanError: the model cannot be cut into so many stages, or has a loss of the whole batch.
         TaskError: the task cannot be traced.
     """
 
-    def __init__(self, sketch: Sketch, plan: Plan, samples: int) -> None:
-        if sketch.task.whole_batch_loss:
+    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
+        if fake_model.task.whole_batch_loss:
             raise PlanError(
                 "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
             )
         self.orders = orders_of(plan)
-        self._traces = traced_passes(sketch, plan, samples)
+        self._traces = traced_passes(fake_model, plan, samples)
         self.handed: dict[int, int] = {}
         """Bytes that each stage hands to the next one."""
         for order, trace in zip(self.orders, self._traces, strict=True):
@@ -272,14 +273,18 @@ def update_operators(
     return ledger.operators
 
 
-def _updates(sketch: Sketch, plan: Plan) -> list[list[Operator]]:
-    return [update_operators(sketch.task, sketch.mode, named) for named in updated_parts(sketch, plan)]
+def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
+    return [
+        update_operators(fake_model.task, fake_model.mode, named) for named in updated_parts(fake_model, plan)
+    ]
 
 
 def _host(trace: Trace) -> float:
     """Computes the seconds in which the host launches a microbatch's kernels."""
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
-    return sum(_launch(one, "forward" if one.mark <= loss else "backward") for one in trace.operators)
+    return sum(
+        _launch(operator, "forward" if operator.mark <= loss else "backward") for operator in trace.operators
+    )
 
 
 def _launches(operators: Iterable[Operator], phase: str) -> float:
@@ -290,12 +295,12 @@ def _launch(operator: Operator, phase: str) -> float:
     return LAUNCH["view" if operator.view else phase]
 
 
-def _exchanged(sketch: Sketch, plan: Plan, fabric: Fabric) -> float:
+def _exchanged(fake_model: FakeModel, plan: Plan, fabric: Fabric) -> float:
     """Computes the seconds of a step's messages, overlapped or not: gathering and reducing take half each.
 
     Replicas of shards reduce the gradients of their own shard alone.
     """
-    size = sum(parameter.size for parameter in sketch.parameters if parameter.trained)
+    size = sum(parameter.size for parameter in fake_model.parameters if parameter.trained)
     across = fabric.all_reduce(size / plan.shard, plan.replicate, plan.shard)
     if plan.shard == 1:
         return across

@@ -68,7 +68,7 @@ class Call(NamedTuple):
         """Returns the operator as a function without arguments; it is called on ones, in memory of this process."""
         operator, _, overload = self.name.partition(".")
         function = getattr(getattr(torch.ops.aten, operator), overload)
-        arguments = [_real(one) for one in self.arguments]
+        arguments = [_real(argument) for argument in self.arguments]
         return functools.partial(function, *arguments, **{key: _real(value) for key, value in self.keywords})
 
 
@@ -108,16 +108,16 @@ class Kernels:
 
         What is not known yet is measured, in a process of its own.
         """
-        wanted = [call for call in dict.fromkeys(calls) if not call.too_large]
+        measurable = [call for call in dict.fromkeys(calls) if not call.too_large]
         if not self._scratch:
-            return dict.fromkeys(wanted, 0)
-        new = tuple(call for call in wanted if (threads, call) not in self._known)
+            return dict.fromkeys(measurable, 0)
+        new = tuple(call for call in measurable if (threads, call) not in self._known)
         if new:
             request = KernelRequest(calls=new, threads=threads)
-            found = local("grappe.foresight.kernels:worker", request, 1)
-            for call, size in zip(new, found, strict=True):
+            sizes = local("grappe.foresight.kernels:worker", request, 1)
+            for call, size in zip(new, sizes, strict=True):
                 self._known[threads, call] = size
-        return {call: self._known[threads, call] for call in wanted}
+        return {call: self._known[threads, call] for call in measurable}
 
 
 def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path) -> list[int]:
@@ -146,7 +146,7 @@ def _run(call: Call, name: str) -> int:
         with torch.profiler.record_function(name):
             output = function()
     storages = [leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
@@ -154,10 +154,10 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
     if not spans:  # it did not run
         return 0
     span = spans[0]
-    begun, ended = span["ts"], span["ts"] + span["dur"]
+    start, end = span["ts"], span["ts"] + span["dur"]
     now = most = 0
-    changes = [one for one in events if one.get("name") == "[memory]" and begun <= one["ts"] <= ended]
-    for change in sorted(changes, key=lambda one: one["ts"]):
+    changes = [event for event in events if event.get("name") == "[memory]" and start <= event["ts"] <= end]
+    for change in sorted(changes, key=lambda event: event["ts"]):
         now += change["args"]["Bytes"]
         most = max(most, now)
     return most
@@ -168,8 +168,8 @@ def nested(value: Any, kind: type[T]) -> Iterator[T]:
     if isinstance(value, kind):
         yield value
     elif isinstance(value, tuple):
-        for one in value:
-            yield from nested(one, kind)
+        for element in value:
+            yield from nested(element, kind)
 
 
 def _size(form: Form) -> int:
@@ -183,11 +183,11 @@ def _size(form: Form) -> int:
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Form(tuple(value.shape), tuple(value.stride()), str(value.dtype).removeprefix("torch."))
-    return tuple(_described(one) for one in value) if isinstance(value, list | tuple) else value
+    return tuple(_described(element) for element in value) if isinstance(value, list | tuple) else value
 
 
 def _real(value: Any) -> Any:
     if isinstance(value, Form):
         made = torch.empty_strided(value.size, value.stride, dtype=getattr(torch, value.kind))
         return made.fill_(1) if made.is_floating_point() else made.zero_()
-    return [_real(one) for one in value] if isinstance(value, tuple) else value
+    return [_real(element) for element in value] if isinstance(value, tuple) else value

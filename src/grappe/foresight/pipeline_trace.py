@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from grappe.data.batch import Batch
 from grappe.data.rand_like import entering
 from grappe.foresight.kernels import describe
-from grappe.foresight.ledger import Ledger
 from grappe.foresight.schedules import Kind, order_of
 from grappe.foresight.trace import (
     CPU,
@@ -22,6 +21,7 @@ from grappe.foresight.trace import (
     REDUCE,
     SCORED,
     START,
+    Ledger,
     Trace,
     ordered,
     scored,
@@ -81,16 +81,16 @@ class _Process:
     """One process of a pipeline, and what it keeps during a step."""
 
     def __init__(
-        self, task: Task, mine: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan
+        self, task: Task, own: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan
     ) -> None:
         self._batch, self._losses, self._precision = batch, Losses(task), plan.precision
         micros = plan.microbatches
         self._inputs = {
-            (number, micro): bounds.received(number) for number in mine if number for micro in range(micros)
+            (number, micro): bounds.received(number) for number in own if number for micro in range(micros)
         }
         self._gradients = {
             (number, micro): bounds.gradients(number)
-            for number, stage in mine.items()
+            for number, stage in own.items()
             if not stage.is_last
             for micro in range(micros)
         }
@@ -110,15 +110,15 @@ class _Process:
 
     def forward(self, stage: Stage, micro: int) -> Leaves:
         """Runs a forward, and on the last stage the loss; returns what goes to the next stage."""
-        key, one = (stage.number, micro), self._batch.microbatches[0]
-        inputs = self._inputs.get(key) or tuple(tree_flatten(one.inputs)[0])
-        entering(one)
+        key, micro_batch = (stage.number, micro), self._batch.microbatches[0]
+        inputs = self._inputs.get(key) or tuple(tree_flatten(micro_batch.inputs)[0])
+        entering(micro_batch)
         outputs = stage(*inputs)
         self._cached[key] = outputs, inputs
         if stage.is_last:
             assert stage.leaving is not None
             with autocast(self._precision, CPU):
-                loss = self._losses(tree_unflatten(list(outputs), stage.leaving), one, self._batch)
+                loss = self._losses(tree_unflatten(list(outputs), stage.leaving), micro_batch, self._batch)
             self._roots[micro] = loss.scalar()
             return ()
         return outputs
@@ -131,12 +131,14 @@ class _Process:
             torch.autograd.backward(self._roots.pop(micro))
         else:
             pairs = zip(outputs, self._gradients[key], strict=True)
-            wanted = [(one, gradient) for one, gradient in pairs if one.requires_grad]
-            torch.autograd.backward([one for one, _ in wanted], [gradient for _, gradient in wanted])
-        found = tuple(one.grad for one in inputs if isinstance(one, Tensor) and one.grad is not None)
-        for one in tensors_of(inputs):
-            one.grad = None
-        return found
+            with_gradients = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+            torch.autograd.backward(
+                [output for output, _ in with_gradients], [gradient for _, gradient in with_gradients]
+            )
+        gradients = tuple(leaf.grad for leaf in inputs if isinstance(leaf, Tensor) and leaf.grad is not None)
+        for leaf in tensors_of(inputs):
+            leaf.grad = None
+        return gradients
 
     def backward_of_inputs(self, stage: Stage, micro: int) -> Leaves:
         """Runs the half of a backward that gives the gradients of the inputs; the first stage leaves all to the other.
@@ -148,10 +150,12 @@ class _Process:
         key = stage.number, micro
         outputs, inputs = self._cached.pop(key)
         ends: Leaves = (self._roots.pop(micro),) if stage.is_last else outputs
-        given = None if stage.is_last else list(self._gradients[key])
-        found, groups = split_backward().stage_backward_input(list(ends), given, inputs, stage.parameters())
+        received = None if stage.is_last else list(self._gradients[key])
+        gradients, groups = split_backward().stage_backward_input(
+            list(ends), received, inputs, stage.parameters()
+        )
         self._halves[key] = ends, inputs, groups
-        return tuple(one for one in found if one is not None)
+        return tuple(gradient for gradient in gradients if gradient is not None)
 
     def backward_of_weights(self, stage: Stage, micro: int) -> Leaves:
         """Runs the other half."""
@@ -179,11 +183,11 @@ def traced_step(
     Where the plan shards, units are marked; with zero=2 and 3 gradients are taken away as soon as they are there.
     Else each pass has two marks, in their order: before it and after it.
     """
-    mine = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
-    parameters = [one for stage in mine.values() for one in stage.parameters()]
-    ledger = _ledger(mine.values(), batch, describes, records)
+    own = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
+    parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
+    ledger = _ledger(own.values(), batch, describes, records)
     if uses_shard(plan):
-        _mark_units(stages, mine, ledger)
+        _mark_units(stages, own, ledger)
         if plan.zero != 1:
             take_gradients(enumerate(parameters), ledger)
     # 1F1B awaits each send before the next one, the others await all at the step's end.
@@ -191,12 +195,12 @@ def traced_step(
     sent: deque[Any] = deque(maxlen=most)  # gradients of inputs
     handed: deque[Any] = deque(maxlen=most)  # outputs
     with ledger:
-        process = _Process(task, mine, bounds, batch, plan)
+        process = _Process(task, own, bounds, batch, plan)
         order, late = order_of(plan, place), None
         begins = next(index for index, (kind, _, _) in enumerate(order) if kind != "forward")
         for index, (kind, number, which) in enumerate(order):
             ledger.mark(START, number)
-            (handed if kind == "forward" else sent).append(process.run(kind, mine[number], which))
+            (handed if kind == "forward" else sent).append(process.run(kind, own[number], which))
             if kind == "forward" and index == begins - 2:
                 # What 1F1B sends before its last warm-up is let go with the cool-down's first send.
                 late = handed[-1]
@@ -205,15 +209,17 @@ def traced_step(
         handed.clear()
         del late
         ledger.mark(REDUCE)  # gradients, and what was received into, which stays
-    for one in parameters:
-        one.grad = None
-    return _made(ledger, batch, [bounds.handed(number) for number in mine])
+    for parameter in parameters:
+        parameter.grad = None
+    return _made(ledger, batch, [bounds.handed(number) for number in own])
 
 
-def _mark_units(stages: Sequence[Stage], mine: Mapping[int, Stage], ledger: Ledger) -> None:
+def _mark_units(stages: Sequence[Stage], own: Mapping[int, Stage], ledger: Ledger) -> None:
     """Marks the units of a process's stages, numbered over the whole model."""
-    numbers = {id(unit): number for number, unit in enumerate(one for stage in stages for one in stage.units)}
-    for stage in mine.values():
+    numbers = {
+        id(unit): number for number, unit in enumerate(unit for stage in stages for unit in stage.units)
+    }
+    for stage in own.values():
         for unit in stage.units:
             watch(unit, numbers[id(unit)], ledger)
 
@@ -241,9 +247,9 @@ def traced_evaluation(
 
 
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> Ledger:
-    known = [one for stage in stages for one in (*stage.parameters(), *stage.buffers())]
-    known += tensors_of(batch.microbatches[0])
-    return Ledger(known, describe if describes else None, records=records)
+    existing = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
+    existing += tensors_of(batch.microbatches[0])
+    return Ledger(existing, describe if describes else None, records=records)
 
 
 def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
@@ -251,7 +257,7 @@ def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
     return Trace(
         rows=micro.size,
         marks=ordered(ledger.marks),
-        batch=sum(one.nbytes for one in tensors_of(micro)),
+        batch=sum(tensor.nbytes for tensor in tensors_of(micro)),
         boundaries=tuple(sum(leaf.nbytes for leaf in leaves) for leaves in handed),
         calls=tuple(ledger.calls),
         operators=tuple(ledger.operators),

@@ -8,9 +8,14 @@ from collections.abc import Iterator, Sequence
 
 from grappe import engines
 from grappe.errors import GrappeError, TaskError
-from grappe.foresight.compose import Needs, needs, with_libraries
-from grappe.foresight.library_memory import NOTHING_KEPT, LibraryMemory
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import (
+    NOTHING_KEPT,
+    LibraryMemory,
+    MemoryForecast,
+    memory_forecast,
+    with_libraries,
+)
 from grappe.plan import Plan, as_plan
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
@@ -27,7 +32,7 @@ MEASURES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Room:
+class MemoryBudget:
     """The memory that a process may have."""
 
     whose: str
@@ -45,14 +50,14 @@ class Room:
     gpu: bool = True
     """Whether it is a GPU's."""
 
-    def fits(self, needs: Needs, processes: int = 1) -> bool | None:
+    def fits(self, needs: MemoryForecast, processes: int = 1) -> bool | None:
         """Returns whether a process has room; None: its peak is not known, and its states alone have room."""
         sharing = processes if self.shared else 1
         if self._most(needs) is None:
             return None if (needs.states.total + self.fixed) * sharing <= self.size else False
         return self.taken(needs) * sharing <= self.size
 
-    def taken(self, needs: Needs) -> int:
+    def taken(self, needs: MemoryForecast) -> int:
         """Computes the bytes that a process takes, at least, with a margin."""
         most, kept = self._most(needs), self.fixed
         if needs.libraries is not None:
@@ -65,7 +70,7 @@ class Room:
         """Computes the bytes that a process takes beside what torch allocates, where libraries are not measured."""
         return self.besides + self.libraries.total
 
-    def _most(self, needs: Needs) -> int | None:
+    def _most(self, needs: MemoryForecast) -> int | None:
         return needs.with_copies if self.shared else needs.most
 
 
@@ -77,7 +82,7 @@ class Foreseen:
     processes: int
     batch: int
     """Samples per step over all processes."""
-    needs: Needs | None
+    needs: MemoryForecast | None
     """Of the process that needs most; None: the plan is not possible, or not foreseen."""
     why: str = ""
     """The reason why there are no needs."""
@@ -96,7 +101,7 @@ def candidates(counts: Sequence[int]) -> Iterator[Plan]:
                 yield as_plan(",".join(filter(None, (text, measure))))
 
 
-def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Foreseen:
+def foreseen(fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget | None) -> Foreseen:
     """Foresees one plan at a batch size of `batch` samples; with `room`, whether there is room for it.
 
     Raises:
@@ -104,27 +109,31 @@ def foreseen(sketch: Sketch, plan: Plan, batch: int, room: Room | None) -> Fores
     """
     try:
         engines.check(plan)
-        found = needs(sketch, plan, batch=batch, gpu=room is not None and room.gpu)
-        if room is not None and not room.gpu:
-            without = dataclasses.replace(room, libraries=NOTHING_KEPT)
-            if without.fits(found, plan.processes):
-                found = with_libraries(found, sketch, plan, batch=batch)
+        forecast = memory_forecast(fake_model, plan, batch=batch, gpu=budget is not None and budget.gpu)
+        if budget is not None and not budget.gpu:
+            without = dataclasses.replace(budget, libraries=NOTHING_KEPT)
+            if without.fits(forecast, plan.processes):
+                forecast = with_libraries(forecast, fake_model, plan, batch=batch)
     except GrappeError as error:
         if isinstance(error, TaskError):
             if plan.pipeline == plan.tensor == 1:
                 raise  # every plan has it
-            needs(sketch, Plan(), batch=batch)  # raises it where it is not of the plan's stages or parts
+            memory_forecast(
+                fake_model, Plan(), batch=batch
+            )  # raises it where it is not of the plan's stages or parts
         return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
     return Foreseen(
         plan=str(plan),
         processes=plan.processes,
         batch=batch,
-        needs=found,
-        fits=None if room is None else room.fits(found, plan.processes),
+        needs=forecast,
+        fits=None if budget is None else budget.fits(forecast, plan.processes),
     )
 
 
-def fitting(sketch: Sketch, plan: Plan, room: Room, more: Room | None = None) -> Foreseen | None:
+def fitting(
+    fake_model: FakeModel, plan: Plan, budget: MemoryBudget, more: MemoryBudget | None = None
+) -> Foreseen | None:
     """Finds another plan that learns the same as `plan`, and fits: the first of those that cost least.
 
     On as many processes; where none fits for sure, on 2, 4, or 8 times as many.
@@ -136,15 +145,15 @@ def fitting(sketch: Sketch, plan: Plan, room: Room, more: Room | None = None) ->
         TaskError: the task cannot be traced, or not in SECONDS.
     """
     begun = time.monotonic()
-    for times, memory in ((1, room), *((times, more or room) for times in MORE)):
+    for times, memory in ((1, budget), *((times, more or budget) for times in MORE)):
         for other in _others(plan, times):
             if other == plan:
                 continue
             if time.monotonic() - begun > SECONDS:
                 raise too_slow(SECONDS)
-            found = foreseen(sketch, other, sketch.task.batch_size, memory)
-            if found.fits:
-                return found
+            candidate = foreseen(fake_model, other, fake_model.task.batch_size, memory)
+            if candidate.fits:
+                return candidate
     return None
 
 

@@ -17,9 +17,9 @@ from grappe.plan import Plan
 from grappe.task import Task
 
 if TYPE_CHECKING:
-    from grappe.foresight.library_memory import LibraryMemory
-    from grappe.foresight.search import Room
-    from grappe.foresight.sketch import Sketch
+    from grappe.foresight.fake_model import FakeModel
+    from grappe.foresight.forecast import LibraryMemory
+    from grappe.foresight.search import MemoryBudget
 
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 CONNECTION_BYTES = 80_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
@@ -56,7 +56,7 @@ class MemoryReport:
     @property
     def assumed(self) -> LibraryMemory:
         """Assumes what libraries keep where no kernels are run: of a step, with its objects, as of an evaluation."""
-        from grappe.foresight.library_memory import LibraryMemory
+        from grappe.foresight.forecast import LibraryMemory
 
         kept = LIBRARIES_BYTES if self.libraries is None else self.libraries
         return LibraryMemory(evaluation=kept, step=max(kept, STEP_BYTES) - OBJECTS_BYTES)
@@ -135,27 +135,27 @@ def with_plan_that_fits(error: LocalOutOfMemory, task: Task, plan: Plan, data: P
 
 def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple[Mapping[str, int], str]:
     """Foresees the states of a process of this plan, and plans that fit; returns both, the second as a sentence."""
+    from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import fitting, foreseen
-    from grappe.foresight.sketch import Sketch
     from grappe.launch.local import start_server
     from grappe.words import format_bytes
 
-    room, more = memory_budgets(report, plan)
+    budget, more = memory_budgets(report, plan)
     kernels = None
     # Under RLIMIT_DATA a further process has a limit of its own, and takes none of this one's memory.
-    if not (room.gpu or room.shared):
+    if not (budget.gpu or budget.shared):
         start_server(metrics=False)
         kernels = Kernels(scratch=False)  # below 1 MB in all plans that were measured
-    sketch = Sketch(task, data, foreach=room.gpu, kernels=kernels)
-    this = foreseen(sketch, plan, task.batch_size, None).needs
+    fake_model = FakeModel(task, data, foreach=budget.gpu, kernels=kernels)
+    this = foreseen(fake_model, plan, task.batch_size, None).needs
     states = {} if this is None else {kind: getattr(this.states, kind) for kind in KINDS}
-    foreseen_plan = fitting(sketch, plan, room, more)
+    foreseen_plan = fitting(fake_model, plan, budget, more)
     plans = []
     if foreseen_plan is not None and foreseen_plan.needs is not None:
-        chosen = room if foreseen_plan.processes == plan.processes else more
+        chosen = budget if foreseen_plan.processes == plan.processes else more
         plans.append(f"{foreseen_plan.plan} ({format_bytes(chosen.taken(foreseen_plan.needs))} a process)")
-    plans += [f"{name} ({format_bytes(need)} a process)" for name, need in _on_disk(sketch, plan, room)]
+    plans += [f"{name} ({format_bytes(need)} a process)" for name, need in _on_disk(fake_model, plan, budget)]
     if plans:
         return states, f"Foreseen to fit: {'; '.join(plans)}"
     return states, (
@@ -164,7 +164,7 @@ def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple
     )
 
 
-def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, float]]:
+def _on_disk(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Iterator[tuple[str, float]]:
     """Yields plans with offload to a disk that fit, for which the user must name the folder, and a process's bytes."""
     from grappe import engines
     from grappe.engines.shared.memory_needs import Needs
@@ -172,36 +172,36 @@ def _on_disk(sketch: Sketch, plan: Plan, room: Room) -> Iterator[tuple[str, floa
 
     # At stage 3, as such plans are: other stages keep whole parameters or gradients, which no disk plan has.
     native = dataclasses.replace(plan, engine="native", offload="none", zero=3)
-    needs = foreseen(sketch, native, sketch.task.batch_size, None).needs
+    needs = foreseen(fake_model, native, fake_model.task.batch_size, None).needs
     if needs is None or needs.peak is None:
         return
     units: dict[int, int] = {}
-    for parameter in sketch.parameters:
+    for parameter in fake_model.parameters:
         units[parameter.unit] = units.get(parameter.unit, 0) + parameter.size
     model = Needs(
-        parameters=sum(units.values()) + sketch.buffers,
-        gradients=sum(parameter.size for parameter in sketch.parameters if parameter.trained),
+        parameters=sum(units.values()) + fake_model.buffers,
+        gradients=sum(parameter.size for parameter in fake_model.parameters if parameter.trained),
         units=tuple(size for unit, size in units.items() if unit >= 0),
-        largest=max((parameter.size for parameter in sketch.parameters), default=0),
+        largest=max((parameter.size for parameter in fake_model.parameters), default=0),
     )
     activations = max(0, needs.peak - needs.states.total)
     for name in engines.names():
         away = engines.find(name).offloaded_to_disk(plan, model)
-        if away is not None and away[1] + activations + room.fixed <= room.size:
-            yield away[0], away[1] + activations + room.fixed
+        if away is not None and away[1] + activations + budget.fixed <= budget.size:
+            yield away[0], away[1] + activations + budget.fixed
 
 
-def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[Room, Room]:
+def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[MemoryBudget, MemoryBudget]:
     """Returns the memory that a process may have, and that of one with more processes beside it."""
-    from grappe.foresight.search import Room
+    from grappe.foresight.search import MemoryBudget
     from grappe.profiling import memory
 
     limit, whose, gpu = _limit()
     if gpu:
-        room = Room(whose=whose, size=limit // plan.per_device)
-        return room, room
+        budget = MemoryBudget(whose=whose, size=limit // plan.per_device)
+        return budget, budget
     shared = memory.data_limit() is None
-    room = Room(
+    budget = MemoryBudget(
         whose=whose,
         size=limit,
         besides=report.besides,
@@ -210,9 +210,9 @@ def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[Room, Room]:
         gpu=False,
     )
     if not shared:  # only there freed memory goes back at once
-        room = dataclasses.replace(room, margin=MARGIN)
+        budget = dataclasses.replace(budget, margin=MARGIN)
     alone = CONNECTION_BYTES if plan.processes == 1 else 0
-    return room, dataclasses.replace(room, besides=report.besides + alone)
+    return budget, dataclasses.replace(budget, besides=report.besides + alone)
 
 
 def _shortage_message(report: MemoryReport, states: Mapping[str, int]) -> str:

@@ -30,7 +30,7 @@ from grappe.verbs.foresee.training_time import (
     steps_done,
     time_limit,
 )
-from grappe.verbs.submission_memory import memory_judged, not_foreseen, room_for, sketch_of
+from grappe.verbs.submission_memory import budget_for, fake_model_of, memory_judged, not_foreseen
 from grappe.verbs.submit.resources import placed
 from grappe.verbs.submit.submission import Submission
 from grappe.words import format_seconds
@@ -234,26 +234,27 @@ def _measured(job: _Job, plan: Plan) -> StepTime:
 
 def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
     """Traces the model once; returns JSON: a GPU's step, the training's sizes, and the sentence on the memory."""
-    from grappe.foresight.compose import needs
+    from grappe.foresight.forecast import memory_forecast
     from grappe.foresight.gpu_time import gpu_time
     from grappe.verbs.foresee.measured_step import check_runs_here
 
     gpu = fabric is not None
-    sketch = sketch_of(job.task, job.submission, gpu=gpu, records=gpu)
+    fake_model = fake_model_of(job.task, job.submission, gpu=gpu, records=gpu)
     seconds = spread = None
     if fabric is not None:
-        step = gpu_time(sketch, job.plan, fabric)
+        step = gpu_time(fake_model, job.plan, fabric)
         seconds, spread = step.total, step.spread
     else:
-        check_runs_here(plan, needs(sketch, plan))
-    batch = min(job.task.batch_size, sketch.samples)
+        check_runs_here(plan, memory_forecast(fake_model, plan))
+    batch = min(job.task.batch_size, fake_model.samples)
     sizes = [
-        parameter.size + sum((*parameter.states, *parameter.whole_states)) for parameter in sketch.parameters
+        parameter.size + sum((*parameter.states, *parameter.whole_states))
+        for parameter in fake_model.parameters
     ]
-    room, memory = room_for(job.site, job.layout, job.plan), ""
-    if room is not None:
+    budget, memory = budget_for(job.site, job.layout, job.plan), ""
+    if budget is not None:
         try:
-            memory = memory_judged(sketch, job.plan, room)
+            memory = memory_judged(fake_model, job.plan, budget)
         except GrappeError as error:
             memory = not_foreseen(error)
     return json.dumps(
@@ -261,8 +262,8 @@ def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
             "seconds": seconds,
             "spread": spread,
             "saved": sum(sizes),
-            "evaluated": sketch.validation_samples / batch,
-            "steps_per_epoch": math.ceil(sketch.samples / job.task.batch_size),
+            "evaluated": fake_model.validation_samples / batch,
+            "steps_per_epoch": math.ceil(fake_model.samples / job.task.batch_size),
             "memory": memory,
         }
     )

@@ -16,8 +16,8 @@ from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.submit.submission import Submission
 
 if TYPE_CHECKING:
-    from grappe.foresight.search import Room
-    from grappe.foresight.sketch import Sketch
+    from grappe.foresight.fake_model import FakeModel
+    from grappe.foresight.search import MemoryBudget
     from grappe.sites.layout import Layout
     from grappe.sites.schema import Site
     from grappe.task import Task
@@ -31,8 +31,8 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
     """
     from grappe.training.task_reference import TaskReference
 
-    room = room_for(script.site, script.layout, script.plan)
-    if submission.command != TRAIN or submission.task is None or room is None:
+    budget = budget_for(script.site, script.layout, script.plan)
+    if submission.command != TRAIN or submission.task is None or budget is None:
         return None
     try:
         task = TaskReference.of(submission.task, split(submission.fields)).resolve()
@@ -42,7 +42,7 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
     try:
         return (
             in_limited_process(
-                lambda: memory_judged(sketch_of(task, submission, gpu=True), script.plan, room)
+                lambda: memory_judged(fake_model_of(task, submission, gpu=True), script.plan, budget)
             )
             or None
         )
@@ -50,17 +50,17 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
         return not_foreseen(error)
 
 
-def room_for(site: Site, layout: Layout, plan: Plan) -> Room | None:
+def budget_for(site: Site, layout: Layout, plan: Plan) -> MemoryBudget | None:
     """Returns the memory that a process has of a job's GPU; None: there is no GPU, or its memory is not known."""
-    from grappe.verbs.foresee.foresee import room_in
+    from grappe.verbs.foresee.foresee import budget_in
 
-    room = room_in(site)
-    if room is None or not layout.gpus:
+    budget = budget_in(site)
+    if budget is None or not layout.gpus:
         return None
     if (sharing := plan.per_device) > 1:
-        whose = f"{room.whose}, shared by {sharing} processes,"
-        return dataclasses.replace(room, whose=whose, size=room.size // sharing)
-    return room
+        whose = f"{budget.whose}, shared by {sharing} processes,"
+        return dataclasses.replace(budget, whose=whose, size=budget.size // sharing)
+    return budget
 
 
 def not_foreseen(error: GrappeError) -> str:
@@ -68,49 +68,49 @@ def not_foreseen(error: GrappeError) -> str:
     return f"the memory that the plan needs was not foreseen: {error}"
 
 
-def memory_judged(sketch: Sketch, plan: Plan, room: Room) -> str:
+def memory_judged(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
     """Says that the plan does not fit, and which does; "" if it does, or if that cannot be known."""
-    asked = _asked(sketch, plan, room)
+    asked = _asked(fake_model, plan, budget)
     if not asked:
         return ""
     try:
-        other = _another(sketch, plan, room)
+        other = _another(fake_model, plan, budget)
     except Exception:  # of time, of memory: then without advice
         return f"{asked} (foreseen, not measured on that GPU; see grappe foresee)"
     return f"{asked}. {other} (foreseen, not measured on that GPU; see grappe foresee)"
 
 
-def _asked(sketch: Sketch, plan: Plan, room: Room) -> str:
+def _asked(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
     """Says that the plan does not fit; "" if it does, or if that cannot be known."""
     from grappe.foresight.search import foreseen
     from grappe.words import format_bytes
 
-    found = foreseen(sketch, plan, sketch.task.batch_size, room)
-    if found.fits is not False or found.needs is None:
+    forecast = foreseen(fake_model, plan, fake_model.task.batch_size, budget)
+    if forecast.fits is not False or forecast.needs is None:
         return ""
     processes = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     return (
-        f"with {processes}, each needs {format_bytes(room.taken(found.needs))}, and {room.whose} has "
-        f"{format_bytes(room.size)}: it will run out of memory"
+        f"with {processes}, each needs {format_bytes(budget.taken(forecast.needs))}, and {budget.whose} has "
+        f"{format_bytes(budget.size)}: it will run out of memory"
     )
 
 
-def _another(sketch: Sketch, plan: Plan, room: Room) -> str:
+def _another(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
     """Names the first plan that fits: of as many processes, or else of more."""
     from grappe.foresight.search import fitting
     from grappe.words import format_bytes
 
-    found = fitting(sketch, plan, room)
-    if found is None or found.needs is None:
+    other = fitting(fake_model, plan, budget)
+    if other is None or other.needs is None:
         return "No plan of as many GPUs fits, nor of 8 times as many: take a smaller batch_size"
-    takes = format_bytes(room.taken(found.needs))
-    if found.processes == plan.processes:
-        return f"--plan {found.plan} fits, with {takes}"
-    return f"No plan of as many GPUs fits; with {found.processes} GPUs --plan {found.plan} does, with {takes} each"
+    takes = format_bytes(budget.taken(other.needs))
+    if other.processes == plan.processes:
+        return f"--plan {other.plan} fits, with {takes}"
+    return f"No plan of as many GPUs fits; with {other.processes} GPUs --plan {other.plan} does, with {takes} each"
 
 
-def sketch_of(task: Task, submission: Submission, *, gpu: bool, records: bool = False) -> Sketch:
-    """Makes the sketch of a training that is to be submitted, in the process that traces it.
+def fake_model_of(task: Task, submission: Submission, *, gpu: bool, records: bool = False) -> FakeModel:
+    """Makes the fake model of a training that is to be submitted, in the process that traces it.
 
     Args:
         gpu: whether it runs on GPUs.
@@ -118,9 +118,9 @@ def sketch_of(task: Task, submission: Submission, *, gpu: bool, records: bool = 
     """
     import torch
 
-    from grappe.foresight.sketch import Sketch
+    from grappe.foresight.fake_model import FakeModel
     from grappe.training.request import data_folder
 
     torch.set_num_threads(1)
     folder = data_folder(None if submission.data is None else Path(submission.data))
-    return Sketch(task, folder, foreach=gpu, kernels=None, records=records)
+    return FakeModel(task, folder, foreach=gpu, kernels=None, records=records)

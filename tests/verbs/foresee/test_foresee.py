@@ -19,21 +19,21 @@ from grappe.verbs.foresee.foresee import (
     PlanTimes,
     TimedPlan,
     best,
+    budget_of,
     by_importance,
     foresee,
     gpu_or_not,
-    room_of,
 )
-from tests.foresight import test_sketch, unusual
+from tests.foresight import test_fake_model, unusual
 from tests.foresight.test_search import needing
 from tests.verbs.foresee.test_tables import PLANS, plan
 
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
-    assert room_of("narval").size == 40 * 10**9
-    assert room_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
+    assert budget_of("narval").size == 40 * 10**9
+    assert budget_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
     with pytest.raises(UsageError, match="narval-cpu"):
-        room_of("narval-cpu")
+        budget_of("narval-cpu")
 
 
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
@@ -62,7 +62,7 @@ def test_plans_of_which_none_can_be_foreseen_are_refused() -> None:
 
 def test_a_task_that_reads_values_is_said_once() -> None:
     with pytest.raises(TaskError, match=r"cannot run without values"):
-        foresee(f"{test_sketch.__file__}:Looks", ["", "microbatches=2"])
+        foresee(f"{test_fake_model.__file__}:Looks", ["", "microbatches=2"])
 
 
 @pytest.mark.parametrize(("fits", "code"), [((False, None), 0), ((False, False), 1), ((True, False), 0)])

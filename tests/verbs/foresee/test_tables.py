@@ -11,7 +11,7 @@ import pytest
 from grappe.cli import foreseeing
 from grappe.errors import UsageError
 from grappe.foresight.gpu_time import StepTime
-from grappe.foresight.search import Foreseen, Room
+from grappe.foresight.search import Foreseen, MemoryBudget
 from grappe.verbs.foresee import tables
 from grappe.verbs.foresee.foresee import PlanTimes, TimedPlan, TrainingCost
 from grappe.verbs.foresee.tables import memory_sentences, time_sentences
@@ -36,13 +36,13 @@ PLANS = PlanTimes(
 
 
 def test_the_first_that_fits_is_named_or_what_to_change() -> None:
-    room = Room(whose="a GPU", size=20 * 10**9)
+    budget = MemoryBudget(whose="a GPU", size=20 * 10**9)
     too_big = Foreseen(plan="", processes=1, batch=8, needs=needing(30 * 10**9), fits=False)
     fitting = Foreseen(plan="shard=2", processes=2, batch=8, needs=needing(10 * 10**9), fits=True)
-    assert "the first that fits: shard=2" in memory_sentences([too_big, fitting], room)[-1]
-    assert "none of them fits" in memory_sentences([too_big], room)[-1]
+    assert "the first that fits: shard=2" in memory_sentences([too_big, fitting], budget)[-1]
+    assert "none of them fits" in memory_sentences([too_big], budget)[-1]
     unknown = Foreseen(plan="pipeline=2", processes=2, batch=8, needs=needing(None), fits=None)
-    assert "none of them fits" not in memory_sentences([too_big, unknown], room)[-1]
+    assert "none of them fits" not in memory_sentences([too_big, unknown], budget)[-1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import PlanError
-from grappe.foresight.ledger import Operator
+from grappe.foresight.trace import Operator
 
 OF_PEAK = 0.55
 """Share of the peak FLOP/s that large matrix products and convolutions reach: an assumption, not measured."""

@@ -19,9 +19,9 @@ from grappe.training.task_reference import TaskReference
 from grappe.words import count_of, plan_name
 
 if TYPE_CHECKING:
+    from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.gpu_time import StepTime
-    from grappe.foresight.search import Foreseen, Room
-    from grappe.foresight.sketch import Sketch
+    from grappe.foresight.search import Foreseen, MemoryBudget
     from grappe.sites.schema import Site
 
 Aim = Literal["fastest", "cheapest", "smallest"]
@@ -69,7 +69,7 @@ class PlanTimes:
     notes: tuple[str, ...] = ()
 
 
-def room_of(site: str) -> Room:
+def budget_of(site: str) -> MemoryBudget:
     """Reads the memory of a site's GPU.
 
     Raises:
@@ -77,24 +77,24 @@ def room_of(site: str) -> Room:
     """
     from grappe.sites import find
 
-    room = room_in(find(site))
-    if room is None:
+    budget = budget_in(find(site))
+    if budget is None:
         raise UsageError(
             f"--site={site}: it names no GPU's memory; leave --site out, and compare with your device's own"
         )
-    return room
+    return budget
 
 
-def room_in(site: Site) -> Room | None:
+def budget_in(site: Site) -> MemoryBudget | None:
     """Reads the memory of a site's GPU; None: the site does not name it."""
-    from grappe.foresight.search import Room
+    from grappe.foresight.search import MemoryBudget
 
     node = site.node
     match = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
     if node is None or match is None:
         return None
     smallest = min(map(int, match[1].split(" or ")))  # a job may get either
-    return Room(whose=f"{site.name}'s {node.gpu}", size=smallest * 10**9)
+    return MemoryBudget(whose=f"{site.name}'s {node.gpu}", size=smallest * 10**9)
 
 
 def foresee(
@@ -124,37 +124,37 @@ def foresee(
         UsageError: no plan can be foreseen, or the site is not known.
     """
     from grappe.data.prepare import prepare
+    from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen
-    from grappe.foresight.sketch import Sketch
     from grappe.sites import find
 
-    room = None if site is None else room_of(site)
+    budget = None if site is None else budget_of(site)
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
     prepare(resolved, folder)
-    sketch = Sketch(
+    fake_model = FakeModel(
         resolved,
         folder,
-        foreach=room is not None,
-        kernels=None if room else Kernels(),
-        records=times and (room is not None or Plan() in requested),
+        foreach=budget is not None,
+        kernels=None if budget else Kernels(),
+        records=times and (budget is not None or Plan() in requested),
     )
     batches = batch_size or (resolved.batch_size,)
-    forecasts = [foreseen(sketch, plan, batch, room) for batch in batches for plan in requested]
+    forecasts = [foreseen(fake_model, plan, batch, budget) for batch in batches for plan in requested]
     if all(forecast.needs is None for forecast in forecasts):
         raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
     on_memory(forecasts)
     if not times:
         return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts))
     if site is not None:
-        return _on_gpus(sketch, forecasts, find(site))
-    return _on_cores(sketch, forecasts, reference, folder)
+        return _on_gpus(fake_model, forecasts, find(site))
+    return _on_cores(fake_model, forecasts, reference, folder)
 
 
-def _on_gpus(sketch: Sketch, forecasts: Sequence[Foreseen], site: Site) -> PlanTimes:
+def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site) -> PlanTimes:
     from grappe.foresight.devices import device_named
     from grappe.foresight.gpu_time import Fabric, gpu_time
 
@@ -170,19 +170,19 @@ def _on_gpus(sketch: Sketch, forecasts: Sequence[Foreseen], site: Site) -> PlanT
         why = ""
         if forecast.needs is not None:
             try:
-                time_of = gpu_time(sketch, plan, fabric, batch=forecast.batch)
+                time_of = gpu_time(fake_model, plan, fabric, batch=forecast.batch)
             except TaskError:
                 raise
             except GrappeError as error:
                 why = str(error)
-        plans.append(_timed(forecast, time_of, sketch, why, watts=device.watts))
+        plans.append(_timed(forecast, time_of, fake_model, why, watts=device.watts))
     of = f"{device.title} ({device.source})"
     note = f"times are from the data sheet of {of}: not measured on it, take them as half to twice"
     return PlanTimes(plans=tuple(plans), gpu=device.title, notes=(*_reasons(plans), note))
 
 
 def _on_cores(
-    sketch: Sketch, forecasts: Sequence[Foreseen], reference: TaskReference, data: Path
+    fake_model: FakeModel, forecasts: Sequence[Foreseen], reference: TaskReference, data: Path
 ) -> PlanTimes:
     """Runs some steps of the plans that matter, one after the other."""
     from grappe.launch.terminal import progress
@@ -208,7 +208,7 @@ def _on_cores(
             why = str(error)
         finally:
             progress("")
-        timed[id(forecast)] = _timed(forecast, time_of, sketch, why)
+        timed[id(forecast)] = _timed(forecast, time_of, fake_model, why)
     plans = tuple(timed.values())
     notes = _reasons(plans)
     left_out = sum(
@@ -220,7 +220,7 @@ def _on_cores(
             f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name others with --plan, or try grappe "
             "measure"
         )
-    verdict = gpu_or_not(sketch, plans)
+    verdict = gpu_or_not(fake_model, plans)
     return PlanTimes(plans=plans, notes=(*notes, *([verdict] if verdict else [])))
 
 
@@ -237,7 +237,7 @@ def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
     return sorted(forecasts, key=lambda forecast: order[id(forecast)])
 
 
-def gpu_or_not(sketch: Sketch, plans: Sequence[TimedPlan], name: str = REFERENCE) -> str | None:
+def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], name: str = REFERENCE) -> str | None:
     """Compares a GPU with this machine's cores for this task; None: the step of one process was not measured."""
     from grappe.foresight.devices import device_named
     from grappe.foresight.gpu_time import Fabric, gpu_time
@@ -249,7 +249,7 @@ def gpu_or_not(sketch: Sketch, plans: Sequence[TimedPlan], name: str = REFERENCE
     if here is None or here.time is None:
         return None
     try:
-        on_gpu = gpu_time(sketch, Plan(), Fabric(device=device), batch=here.foreseen.batch)
+        on_gpu = gpu_time(fake_model, Plan(), Fabric(device=device), batch=here.foreseen.batch)
     except GrappeError:
         return None
     assert on_gpu.busy is not None
@@ -323,14 +323,14 @@ def _reasons(plans: Sequence[TimedPlan]) -> list[str]:
 
 
 def _timed(
-    forecast: Foreseen, time_of: StepTime | None, sketch: Sketch, why: str, watts: float | None = None
+    forecast: Foreseen, time_of: StepTime | None, fake_model: FakeModel, why: str, watts: float | None = None
 ) -> TimedPlan:
     from grappe.foresight.partition import threads_of
 
     if time_of is None:
         return TimedPlan(foreseen=forecast, why=why)
-    plan, batch = Plan.parse(forecast.plan), min(forecast.batch, sketch.samples)
-    hours = sketch.task.epochs * math.ceil(sketch.samples / batch) * time_of.total / 3600
+    plan, batch = Plan.parse(forecast.plan), min(forecast.batch, fake_model.samples)
+    hours = fake_model.task.epochs * math.ceil(fake_model.samples / batch) * time_of.total / 3600
     units = hours * plan.processes * (1 if watts is not None else threads_of(plan))
     cost = TrainingCost(
         samples_per_second=batch / time_of.total,

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from grappe.errors import PlanError
-from grappe.foresight.compose import Needs
+from grappe.foresight.forecast import MemoryForecast
 from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.partition import threads_of
 from grappe.launch.folders import scratch
@@ -28,7 +28,7 @@ SPREAD, SPREAD_OF_FEW = 0.1, 0.25
 """Relative uncertainty: the same training is 5 to 10 % quicker or slower from start to start; of fewer steps more."""
 
 
-def check_runs_here(plan: Plan, needs: Needs) -> None:
+def check_runs_here(plan: Plan, needs: MemoryForecast) -> None:
     """Checks that a plan's steps can be run on this machine.
 
     Raises:

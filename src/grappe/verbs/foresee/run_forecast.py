@@ -184,10 +184,10 @@ def _traced(
     sheet: str,
 ) -> str:
     """Traces a run's model once; returns the content of FILE, without what it depends on."""
-    from grappe.foresight.compose import needs
+    from grappe.foresight.fake_model import FakeModel
+    from grappe.foresight.forecast import memory_forecast
     from grappe.foresight.gpu_time import gpu_time
     from grappe.foresight.kernels import Kernels
-    from grappe.foresight.sketch import Sketch
     from grappe.launch.local import start_server
 
     plan, gpu = Plan.parse(str(description.get("plan") or "")), description.get("device") == "cuda"
@@ -197,20 +197,20 @@ def _traced(
     task = reference.resolve()
     if not gpu:
         start_server(metrics=False)  # kernels run in a process that has no OpenMP threads of its parents
-    sketch = Sketch(
+    fake_model = FakeModel(
         task,
         data_of(run, data),
         foreach=gpu,
         kernels=None if gpu else Kernels(),
         records=fabric is not None,
     )
-    forecast = needs(sketch, plan, gpu=gpu)
+    forecast = memory_forecast(fake_model, plan, gpu=gpu)
     values = {name: getattr(forecast.states, name) for name in STATES}
     values |= {name: getattr(forecast, name) for name in NAMES if name not in STATES}
     step: dict[str, Any] = {}
     if fabric is not None:
         try:
-            step = {"from": sheet, "seconds": gpu_time(sketch, plan, fabric).total}
+            step = {"from": sheet, "seconds": gpu_time(fake_model, plan, fabric).total}
         except GrappeError as error:  # the memory is of use without it
             step = {"from": sheet, "why": str(error)}
     return json.dumps({"foreseen": values, "step": step})

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from grappe.errors import UsageError
-from grappe.foresight.search import Foreseen, Room
+from grappe.foresight.search import Foreseen, MemoryBudget
 from grappe.launch import files
 from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, has_merit, merit, reason
 from grappe.words import format_bytes, format_seconds, plan_name
@@ -25,17 +25,19 @@ TIME_COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "
 FITS = {True: "yes", False: "no", None: "?"}
 
 
-def memory_table(forecasts: Sequence[Foreseen], room: Room | None) -> Table:
+def memory_table(forecasts: Sequence[Foreseen], budget: MemoryBudget | None) -> Table:
     """Makes the table: bytes of the process that needs most."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in MEMORY_COLUMNS:
         table.add_column(column, overflow="fold")
-    if room is not None:
+    if budget is not None:
         table.add_column("fits")
     for forecast in forecasts:
         name = plan_name(forecast.plan)
         if forecast.needs is None:
-            table.add_row(name, str(forecast.batch), *["-"] * (len(MEMORY_COLUMNS) - 2 + (room is not None)))
+            table.add_row(
+                name, str(forecast.batch), *["-"] * (len(MEMORY_COLUMNS) - 2 + (budget is not None))
+            )
             continue
         states = forecast.needs.states
         cells = [
@@ -46,7 +48,9 @@ def memory_table(forecasts: Sequence[Foreseen], room: Room | None) -> Table:
         ]
         cells.append(_range(forecast.needs.evaluation_least, forecast.needs.evaluation) or "?")
         cells.append("?" if forecast.needs.checkpoint is None else format_bytes(forecast.needs.checkpoint))
-        table.add_row(name, str(forecast.batch), *cells, *([FITS[forecast.fits]] if room is not None else []))
+        table.add_row(
+            name, str(forecast.batch), *cells, *([FITS[forecast.fits]] if budget is not None else [])
+        )
     return table
 
 
@@ -65,18 +69,18 @@ def _range(least: int | None, most: int | None) -> str:
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
-def memory_sentences(forecasts: Sequence[Foreseen], room: Room | None) -> list[str]:
+def memory_sentences(forecasts: Sequence[Foreseen], budget: MemoryBudget | None) -> list[str]:
     """Says which plans cannot be foreseen, and which forecast to take for a site."""
     lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
         lines.append(
             "more than …: the activations of such a plan are not foreseen, so whether it fits is measured"
         )
-    if room is None:
+    if budget is None:
         return lines
     lines.append(
-        f"a process may have {format_bytes(room.size)} ({room.whose}); counted are the higher of both peaks, a tenth "
-        "more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
+        f"a process may have {format_bytes(budget.size)} ({budget.whose}); counted are the higher of both peaks, a "
+        "tenth more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
     )
     fitting = next((forecast for forecast in forecasts if forecast.fits), None)
     needs = [
@@ -85,11 +89,11 @@ def memory_sentences(forecasts: Sequence[Foreseen], room: Room | None) -> list[s
         if forecast.needs is not None and forecast.needs.most is not None
     ]
     if fitting is not None and fitting.needs is not None and fitting.needs.most is not None:
-        needed = format_bytes(room.taken(fitting.needs))
+        needed = format_bytes(budget.taken(fitting.needs))
         lines.append(f"the first that fits: {plan_name(fitting.plan)}, with {needed} a process")
     elif needs and not any(forecast.fits is None for forecast in forecasts if forecast.needs is not None):
         lines.append(
-            f"none of them fits: the smallest takes {format_bytes(min(map(room.taken, needs)))} a process. Take more "
+            f"none of them fits: the smallest takes {format_bytes(min(map(budget.taken, needs)))} a process. Take more "
             "processes with shard=, more microbatches, recompute, or a smaller batch_size"
         )
     return lines

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from grappe import Arrays, Task
 from grappe.errors import ProcessDied
-from grappe.foresight import library_memory as measuring
+from grappe.foresight import forecast as measuring
 from grappe.foresight import search
-from grappe.foresight.compose import needs, with_libraries
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import LibraryMemory, library_memory, memory_forecast, with_libraries
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.library_memory import LibraryMemory, library_memory
-from grappe.foresight.search import Room, foreseen
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.search import MemoryBudget, foreseen
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
@@ -87,62 +86,68 @@ def advising(request: Trained, process: ProcessRank, folder: Path) -> LibraryMem
     """Measures as a process of a training does that got no more memory than a limit."""
     limit = data_size() + 600 * MB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    return library_memory(Sketch(Convolved(), Path("data"), kernels=Kernels(scratch=False)), PLAN, ROWS)
+    return library_memory(FakeModel(Convolved(), Path("data"), kernels=Kernels(scratch=False)), PLAN, ROWS)
 
 
 @pytest.fixture(scope="module")
-def sketch() -> Sketch:
-    return Sketch(Convolved(), Path("data"), kernels=Kernels(scratch=False))
+def fake_model() -> FakeModel:
+    return FakeModel(Convolved(), Path("data"), kernels=Kernels(scratch=False))
 
 
-def test_what_is_kept_of_convolutions_in_bf16_is_what_a_training_keeps(sketch: Sketch) -> None:
-    found = library_memory(sketch, PLAN, ROWS)
-    real = local("tests.foresight.test_library_memory:trained", Trained(), 1)
+def test_what_is_kept_of_convolutions_in_bf16_is_what_a_training_keeps(fake_model: FakeModel) -> None:
+    found = library_memory(fake_model, PLAN, ROWS)
+    real = local("tests.foresight.test_forecast:trained", Trained(), 1)
     assert found is not None
     assert real.step > 10 * MB, "these kernels keep nothing here, and the test says nothing"
     assert abs(found.total - real.total) < CLOSE, (found, real)
 
 
-def test_a_process_of_a_training_measures_it_under_its_limit(sketch: Sketch) -> None:
-    found = local("tests.foresight.test_library_memory:advising", Trained(), 1)
-    outside = library_memory(sketch, PLAN, ROWS)
+def test_a_process_of_a_training_measures_it_under_its_limit(fake_model: FakeModel) -> None:
+    found = local("tests.foresight.test_forecast:advising", Trained(), 1)
+    outside = library_memory(fake_model, PLAN, ROWS)
     assert found is not None and outside is not None
     assert abs(found.total - outside.total) < CLOSE
 
 
-def test_a_plan_fits_only_with_what_its_kernels_keep(sketch: Sketch) -> None:
-    needed = with_libraries(needs(sketch, PLAN), sketch, PLAN)
+def test_a_plan_fits_only_with_what_its_kernels_keep(fake_model: FakeModel) -> None:
+    needed = with_libraries(memory_forecast(fake_model, PLAN), fake_model, PLAN)
     assert needed.libraries is not None and needed.most is not None
-    room = Room(whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False)
-    assert foreseen(sketch, PLAN, ROWS, room).fits
-    assert not foreseen(sketch, PLAN, ROWS, dataclasses.replace(room, size=room.size - MB)).fits
+    budget = MemoryBudget(
+        whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False
+    )
+    assert foreseen(fake_model, PLAN, ROWS, budget).fits
+    assert not foreseen(fake_model, PLAN, ROWS, dataclasses.replace(budget, size=budget.size - MB)).fits
 
 
-def test_an_evaluation_that_was_measured_counts_where_it_kept_more(sketch: Sketch) -> None:
-    needed = dataclasses.replace(needs(sketch, PLAN), libraries=LibraryMemory(evaluation=5 * MB, step=2 * MB))
-    room = Room(
+def test_an_evaluation_that_was_measured_counts_where_it_kept_more(fake_model: FakeModel) -> None:
+    needed = dataclasses.replace(
+        memory_forecast(fake_model, PLAN), libraries=LibraryMemory(evaluation=5 * MB, step=2 * MB)
+    )
+    budget = MemoryBudget(
         whose="", size=0, besides=0, gpu=False, libraries=LibraryMemory(evaluation=8 * MB, step=9 * MB)
     )
     more = [
-        room.taken(needed) - dataclasses.replace(room, libraries=search.NOTHING_KEPT).taken(needed),
-        room.taken(dataclasses.replace(needed, libraries=None)) - room.taken(needed),
+        budget.taken(needed) - dataclasses.replace(budget, libraries=search.NOTHING_KEPT).taken(needed),
+        budget.taken(dataclasses.replace(needed, libraries=None)) - budget.taken(needed),
     ]
     assert more == [3 * MB, 7 * MB]
 
 
-def test_the_process_that_keeps_most_counts(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_that_keeps_most_counts(fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [LibraryMemory(evaluation=9, step=1), LibraryMemory(evaluation=3, step=8)]
     monkeypatch.setattr(measuring, "_measured", lambda calls, threads: kept[: len(calls)])
-    assert library_memory(sketch, Plan.parse("pipeline=2,microbatches=2"), ROWS) == kept[1]
+    assert library_memory(fake_model, Plan.parse("pipeline=2,microbatches=2"), ROWS) == kept[1]
 
 
-def test_kernels_that_get_no_memory_leave_it_unknown(sketch: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_get_no_memory_leave_it_unknown(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def died(*_: Any) -> None:
         raise ProcessDied("process 0")
 
     monkeypatch.setattr(measuring, "_measured", died)
-    assert library_memory(sketch, PLAN, ROWS) is None
+    assert library_memory(fake_model, PLAN, ROWS) is None
 
 
 def test_without_kernels_nothing_is_run() -> None:
-    assert library_memory(Sketch(Convolved(), Path("data")), PLAN, ROWS) is None
+    assert library_memory(FakeModel(Convolved(), Path("data")), PLAN, ROWS) is None

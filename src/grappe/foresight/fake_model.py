@@ -1,29 +1,32 @@
-"""Sketch: a task's model, optimizer and batches on fake tensors, from which steps are traced."""
+"""Fake model: a task's model, optimizer and batches on fake tensors, from which steps are traced."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from grappe.data.batch import Batch
-from grappe.errors import PlanError
+from grappe.data.batch import Batch, Microbatch
+from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
+from grappe.data.order import cut
+from grappe.data.prepare import dataset_of
+from grappe.data.rows import at_rows
+from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.errors.user_code import naming_user_line
-from grappe.foresight.batches import Batches
-from grappe.foresight.fake_group import pretended
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.parameters import sharded_with, stepped
+from grappe.foresight.memory import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
-from grappe.foresight.refusals import explained, refuse_sparse
-from grappe.foresight.slices import ALONE, Slices
 from grappe.foresight.trace import CPU, Trace, traced, with_kernels
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World
+from grappe.launch.world import AXES, World
 from grappe.optimizers.modes import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
@@ -34,12 +37,155 @@ from grappe.parallel.pipeline.stage import Stage
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
-from grappe.private_api.torch import fake_tensors
+from grappe.private_api.torch import fake_store, fake_tensors, forget_meshes, tree_map
 from grappe.step.task_contract import optimizer_of
-from grappe.task import Task
+from grappe.task import Task, overrides
+
+SAMPLES = 16  # read from the data; larger batches repeat them
+COLLATED = 512  # at most, where the task's collate may pad samples to the longest
 
 
-class Sketch:
+class Batches:
+    """Batches of any number of samples, from a few that are read."""
+
+    def __init__(self, task: Task, data: Path, mode: Any, split: str = "train") -> None:
+        dataset = dataset_of(task, split, data)
+        self._task, self._dataset, self._mode, self._trains = task, dataset, mode, split == "train"
+        self.samples = len(dataset)
+        self._world = World(process=ProcessRank(), device=CPU)
+        self._read = self._rehearsed(min(SAMPLES, self.samples))
+        self.example = self._loader(2).example()
+
+    def of(self, rows: int) -> Batch:
+        """Makes a batch of `rows` samples, without values."""
+        read, count = self._read, self._read.microbatches[0].size
+        if rows != count and overrides(self._task, "collate") and rows <= min(COLLATED, self.samples):
+            read = self._rehearsed(rows)
+        elif rows != count:
+            micro = read.microbatches[0]
+            places = [number % count for number in range(rows)]
+            try:
+                inputs, targets, weights = at_rows(
+                    (micro.inputs, micro.targets, micro.weights), places, count
+                )
+            except PlanError:  # a batch of graphs, say: it has to be read
+                read = self._rehearsed(rows)
+            else:
+                ids = micro.sample_ids
+                if ids is not None:
+                    ids = ids._replace(ids=ids.ids[np.array(places)])
+                made = Microbatch(inputs, targets, rows, weights, 0, ids)
+                read = read._replace(microbatches=(made,), samples=rows)
+        micro = read.microbatches[0]
+        fake = tree_map(self._fake, (micro.inputs, micro.targets, micro.weights))
+        micro = micro._replace(inputs=fake[0], targets=fake[1], weights=fake[2])
+        count_of = read.count if isinstance(read.count, float) else self._fake(read.count)
+        return read._replace(microbatches=(micro,), count=count_of)
+
+    def inputs(self) -> Any:
+        """Makes the example's inputs, without values."""
+        return tree_map(self._fake, self.example)
+
+    def _loader(self, rows: int) -> BatchLoader:
+        task = dataclasses.replace(self._task, batch_size=rows)
+        if self._trains:
+            return training_loader(task, self._dataset, Plan(), self._world)
+        plan = Plan(validation_batch=None if task.whole_batch_loss else rows)
+        return evaluation_loader(task, self._dataset, plan, self._world)
+
+    def _rehearsed(self, rows: int) -> Batch:
+        return next(self._loader(min(rows, self.samples)).rehearsed())
+
+    def _fake(self, leaf: Any) -> Any:
+        return self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slices:
+    """Slices of a global batch, as far as the forward and the loss of a process's microbatch depend on them."""
+
+    ways: int = 1
+    """Processes that have slices of the global batch, and are asked for theirs."""
+    micros: tuple[int, ...] = ()
+    """Samples of each microbatch of the first slice, where the loss needs all of them; else empty."""
+    samples: int = 0
+    """Samples of the global batch; 0: they do not matter."""
+    synchronised: bool = False
+    """Whether batch normalisation has the statistics of all slices."""
+
+
+ALONE = Slices()
+"""A microbatch depends on itself alone."""
+
+
+def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
+    """Returns what the microbatches of a step of `samples` samples depend on, of a data set of `dataset`."""
+    synchronised = plan.batchnorm == "sync" and plan.data_parallel > 1
+    if not task.whole_batch_loss:
+        return Slices(ways=plan.data_parallel, synchronised=True) if synchronised else ALONE
+    samples = min(samples, dataset)
+    first, last = cut(samples, plan.data_parallel, 0)
+    bounds = (cut(last - first, plan.microbatches, number) for number in range(plan.microbatches))
+    return Slices(
+        ways=plan.data_parallel,
+        micros=tuple(end - begin for begin, end in bounds if end > begin),
+        samples=samples,
+        synchronised=synchronised,
+    )
+
+
+def refuse_sparse(task: Task, model: nn.Module) -> None:
+    """Raises TaskError if the model has sparse gradients."""
+    if any(
+        isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()
+    ):
+        raise TaskError(
+            f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on the data: "
+            "what they take is not foreseen; grappe measure runs it"
+        )
+
+
+@contextlib.contextmanager
+def explained(task: Task, what: str) -> Iterator[None]:
+    """Context that explains why a model cannot do `what` on fake tensors."""
+    try:
+        yield
+    except GrappeError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"{type(task).__name__} cannot {what} without values, so nothing can be said before it runs: "
+            f"{user_code.sentence(error)}. Look at tensors' shapes alone, not at their values; or measure it: "
+            "grappe measure"
+        ) from error
+
+
+def fake_group_possible() -> bool:
+    """Returns whether a world can be pretended: this process is in no training."""
+    return not dist.is_initialized()
+
+
+@contextlib.contextmanager
+def pretended(plan: Plan) -> Iterator[World]:
+    """Context with the world of the first process of a plan's replicate and tensor axes; not inside a training."""
+    size = plan.replicate * plan.tensor
+    process = ProcessRank(size=size, local_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, plan.tensor), mesh_dim_names=AXES)
+        yield World(
+            process=process,
+            device=torch.device("cpu"),
+            mesh=mesh,
+            data_size=plan.replicate,
+            data_group=mesh["replicate"].get_group() if plan.replicate > 1 else None,
+        )
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+class FakeModel:
     """A task's model and optimizer without memory; made once, traced for each size of microbatch.
 
     Args:
@@ -70,10 +216,15 @@ class Sketch:
             model = self._made()
             refuse_sparse(task, model)
             homes = sharded_with(model, task.units(model))
-            self.buffers = sum(one.nbytes for one in model.buffers())
+            self.buffers = sum(buffer.nbytes for buffer in model.buffers())
         with explained(task, "be stepped by its optimizer"), self.mode:
             optimizer = optimizer_of(
-                task, [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+                task,
+                [
+                    (name, parameter)
+                    for name, parameter in model.named_parameters()
+                    if parameter.requires_grad
+                ],
             )
             self.has_modes = has_modes(optimizer)
             self.parameters, self.together = stepped(
@@ -81,7 +232,7 @@ class Sketch:
             )
         self.samples = self._batch.samples
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def trace(
         self,
         rows: int,
@@ -121,7 +272,7 @@ class Sketch:
 
         return self._completed(self._run(plan, "run", run), threads)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the sketch
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def evaluation(
         self,
         rows: int,
@@ -145,7 +296,7 @@ class Sketch:
 
         return self._completed(self._run(plan, "be evaluated", run), threads)
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def passes(
         self,
         plan: Plan,
@@ -168,7 +319,7 @@ class Sketch:
                 for stage in stages:
                     synchronise_batchnorm(stage, world.data_group)
             bounds = Boundaries(stages, batch)
-            found = [
+            traces = [
                 traced_step(
                     self.task,
                     stages,
@@ -181,9 +332,9 @@ class Sketch:
                 )
                 for place in range(plan.pipeline)
             ]
-        return tuple(self._completed(one, threads) for one in found)
+        return tuple(self._completed(trace, threads) for trace in traces)
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the sketch
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def evaluated_stages(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
         """Traces an evaluation of `rows` validation samples in each stage of a pipeline."""
         batch = self._validation.of(rows)
@@ -192,13 +343,13 @@ class Sketch:
             for stage in stages:
                 stage.eval()
             bounds = Boundaries(stages, batch)
-            found = [
+            traces = [
                 traced_evaluation(
                     self.task, stages, number, bounds, batch, describes=self._kernels is not None
                 )
                 for number in range(len(stages))
             ]
-        return tuple(self._completed(one, threads) for one in found)
+        return tuple(self._completed(trace, threads) for trace in traces)
 
     def check_units(self) -> None:
         """Checks that a pipeline's units are the model, as far as it shows without values.
@@ -233,7 +384,7 @@ class Sketch:
         batch = batches.of(rows)
         if not slices.micros:
             return batch
-        micros = tuple(batches.of(one).microbatches[0] for one in slices.micros)
+        micros = tuple(batches.of(size).microbatches[0] for size in slices.micros)
         count = float(slices.samples) if isinstance(batch.count, float) else batch.count
         return batch._replace(microbatches=micros, samples=slices.samples, count=count)
 
@@ -258,8 +409,8 @@ class Sketch:
             give_memory(model, CPU)
         return model.train()
 
-    def _completed(self, found: Trace, threads: int) -> Trace:
-        return found if self._kernels is None else with_kernels(found, self._kernels, threads)
+    def _completed(self, trace: Trace, threads: int) -> Trace:
+        return trace if self._kernels is None else with_kernels(trace, self._kernels, threads)
 
     @functools.cached_property
     def _validation(self) -> Batches:

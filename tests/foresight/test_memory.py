@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from grappe.foresight.ledger import Mark
-from grappe.foresight.parameters import Parameter
-from grappe.foresight.sharding import GLOO, GLOO_LATE, NCCL, Copies, Sharding
+from grappe.foresight.memory import GLOO, GLOO_LATE, NCCL, CommunicationBuffers, FsdpMemory, Parameter
+from grappe.foresight.trace import Mark
 
 UNITS = [Parameter(name=f"{unit}.weight", shape=(4, 1), item=25, trained=True, unit=unit) for unit in (0, 1)]
 """Of 100 bytes."""
 
 
-def most(kinds: list[tuple[str, int]], copies: Copies, **options: object) -> list[int]:
+def most(kinds: list[tuple[str, int]], copies: CommunicationBuffers, **options: object) -> list[int]:
     """Bytes that are taken at most at each mark."""
     given = {"there": False, "reduces": True, **options}
     zero = given.pop("zero", 3)
-    overlay = Sharding(UNITS, 2, zero, copies=copies, **given)  # type: ignore[arg-type]
+    overlay = FsdpMemory(UNITS, 2, zero, copies=copies, **given)  # type: ignore[arg-type]
     return [overlay.at(Mark(kind, which, 0, 0)) for kind, which in kinds]
 
 
 @pytest.mark.parametrize("copies", [NCCL, GLOO, GLOO_LATE])
-def test_a_unit_is_gathered_into_a_buffer_which_stays_until_the_next(copies: Copies) -> None:
+def test_a_unit_is_gathered_into_a_buffer_which_stays_until_the_next(copies: CommunicationBuffers) -> None:
     marks = [("start", -1), ("forward", 0), ("left", 0), ("forward", 1)]
     # The buffer before, the new one, and gloo's copy of it; then the new one, and the parameters.
     assert most(marks, copies) == [0, 200, 200, 300 if copies.takes else 200]
@@ -63,7 +62,7 @@ def test_a_unit_that_is_called_twice_is_gathered_twice_and_reduced_once() -> Non
     calls = [(kind, unit) for unit in (0, 1, 0) for kind in ("forward", "left")]
     back = [(kind, 0) for kind in ("backward", "done")]
     marks = [*calls, ("left", -1), *back, ("backward", 1), ("gradient", 1), ("done", 1)]
-    overlay = Sharding(UNITS, 2, 3, there=False, reduces=True, copies=NCCL)
+    overlay = FsdpMemory(UNITS, 2, 3, there=False, reduces=True, copies=NCCL)
     for kind, which in [*marks, ("backward", 0), ("gradient", 0)]:
         overlay.at(Mark(kind, which, 0, 0))
     assert (
@@ -76,9 +75,9 @@ def test_a_unit_that_is_called_twice_is_gathered_twice_and_reduced_once() -> Non
 
 def test_microbatches_under_zero_1_keep_whole_gradients() -> None:
     marks = [("forward", 1), ("backward", 1), ("gradient", 1), ("done", 1), ("end", -1)]
-    kept = Sharding(UNITS, 2, 1, there=False, reduces=False, copies=GLOO)
+    kept = FsdpMemory(UNITS, 2, 1, there=False, reduces=False, copies=GLOO)
     for kind, which in marks:
         kept.at(Mark(kind, which, 0, 0))
     assert kept.now == 100
-    assert Sharding(UNITS, 2, 1, there=True, reduces=True, copies=GLOO).now == 200
-    assert Sharding(UNITS, 2, 2, there=True, reduces=True, copies=GLOO).now == 100  # their halves
+    assert FsdpMemory(UNITS, 2, 1, there=True, reduces=True, copies=GLOO).now == 200
+    assert FsdpMemory(UNITS, 2, 2, there=True, reduces=True, copies=GLOO).now == 100  # their halves

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grappe.foresight.ledger import Operator
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.trace import Operator
 from grappe.tasks.pysource import PySource
-from tests.foresight.test_sketch import Small
+from tests.foresight.test_fake_model import Small
 
 ROWS, WIDTH = 4, 8
 
 
 def operators() -> tuple[Operator, ...]:
-    return Sketch(Small(), Path("data"), records=True).trace(ROWS).operators
+    return FakeModel(Small(), Path("data"), records=True).trace(ROWS).operators
 
 
 def test_matrix_products_have_their_flops_and_bytes() -> None:
@@ -32,12 +32,12 @@ def test_views_compute_nothing_and_are_marked() -> None:
 
 
 def test_a_trace_without_records_keeps_none() -> None:
-    assert Sketch(Small(), Path("data")).trace(ROWS).operators == ()
+    assert FakeModel(Small(), Path("data")).trace(ROWS).operators == ()
 
 
 def test_split_modules_send_messages(tmp_path: Path) -> None:
     task = PySource(width=32, depth=2, heads=2, batch_size=8, megabytes=0.3)
-    trace = Sketch(task, tmp_path, records=True).trace(8, tensor=2)
+    trace = FakeModel(task, tmp_path, records=True).trace(8, tensor=2)
     sent = [one for one in trace.operators if one.collective is not None]
     assert {one.collective for one in sent} == {"all_reduce"} and len(
         sent

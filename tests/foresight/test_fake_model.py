@@ -11,9 +11,9 @@ from torch import nn
 from grappe import Arrays, Task
 from grappe.errors import PlanError, TaskError
 from grappe.foresight import kernels
-from grappe.foresight.compose import needs
-from grappe.foresight.sharding import padded, rows_of
-from grappe.foresight.sketch import Sketch
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
+from grappe.foresight.memory import padded, rows_of
 from grappe.foresight.trace import GRADIENT
 from grappe.plan import Plan
 
@@ -67,7 +67,7 @@ class Looks(Small):
 
 
 def test_a_tied_parameter_counts_once_and_a_frozen_one_has_no_gradient(tmp_path: Path) -> None:
-    found = needs(Sketch(Small(), tmp_path), Plan())
+    found = memory_forecast(FakeModel(Small(), tmp_path), Plan())
     assert found.states.parameters == 4 * (64 + 24 + 3)
     assert found.states.gradients == 4 * 64
     assert found.states.optimizer == 2 * 4 * 64 + 4  # and the count of its steps
@@ -75,21 +75,21 @@ def test_a_tied_parameter_counts_once_and_a_frozen_one_has_no_gradient(tmp_path:
 
 
 def test_a_trace_marks_each_gradient_once_and_ends_empty(tmp_path: Path) -> None:
-    trace = Sketch(Small(), tmp_path).trace(4)
+    trace = FakeModel(Small(), tmp_path).trace(4)
     assert [mark.which for mark in trace.marks if mark.kind == GRADIENT] == [0]
     assert trace.marks[-1].level == 0
     assert trace.batch == 4 * 8 * 4 + 4 * 8
 
 
 def test_a_larger_batch_than_was_read_has_activations_in_proportion(tmp_path: Path) -> None:
-    sketch = Sketch(Small(batch_size=64), tmp_path)
-    peaks = [max(mark.peak for mark in sketch.trace(rows).marks) for rows in (100, 200, 300)]
+    fake_model = FakeModel(Small(batch_size=64), tmp_path)
+    peaks = [max(mark.peak for mark in fake_model.trace(rows).marks) for rows in (100, 200, 300)]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
 
 
 def test_a_model_that_reads_values_is_named_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"Looks cannot run without values.*test_sketch\.py.*item"):
-        Sketch(Looks(), tmp_path).trace(4)
+    with pytest.raises(TaskError, match=r"Looks cannot run without values.*test_fake_model\.py.*item"):
+        FakeModel(Looks(), tmp_path).trace(4)
 
 
 class Broken(Small):
@@ -111,10 +111,10 @@ class Unsplit(Small):
 
 
 def test_what_the_tasks_own_code_raises_names_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"no such picture.*test_sketch\.py"):
-        Sketch(Broken(), tmp_path)
-    with pytest.raises(TaskError, match=r"nothing.*test_sketch\.py.*tensor_plan"):
-        needs(Sketch(Unsplit(), tmp_path), Plan.parse("tensor=2"))
+    with pytest.raises(TaskError, match=r"no such picture.*test_fake_model\.py"):
+        FakeModel(Broken(), tmp_path)
+    with pytest.raises(TaskError, match=r"nothing.*test_fake_model\.py.*tensor_plan"):
+        memory_forecast(FakeModel(Unsplit(), tmp_path), Plan.parse("tensor=2"))
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "tensor=2"])
@@ -122,9 +122,9 @@ def test_a_model_of_transformers_is_split_as_in_a_training(plan: str, tmp_path: 
     pytest.importorskip("transformers")
     from tests.parallel.families import Llama
 
-    sketch = Sketch(Llama(), tmp_path)
-    whole = sum(one.size for one in sketch.parameters)
-    found = needs(sketch, Plan.parse(plan)).states.parameters
+    fake_model = FakeModel(Llama(), tmp_path)
+    whole = sum(one.size for one in fake_model.parameters)
+    found = memory_forecast(fake_model, Plan.parse(plan)).states.parameters
     assert whole / 2 <= found < whole * 0.75
 
 
@@ -132,18 +132,18 @@ def test_a_kernel_that_is_too_large_to_be_tried_leaves_the_peak_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "LARGEST", 100)
-    sketch = Sketch(Normal(), tmp_path, kernels=kernels.Kernels())
-    assert needs(sketch, Plan()).peak is None
+    fake_model = FakeModel(Normal(), tmp_path, kernels=kernels.Kernels())
+    assert memory_forecast(fake_model, Plan()).peak is None
 
 
 @pytest.mark.parametrize("text", ["engine=textbook,replicate=2", "compile", "exact=2"])
 def test_what_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="grappe measure"):
-        needs(Sketch(Small(), tmp_path), Plan.parse(text))
+        memory_forecast(FakeModel(Small(), tmp_path), Plan.parse(text))
 
 
 def test_rows_are_split_as_torch_chunks_them(tmp_path: Path) -> None:
-    one = Sketch(Small(), tmp_path).parameters[1]  # the frozen weight, of 3 rows
+    one = FakeModel(Small(), tmp_path).parameters[1]  # the frozen weight, of 3 rows
     assert one.shape == (3, 8)
     chunks = torch.empty(3, 8).chunk(4)
     assert [rows_of(one, 4, rank) for rank in range(4)] == [*map(len, chunks), 0]
