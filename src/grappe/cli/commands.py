@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, foreseeing, images, measuring, tuning
+from grappe.cli import cluster, images, measuring, tuning
 from grappe.cli import exit as entry_point
 from grappe.cli.application import app
 from grappe.cli.arguments import (
@@ -362,7 +362,6 @@ def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
     return EXIT_OK
 
 
-foreseeing.register(app)
 measuring.register(app)
 tuning.register(app)
 images.register(app)

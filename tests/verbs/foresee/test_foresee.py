@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grappe.cli import foreseeing
+from grappe.cli import measuring
 from grappe.errors import PlanError, TaskError, UsageError
 from grappe.foresight import gpu_time
 from grappe.foresight.gpu_time import StepTime
@@ -72,7 +72,7 @@ def test_the_exit_code_is_1_only_if_none_fits_for_sure(
     found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
     times = PlanTimes(plans=tuple(TimedPlan(foreseen=one) for one in found))
     monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: times)
-    assert foreseeing.foresee("digits", site="narval") == code
+    assert measuring.foresee("digits", site="narval") == code
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     assert eight.time is not None and eight.time.communication == 0  # within computing
     assert found.gpu.startswith("NVIDIA A100")
     assert "not measured on it" in found.notes[-1] and "data sheet" in found.notes[-1]
-    assert foreseeing.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
+    assert measuring.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
     assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
 
 

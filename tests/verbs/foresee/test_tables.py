@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.cli import foreseeing
+from grappe.cli import measuring
 from grappe.errors import UsageError
 from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.search import Foreseen, MemoryBudget
@@ -87,4 +87,4 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", None)
     for out, why in ((tmp_path / "x.csv", r"\.json"), (tmp_path / "no" / "x.json", "No such file")):
         with pytest.raises(UsageError, match=why):
-            foreseeing.foresee("digits", out=out)
+            measuring.foresee("digits", out=out)
