@@ -1,4 +1,4 @@
-"""Defines the commands that measure, predict, compare and show: foresee, measure, verify, lr-find, report, follow, curves."""
+"""Defines the commands that predict, measure and show: foresee, measure, verify, lr-find, report, follow, curves."""
 
 from __future__ import annotations
 
