@@ -45,33 +45,26 @@ def shared_secret(process: ProcessRank, store: Store, folder: Path) -> str:
         store.set(KEY, name)
     else:
         name = store.get(KEY).decode(errors="replace")
-        secret = _awaited(folder / name) if name.startswith(".secret-") and Path(name).name == name else ""
+        secret = ""
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        if name.startswith(".secret-") and Path(name).name == name:
+            while time.monotonic() < deadline:  # a network's file system may show it late
+                with contextlib.suppress(OSError, RunError):
+                    secret = files.read_text(folder / name)
+                    break
+                time.sleep(0.05)
     if name == "none" or not secret:
         raise ProcessDied(
             f"the processes of this start share no secret: {secret or 'process 0 wrote none that can be read'}"
         )
-    _all_have_it(process, store)
-    if process.rank == 0:
-        with contextlib.suppress(OSError, RunError):
-            files.remove(folder / name)
-    return secret
-
-
-def _all_have_it(process: ProcessRank, store: Store) -> None:
-    """Waits on process 0 until all have read the file, so that it can be removed."""
+    # Process 0 removes the file once all have read it.
     if process.rank:
         store.set(f"{KEY}/{process.rank}", "read")
     else:
         store.wait([f"{KEY}/{rank}" for rank in range(1, process.size)], PATIENCE)
-
-
-def _awaited(file: Path) -> str:
-    deadline = time.monotonic() + PATIENCE.total_seconds()
-    while time.monotonic() < deadline:  # a file system over the network may show it late
         with contextlib.suppress(OSError, RunError):
-            return files.read_text(file)
-        time.sleep(0.05)
-    return ""
+            files.remove(folder / name)
+    return secret
 
 
 def authenticate(process: ProcessRank, secret: str, group: ProcessGroup | None = None) -> None:
@@ -91,7 +84,7 @@ def authenticate(process: ProcessRank, secret: str, group: ProcessGroup | None =
     words = [bytes(row.tolist()) for row in nonces]
 
     def shown(prover: int, other: int) -> bytes:
-        """Returns the digest that process `one` shows to process `other`."""
+        """Returns the digest that process `prover` shows to process `other`."""
         text = f"{prover} to {other} of {members} ".encode() + words[prover] + words[other]
         return hmac.digest(secret.encode(), text, "sha256")
 

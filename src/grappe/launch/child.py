@@ -96,7 +96,11 @@ def run(
         pipe.send_bytes(cloudpickle.dumps(report))
         code = EXIT_OK
     except BaseException as error:
-        mistake = _as_grappe_error(error) if isinstance(error, OSError) else error
+        mistake = error
+        if isinstance(error, OSError) and is_of_disk(error):
+            mistake = RunError(f"{error}: {disk_advice(error)}")
+        elif isinstance(error, OSError) and error.filename is not None:
+            mistake = of_file(error)
         if isinstance(mistake, GrappeError):
             name, details = type(mistake).__name__, traceback.format_exc()
             pipe.send(Report(kind="error", error=name, message=str(mistake), details=details))
@@ -119,13 +123,6 @@ def run(
             sys.stderr.flush()
         pipe.close()
         os._exit(code)  # communication threads of a failed step may never join
-
-
-def _as_grappe_error(error: OSError) -> BaseException:
-    """Returns an error of the disk, or about a named file, as one of grappe's; others as they are."""
-    if is_of_disk(error):
-        return RunError(f"{error}: {disk_advice(error)}")
-    return error if error.filename is None else of_file(error)
 
 
 def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:

@@ -233,19 +233,15 @@ def _context(processes: int) -> BaseContext:
     A server costs the start of another interpreter, which pays off for processes that share its imports, now or
     later in this command.
     """
-    if processes == 1 and _is_clean() and not forkserver_is_running():
-        return multiprocessing.get_context("fork")
-    start_server()
-    return multiprocessing.get_context("forkserver")
-
-
-def _is_clean() -> bool:
-    """Returns whether a fork is safe: no other thread, whose locks would stay held, and no torch set up by a caller."""
     try:
         threads = len(list(TASKS.iterdir()))
     except OSError:  # not on macOS, whose libraries do not bear a fork either
-        return False
-    return threads == 1 and "torch" not in sys.modules
+        threads = 0
+    # A fork is safe with no other thread, whose locks would stay held, and no torch set up by a caller.
+    if processes == 1 and threads == 1 and "torch" not in sys.modules and not forkserver_is_running():
+        return multiprocessing.get_context("fork")
+    start_server()
+    return multiprocessing.get_context("forkserver")
 
 
 class LocalProcess:

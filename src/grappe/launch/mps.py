@@ -46,31 +46,33 @@ def shared_gpus(
     folder = _folder(process)
     first = process is None or process.local_rank == 0
     if first:
-        _end_orphans(folder.parent)
+        for owner in folder.parent.glob(
+            f"*/{OWNER}"
+        ):  # daemons whose owner was killed before it could end them
+            with contextlib.suppress(ValueError, OSError):
+                if not Path(f"/proc/{int(files.read_text(owner))}").exists():
+                    stop(owner.parent)
         start(folder, environment)
     else:
-        _wait_for(folder)
-    try:
-        with _led_to(folder, environment):
-            yield
-    finally:
-        if first:
-            stop(folder)
-
-
-@contextlib.contextmanager
-def _led_to(folder: Path, environment: MutableMapping[str, str]) -> Iterator[None]:
-    """Context with the clients' environment variables; afterwards the previous ones are restored, for a notebook."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (folder / READY).exists():
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"MPS was not started in {PATIENCE_SECONDS:.0f} s by the first process of this node"
+                )
+            time.sleep(0.05)
     before = {name: environment.get(name) for name in (*variables(folder), DEVICES)}
     environment.update(variables(folder))
     environment.pop(DEVICES, None)  # the daemon has numbered the devices that it names from 0
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in before.items():  # for a notebook
             environment.pop(name, None)
             if value is not None:
                 environment[name] = value
+        if first:
+            stop(folder)
 
 
 def is_needed(plan: Plan) -> bool:
@@ -128,21 +130,3 @@ def _folder(process: ProcessRank | None) -> Path:
     # The same processes may train twice, and must not find the service that is just ending.
     _starts[process.job, process.rank] += 1
     return base / f"{process.job}-{_starts[process.job, process.rank]}"
-
-
-def _wait_for(folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (folder / READY).exists():
-        if time.monotonic() > deadline:
-            raise UsageError(
-                f"MPS was not started in {PATIENCE_SECONDS:.0f} s by the first process of this node"
-            )
-        time.sleep(0.05)
-
-
-def _end_orphans(base: Path) -> None:
-    """Ends daemons whose owner was killed before it could end them."""
-    for owner in base.glob(f"*/{OWNER}"):
-        with contextlib.suppress(ValueError, OSError):
-            if not Path(f"/proc/{int(files.read_text(owner))}").exists():
-                stop(owner.parent)

@@ -31,21 +31,19 @@ def is_busy() -> bool:
     cores = os.cpu_count() or 1
     others = cores
     for _ in range(LOOKS):
-        others = min(others, _running() - 1)
+        # The whole machine's running and runnable threads, without this one.
+        try:
+            lines = STAT.read_text().splitlines()
+        except OSError:
+            return False
+        others = min(
+            others, next((int(line.split()[1]) - 1 for line in lines if line.startswith("procs_running ")), 0)
+        )
         if others < 1:
             return False
         time.sleep(LOOK_SECONDS)
     ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return others + ours > cores
-
-
-def _running() -> int:
-    """Counts the whole machine's running and runnable threads, this one included."""
-    try:
-        lines = STAT.read_text().splitlines()
-    except OSError:
-        return 1
-    return next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), 1)
 
 
 @functools.cache

@@ -79,11 +79,16 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessRank:
 def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
     if int(environment["SLURM_STEP_NUM_TASKS"]) == 1:
         return None
+    counts: list[int] = []  # of the step's processes on each node, from a text like `2(x2),1`
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, repeat = part.partition("(x")
+        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
+    node = int(environment.get("SLURM_NODEID", 0))
     return ProcessRank(
         rank=int(environment["SLURM_PROCID"]),
         size=int(environment["SLURM_STEP_NUM_TASKS"]),
         local_rank=int(environment["SLURM_LOCALID"]),
-        local_size=_local_tasks(environment),
+        local_size=counts[node] if node < len(counts) else counts[0],
         cores=int(environment["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environment else None,
         launcher="srun",
         job="-".join(
@@ -106,13 +111,3 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
         and all(name in environment for name in names)
         and "SLURM_PTY_PORT" not in environment
     )
-
-
-def _local_tasks(environment: Mapping[str, str]) -> int:
-    """Reads the number of the step's processes on this node from a text like `2(x2),1`."""
-    counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, _, repeat = part.partition("(x")
-        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
-    node = int(environment.get("SLURM_NODEID", 0))
-    return counts[node] if node < len(counts) else counts[0]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,22 +147,16 @@ def _published_store(process: ProcessRank, address: Path, timeout: timedelta) ->
         address.parent.mkdir(parents=True, exist_ok=True)
         files.replace(address, f"{host} {store.port}".encode(), mode=files.PRIVATE)
         return store
-    host, port = _wait_for(
-        lambda: files.read_text(address).split(), f"process 0's address in {address.parent}"
-    )
-    return dist.TCPStore(host, int(port), process.size, False, timeout, wait_for_workers=False)
-
-
-def _wait_for(read: Callable[[], list[str]], what: str) -> list[str]:
+    what = f"process 0's address in {address.parent}"
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        try:
-            value = read()
-        except OSError:
-            value = []
-        if value:
-            return value
+        with contextlib.suppress(OSError):
+            if words := files.read_text(address).split():
+                break
         time.sleep(0.02)
-    raise UsageError(
-        f"waited {PATIENCE_SECONDS:.0f} s for {what}: is process 0 running, and do all nodes share that folder?"
-    )
+    else:
+        raise UsageError(
+            f"waited {PATIENCE_SECONDS:.0f} s for {what}: is process 0 running, and do all nodes share that folder?"
+        )
+    host, port = words
+    return dist.TCPStore(host, int(port), process.size, False, timeout, wait_for_workers=False)

@@ -164,8 +164,31 @@ def join(
     if process.size == 1 and plan.offload == "none":
         return World(process=process, device=device, threads=threads)
     backend = choose_backend(plan, device)
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from grappe.private_api.torch import flatten_mesh
+
     secret = rendezvous.start(process, backend, device, rendezvous_folder, timeout)
-    world = _with_mesh(plan, process, device, threads, backend)
+    degrees = tuple(getattr(plan, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
+    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+    group = None
+    if plan.data_parallel == process.size > 1:
+        group = dist.group.WORLD
+    elif plan.data_parallel > 1:
+        group = flatten_mesh(mesh["replicate", "shard"], "data").get_group()
+    coordinate = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
+    world = World(
+        process=process,
+        device=device,
+        mesh=mesh,
+        data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
+        data_size=plan.data_parallel,
+        data_group=group,
+        control=cast("ProcessGroup", control),
+        threads=threads,
+    )
     _authenticate_smaller_groups(world, backend, secret)
     return world
 
@@ -251,30 +274,3 @@ def _authenticate_smaller_groups(world: World, backend: str, secret: str) -> Non
         if group is not None and group not in proven:
             authentication.authenticate(world.process, secret, group)
             proven.append(group)
-
-
-def _with_mesh(plan: Plan, process: ProcessRank, device: torch.device, threads: int, backend: str) -> World:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from grappe.private_api.torch import flatten_mesh
-
-    degrees = tuple(getattr(plan, axis) for axis in AXES)
-    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
-    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-    group = None
-    if plan.data_parallel == process.size > 1:
-        group = dist.group.WORLD
-    elif plan.data_parallel > 1:
-        group = flatten_mesh(mesh["replicate", "shard"], "data").get_group()
-    coordinate = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
-    return World(
-        process=process,
-        device=device,
-        mesh=mesh,
-        data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
-        data_size=plan.data_parallel,
-        data_group=group,
-        control=cast("ProcessGroup", control),
-        threads=threads,
-    )
