@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grappe import engines
+from grappe import engines, sites
 from grappe.errors import UsageError
-from grappe.verbs.submit.packages import PackageRequests, Wheelhouse, prepare, requirements
+from grappe.plan import Plan
+from grappe.sites.sbatch import JobOptions
+from grappe.verbs.submit.packages import job_packages, requirements
+from grappe.verbs.submit.submission import Submission
 
-HOUSE = Wheelhouse(modules=(), wheels=None, on_modules=False, site="here")
+
+def submitted(task: str | None = None, loggers: tuple[str, ...] = (), **options: Any) -> Submission:
+    return Submission(task=task, arguments=(), loggers=loggers, job=JobOptions(**options))
 
 
 def test_every_engine_with_a_library_of_its_own_has_an_extra() -> None:
@@ -23,8 +29,8 @@ def test_every_engine_with_a_library_of_its_own_has_an_extra() -> None:
 def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import sklearn, numpy, torch, pandas")
     task = str(tmp_path / "mine.py")
-    assert requirements(PackageRequests(task=task)) == ["pandas", "scikit-learn"]
-    found = requirements(PackageRequests(task=task, requested=("Scikit_Learn==1.5", "torch==2.11.0")))
+    assert requirements(submitted(task)) == ["pandas", "scikit-learn"]
+    found = requirements(submitted(task, with_=("Scikit_Learn==1.5", "torch==2.11.0")))
     assert found == ["pandas", "Scikit_Learn==1.5", "torch==2.11.0"]
 
 
@@ -33,20 +39,24 @@ def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
 )
 def test_what_is_no_package_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--with"):
-        requirements(PackageRequests(requested=(text,)))
+        requirements(submitted(with_=(text,)))
 
 
 def test_a_file_of_requirements(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
-        requirements(PackageRequests(file=tmp_path / "none.txt"))
+        requirements(submitted(requirements=tmp_path / "none.txt"))
     (tmp_path / "some.txt").write_text("x\n")
-    assert requirements(PackageRequests(file=tmp_path / "some.txt")) == [f"-r {tmp_path}/some.txt"]
+    assert requirements(submitted(requirements=tmp_path / "some.txt")) == [f"-r {tmp_path}/some.txt"]
 
 
 def test_equal_packages_are_one_environment() -> None:
-    one, why = prepare(PackageRequests(task="digits", features=("lightning",)), HOUSE, ask_pip=False)
-    same, _ = prepare(PackageRequests(task="digits", features=("lightning",)), HOUSE, ask_pip=False)
-    other, _ = prepare(PackageRequests(task="digits", features=("native", "wandb")), HOUSE, ask_pip=False)
+    site = sites.find("narval")
+    one, why = job_packages(submitted("digits"), site, Plan(engine="lightning"), show=True)
+    same, _ = job_packages(submitted("digits"), site, Plan(engine="lightning"), show=True)
+    other, _ = job_packages(submitted("digits", ("wandb",)), site, Plan(), show=True)
+    assert one is not None
+    assert same is not None
+    assert other is not None
     assert why
     assert not one.locked
     assert one.key == same.key != other.key

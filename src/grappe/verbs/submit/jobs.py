@@ -21,6 +21,12 @@ JOBS = "jobs.jsonl"
 FILE_SECONDS = 1.0  # between reads of the run's folder
 QUERY_SECONDS = 60.0  # between queries to Slurm, which sites ask to keep rare
 GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
+ENDINGS = {
+    "TIMEOUT": "reached its time limit without a save: ask for more --time, or --save-every fewer steps",
+    "OUT_OF_MEMORY": "took more memory than it asked for: use a smaller batch_size, fewer workers, or more nodes",
+    "CANCELLED": "was cancelled",
+    "NODE_FAIL": "lost a node",
+}
 
 
 def record_job(run: Path, job: str, site: str, cost: str) -> None:
@@ -127,7 +133,10 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
             else:
                 missed = missed or now
                 if (end := slurm.ended(job)) is not None and not exit_file.exists():
-                    return _exit_code(run, job, end)
+                    if end.state in ("COMPLETED", "FAILED") and not end.signal:
+                        return end.code
+                    how = ENDINGS.get(end.state, f"ended as {end.state}")
+                    raise ProcessDied(f"job {job} of {run} {how}: grappe logs {run}")
                 if now - missed > GRACE_SECONDS:
                     raise ProcessDied(
                         f"job {job} of {run} is gone, and neither Slurm nor the run knows its end: grappe logs {run}"
@@ -142,17 +151,3 @@ def written_code(file: Path) -> int | None:
     except FileNotFoundError:
         return None
     return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
-
-
-def _exit_code(run: Path, job: str, end: slurm.End) -> int:
-    if end.state in ("COMPLETED", "FAILED") and not end.signal:
-        return end.code
-    words = {
-        "TIMEOUT": "reached its time limit without a save: ask for more --time, or --save-every fewer steps",
-        "OUT_OF_MEMORY": "took more memory than it asked for: use a smaller batch_size, fewer workers, or more nodes",
-        "CANCELLED": "was cancelled",
-        "NODE_FAIL": "lost a node",
-    }
-    raise ProcessDied(
-        f"job {job} of {run} {words.get(end.state, f'ended as {end.state}')}: grappe logs {run}"
-    )

@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grappe import tasks
@@ -58,18 +58,6 @@ class Wheelhouse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MissingPackage:
-    """A package that the wheelhouse lacks."""
-
-    what: str
-    """With the versions that would do."""
-    by: str
-    """The package that needs it; "": the user's own request."""
-    versions: str
-    """Those that there are; "": none."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved:
     """The packages to install, each with its version."""
 
@@ -98,27 +86,18 @@ def resolve(
         folder = Path(name)
         (folder / wheel[0]).write_bytes(wheel[1])
         own = f"{folder / wheel[0]}[{','.join(extras)}]" if extras else str(folder / wheel[0])
-        missing: list[MissingPackage] = []
-        while True:
-            output = _pip(folder, [own, *requirements], house)
-            if output is None:
-                break
+        missing: dict[str, re.Match[str]] = {}
+        while (output := _pip(folder, [own, *requirements], house)) is not None:
             match = MISSING.search(output)
-            package = match and MissingPackage(
-                what=match["what"],
-                by=match["by"] or "",
-                versions="" if match["versions"] == "none" else match["versions"],
-            )
-            if (
-                package is None
-                or len(missing) == MOST_MISSING
-                or package.what in {other.what for other in missing}
-            ):
-                if not missing:
-                    raise UsageError(f"these packages do not fit each other (pip):\n{_words(output, folder)}")
-                break
-            missing.append(package)
-            if not _stand_in(folder, package.what):
+            if match is None or len(missing) == MOST_MISSING or match["what"] in missing:
+                if missing:
+                    break
+                lines = output.replace(f"{folder}/", "").splitlines()
+                lines = [line.partition("ERROR: ")[2] or line for line in lines]
+                words = "\n".join(f"  {line}" for line in lines if line.strip() and "[notice]" not in line)
+                raise UsageError(f"these packages do not fit each other (pip):\n{words}")
+            missing[match["what"]] = match
+            if not _stand_in(folder, match["what"]):
                 break
         if missing:
             raise UsageError(_message(missing, house))
@@ -187,25 +166,21 @@ def _stand_in(folder: Path, what: str) -> bool:
     return True
 
 
-def _words(output: str, folder: Path) -> str:
-    lines = [line.partition("ERROR: ")[2] or line for line in output.replace(f"{folder}/", "").splitlines()]
-    return "\n".join(f"  {line}" for line in lines if line.strip() and "[notice]" not in line)
-
-
-def _message(missing: Sequence[MissingPackage], house: Wheelhouse) -> str:
+def _message(missing: Mapping[str, re.Match[str]], house: Wheelhouse) -> str:
     count = f"{len(missing)} packages" if len(missing) > 1 else "a package"
     where = f"{house.site} ({', '.join(house.modules)})" if house.modules else house.site
     lines = [f"the wheels of {where} lack {count}, and nothing was submitted:"]
-    for package in missing:
-        needed = f", which {package.by} needs" if package.by else ""
-        lines.append(f"  {package.what}{needed}: there is {package.versions or 'none'}")
-    names = " ".join(shlex.quote(package.what.replace(" ", "")) for package in missing)
+    for what, match in missing.items():
+        by, versions = match["by"], match["versions"]
+        needed = f", which {by} needs" if by else ""
+        lines.append(f"  {what}{needed}: there is {versions}")
+    names = " ".join(shlex.quote(what.replace(" ", "")) for what in missing)
     folder = shlex.quote(str(house.wheels or "wheels"))
     lines += [
         f"Fetch them once, where there is internet (the login node, often), and submit again with --wheels {folder}:",
         f"  python -m pip download --no-deps --dest {folder} {names}",
     ]
-    if any(package.versions for package in missing):
+    if any(match["versions"] != "none" for match in missing.values()):
         lines.append("Or take a version that is there (--with NAME==VERSION), or other --modules.")
     return "\n".join(lines)
 
@@ -228,7 +203,10 @@ def packages_of_task(reference: str) -> list[str]:
     if place.endswith(".py"):
         return packages_of_file(Path(place))
     if "." in place or colon:
-        return _of_module(place)
+        near = _beside(place, [Path.cwd()])
+        if near:
+            return sorted({package for file in near for package in packages_of_file(file)})
+        return [package_of(place.partition(".")[0])]
     return packages_of_file(Path(tasks.__path__[0]) / f"{place}.py")
 
 
@@ -309,13 +287,6 @@ def _beside(name: str, places: list[Path]) -> list[Path]:
     return []
 
 
-def _of_module(name: str) -> list[str]:
-    near = _beside(name, [Path.cwd()])
-    if near:
-        return sorted({package for file in near for package in packages_of_file(file)})
-    return [package_of(name.partition(".")[0])]
-
-
 REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*)(\[[\w.,-]+\])?((===?|~=|!=|<=?|>=?)[\w.*+!-]+(,(===?|~=|!=|<=?|>=?)[\w.*+!-]+)*)?",
     re.ASCII,
@@ -323,68 +294,31 @@ REQUIREMENT = re.compile(
 SEPARATORS = re.compile(r"[-_.]+")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackageRequests:
-    """The parts of a job that need packages."""
-
-    task: str | None = None
-    """A task's reference."""
-    script: Path | None = None
-    """A Python script of the user's own."""
-    features: tuple[str, ...] = ()
-    """Engines and loggers: names of extras, where they have packages of their own."""
-    requested: tuple[str, ...] = ()
-    file: Path | None = None
-
-
-def prepare(needs: PackageRequests, house: Wheelhouse, *, ask_pip: bool) -> tuple[Packages, str]:
-    """Returns the packages of a job's environment, and the reason why they are not resolved; "" if they are.
-
-    Args:
-        ask_pip: resolve them against the wheelhouse.
-
-    Raises:
-        UsageError: a request is malformed, or the wheelhouse lacks packages.
-    """
-    wheel = own_wheel()
-    known_extras = importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ()
-    extras = sorted(set(needs.features) & set(known_extras))
-    lines = requirements(needs)
-    why = "the script is only shown"
-    if ask_pip:
-        try:
-            resolved = resolve(wheel, extras, lines, house)
-        except Unresolvable as error:
-            why = str(error)
-        else:
-            depends = [resolved.python, *house.modules, str(house.on_modules)]
-            return packages(wheel, resolved.requirements, depends, locked=True), ""
-    loose = [*_own(extras), *lines]
-    depends = [*house.modules, str(house.on_modules)]
-    return packages(wheel, loose, depends, locked=False), why
-
-
-def requirements(needs: PackageRequests) -> list[str]:
-    """Lists the requirements besides grappe and its extras; a request of the user replaces an import's package.
+def requirements(submission: Submission) -> list[str]:
+    """Lists a job's requirements besides grappe and its extras; a request of the user replaces an import's package.
 
     Raises:
         UsageError: a request is malformed, or its file is missing.
     """
-    for requirement in needs.requested:
+    job, task = submission.job, submission.task
+    for requirement in job.with_:
         if not REQUIREMENT.fullmatch(requirement):
             raise UsageError(
                 f"--with {requirement}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'"
             )
-    read = packages_of_task(needs.task) if needs.task else []
-    read += packages_of_file(needs.script) if needs.script else []
-    asked = {_plain(requirement) for requirement in needs.requested}
+    if task is None and submission.run is not None:
+        name = str(Run(submission.run).read_description().get("task") or "")
+        task = None if name.startswith("__main__") else name  # that of a notebook
+    read = packages_of_task(task) if task else []
+    read += packages_of_file(submission.script) if submission.script else []
+    asked = {_plain(requirement) for requirement in job.with_}
     own = {_plain(requirement) for requirement in _own(())} | {"grappe"}
     lines = [requirement for requirement in dict.fromkeys(read) if _plain(requirement) not in asked | own]
-    lines += needs.requested
-    if needs.file is not None:
-        if not needs.file.is_file():
-            raise UsageError(f"--requirements={needs.file}: there is no such file")
-        lines.append(f"-r {needs.file.absolute()}")
+    lines += job.with_
+    if job.requirements is not None:
+        if not job.requirements.is_file():
+            raise UsageError(f"--requirements={job.requirements}: there is no such file")
+        lines.append(f"-r {job.requirements.absolute()}")
     return lines
 
 
@@ -408,7 +342,14 @@ def _plain(requirement: str) -> str:
 def job_packages(
     submission: Submission, site: Site, plan: Plan, *, show: bool
 ) -> tuple[Packages | None, str]:
-    """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked."""
+    """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked.
+
+    Args:
+        show: the script is only shown: they are not resolved against the wheelhouse.
+
+    Raises:
+        UsageError: a request is malformed, or the wheelhouse lacks packages.
+    """
     job, kind = submission.job, submission.job.env or site.job.environment
     if kind not in MADE_ON_NODES:
         for name, value in (("with", job.with_), ("requirements", job.requirements)):
@@ -426,17 +367,18 @@ def job_packages(
         on_modules=kind == "module",
         site=site.name,
     )
-    needs = PackageRequests(
-        task=submission.task or _task_of_run(submission.run),
-        script=submission.script,
-        features=(plan.engine, *submission.loggers, *(["tune"] if submission.sampler == TPE else [])),
-        requested=job.with_,
-        file=job.requirements,
-    )
-    return prepare(needs, house, ask_pip=not show)
-
-
-def _task_of_run(run: Path | None) -> str | None:
-    """Returns the name of the task that a run was trained on, unless it was made in a notebook."""
-    name = Run(run).read_description().get("task") if run is not None else None
-    return str(name) if name is not None and not str(name).startswith("__main__") else None
+    wheel = own_wheel()
+    features = {plan.engine, *submission.loggers, *(["tune"] if submission.sampler == TPE else [])}
+    extras = sorted(features & {*(importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ())})
+    lines = requirements(submission)
+    why = "the script is only shown"
+    if not show:
+        try:
+            resolved = resolve(wheel, extras, lines, house)
+        except Unresolvable as error:
+            why = str(error)
+        else:
+            depends = [resolved.python, *house.modules, str(house.on_modules)]
+            return packages(wheel, resolved.requirements, depends, locked=True), ""
+    depends = [*house.modules, str(house.on_modules)]
+    return packages(wheel, [*_own(extras), *lines], depends, locked=False), why

@@ -21,7 +21,6 @@ from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.generations import unfit_precision
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE
-from grappe.sites.schema import Site
 from grappe.sites.script import Script, check_name, cost, render
 from grappe.sites.storage import misplaced
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
@@ -171,13 +170,23 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     job = submission.job
     job_layout, site, plan = laid_out(submission)
     _check_task(submission, plan, existing=(job.env or site.job.environment) == "here")
-    _check_folder(site, Path.cwd())
+    expected = Path(os.path.expandvars(site.job.submit_from))
+    if expected.is_absolute() and not Path.cwd().is_relative_to(expected):
+        raise UsageError(
+            f"{site.name} takes jobs from {site.job.submit_from} only, and lets them write nowhere else: "
+            f"cd {expected} first"
+        )
     run = _folder(submission)
     if job.stage is not None and not job.stage.is_file():
         raise UsageError(f"--stage={job.stage}: there is no such archive")
     content, note = job_packages(submission, site, plan, show=show)
     is_script = submission.command == SCRIPT
     typed = submission.arguments if is_script else (submission.command, *submission.arguments)
+    # Of a search the doctor gets the task alone, since its fields are ranges.
+    fields = () if submission.command == TUNE else submission.fields
+    saves = submission.command in (TRAIN, TUNE)
+    if submission.script is not None:  # USR2 would only end other processes sooner
+        saves = any(name.partition(".")[0] in SAVE_ON_SIGNALS for name in imported(submission.script))
     script = Script(
         site=site,
         layout=job_layout,
@@ -191,14 +200,14 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         ),
         kind=submission.command,
         arguments=_arguments(submission, plan, run),
-        task=_of_doctor(submission),
+        task=() if submission.task is None else (submission.task, *fields),
         run=run,
         folder=Path.cwd(),
         data=submission.data
         or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
         python=sys.executable,
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
-        saves=_saves(submission),
+        saves=saves,
         packages=content,
         command=f"grappe submit --site {site.name} -- {shlex.join(typed)}",
         time_note=automatic.sentence if automatic else "",
@@ -241,13 +250,6 @@ def _folder(submission: Submission) -> Path:
     return new_folder(base, name).absolute()
 
 
-def _saves(submission: Submission) -> bool:
-    """Returns whether the processes save when they get USR2; other processes would only end sooner."""
-    if submission.script is None:
-        return submission.command in (TRAIN, TUNE)
-    return any(name.partition(".")[0] in SAVE_ON_SIGNALS for name in imported(submission.script))
-
-
 def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
     """Checks the task's fields and the plan now, so that an error does not appear only after hours in a queue.
 
@@ -275,17 +277,6 @@ def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
     if existing:
         # Variables of the node's are expanded there.
         engines.check(dataclasses.replace(plan, offload="cpu") if "$" in plan.offload else plan)
-
-
-def _check_folder(site: Site, folder: Path) -> None:
-    if not site.job.submit_from:
-        return
-    expected = Path(os.path.expandvars(site.job.submit_from))
-    if expected.is_absolute() and not folder.is_relative_to(expected):
-        raise UsageError(
-            f"{site.name} takes jobs from {site.job.submit_from} only, and lets them write nowhere else: "
-            f"cd {expected} first"
-        )
 
 
 def _environment(text: str) -> str:
@@ -330,10 +321,3 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
             continue
         rest.append(word)
     return (submission.command, *rest, *added, *(("--plan", str(plan)) if str(plan) else ()))
-
-
-def _of_doctor(submission: Submission) -> tuple[str, ...]:
-    """Returns the task and its fields; of a search the task alone, since its fields are ranges."""
-    if submission.task is None:
-        return ()
-    return (submission.task, *(() if submission.command == TUNE else submission.fields))
