@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grappe.engines.deepspeed.reached import Reached
+from grappe.engines.deepspeed.model import Reached
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World

@@ -9,16 +9,16 @@ import sys
 import pytest
 import torch
 
-from grappe.step.scores import BLOCK, Column, bytes_kept
+from grappe.step.scores import BLOCK, DeviceNumbers, bytes_kept
 
 HEAP = """
 import torch
 from grappe.profiling.memory import data_size, keep_freed_memory
-from grappe.step.scores import Column
+from grappe.step.scores import DeviceNumbers
 from grappe.tasks.pysource import PySource
 
 task = PySource(width=256, depth=2, heads=4)
-model, column = task.model(), Column(torch.device("cpu"))
+model, column = task.model(), DeviceNumbers(torch.device("cpu"))
 with keep_freed_memory(), torch.no_grad():
     for number in range(60):
         inputs, targets = (torch.randint(0, 256, (16, 128)) for _ in range(2))
@@ -30,7 +30,7 @@ print(data_size() - before)
 
 
 def test_numbers_come_back_as_they_were_over_several_blocks() -> None:
-    column = Column(torch.device("cpu"))
+    column = DeviceNumbers(torch.device("cpu"))
     numbers = [math.pi * number for number in range(2 * BLOCK + 3)]
     for number in numbers:
         column.append(torch.tensor(number) if number % 2 < 1 else number)
@@ -40,14 +40,14 @@ def test_numbers_come_back_as_they_were_over_several_blocks() -> None:
 
 @pytest.mark.parametrize("count", [1, BLOCK, BLOCK + 1])
 def test_the_bytes_of_a_column_are_foreseen(count: int) -> None:
-    column = Column(torch.device("cpu"))
+    column = DeviceNumbers(torch.device("cpu"))
     for number in range(count):
         column.append(number)
     assert bytes_kept(count, 1) == sum(block.nbytes for block in column._blocks)
 
 
 def test_no_number_is_an_empty_list() -> None:
-    assert Column(torch.device("cpu")).tolist() == []
+    assert DeviceNumbers(torch.device("cpu")).tolist() == []
 
 
 def test_numbers_that_are_kept_leave_the_heap_of_an_evaluation_as_it_was() -> None:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch
-from grappe.engines.shared.memory_needs import Needs
 from grappe.engines.shared.state import SavedState, State, TrainState
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.step.observers import Observers
-from grappe.step.result import After, StepResult
+from grappe.step.reduction import After, StepResult
 from grappe.step.scores import Scores
 from grappe.task import Task
 
@@ -71,7 +70,7 @@ class Engine(ABC):
         return None
 
     @classmethod
-    def offloaded_to_disk(cls, plan: Plan, needs: Needs) -> tuple[str, float] | None:
+    def offloaded_to_disk(cls, plan: Plan, needs: ModelMemory) -> tuple[str, float] | None:
         """Returns `plan` with offload to a disk, and a process's bytes of memory under it; None: not supported."""
         return None
 
@@ -122,3 +121,19 @@ class Engine(ABC):
     def remarks(self) -> Sequence[str]:
         """Returns remarks on the plan's execution for the run's summary."""
         return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """The memory of a whole model's parts, in bytes."""
+
+    parameters: int
+    gradients: int
+    units: tuple[int, ...]
+    """Bytes of parameters, by unit."""
+    largest: int
+    """Bytes of the largest parameter."""
+
+    def unit(self, plan: Plan) -> float:
+        """Returns the bytes of the largest part that is gathered at once: a unit, or without units the whole model."""
+        return max(self.units, default=self.parameters / plan.pipeline)

@@ -31,8 +31,7 @@ from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.precision import LossScale, set_tf32
-from grappe.step.reduction import PAYLOAD_SIZE, Sums
-from grappe.step.result import StepResult
+from grappe.step.reduction import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
 

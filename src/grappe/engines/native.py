@@ -30,12 +30,11 @@ from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.exact import rules as exact_rules
-from grappe.step.exact.sharded import exact_sums
+from grappe.step.exact.sums import exact_sums
 from grappe.step.fast_paths import OptimizerStep, backward
 from grappe.step.loss import Loss
 from grappe.step.precision import LossScale, autocast, set_tf32
-from grappe.step.reduction import Roots, Sums, loss_reduction
-from grappe.step.result import StepResult
+from grappe.step.reduction import Roots, StepResult, Sums, loss_reduction
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
 

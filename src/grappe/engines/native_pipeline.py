@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.order import cut
+from grappe.data.rows import at_rows
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.microbatch import MicrobatchRunner, nothing_changed
 from grappe.engines.shared.state import ModelState, SavedState, State, export, trained_parameters
@@ -23,16 +25,13 @@ from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
 from grappe.parallel.parallelize import parallelize
-from grappe.parallel.pipeline.check import check_units
-from grappe.parallel.pipeline.cut import Cut, cut
-from grappe.parallel.pipeline.even import check_even, even, largest
-from grappe.parallel.pipeline.relay import Relay
-from grappe.parallel.pipeline.replicas import sum_gradients
+from grappe.parallel.pipeline.cut import Cut, check_units, cut_into_stages
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.schedules import Runner
-from grappe.parallel.pipeline.stage import Stage, prune
+from grappe.parallel.pipeline.stage import Relay, Stage, key_of, prune
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import reshard, uses_shard
+from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase
 from grappe.profiling.phases import BACKWARD, FORWARD
 from grappe.step.clip import gradient_norm
@@ -145,7 +144,7 @@ class StagedModel:
         task, plan, world = setup.task, setup.plan, setup.world
         _check_once(setup)
         sketch = on_meta(task)
-        parts = cut(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)
+        parts = cut_into_stages(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)
         if any(isinstance(module, BatchNormBase) for module in sketch.modules()) and setup.samples:
             check_even(plan, task.batch_size, setup.samples)
         self._everywhere = trained_parameters(sketch)
@@ -322,3 +321,130 @@ def _pruned(
 def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Returns a tensor of the same shape without memory, on a device that optimizers accept."""
     return nn.Parameter(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape))
+
+
+def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
+    """Pads microbatches to `rows` rows each; padding rows count 0.
+
+    Raises:
+        PlanError: the microbatches differ in more than the number of rows.
+    """
+    padded = tuple(_padded(micro, rows) for micro in micros)
+    shapes = {key_of(micro.inputs) for micro in padded}
+    if len(shapes) > 1:
+        raise PlanError(
+            f"a pipeline's microbatches must have one shape, and a step had {_words(shapes)}: "
+            "let collate() pad every sample to the same length"
+        )
+    return padded
+
+
+def largest(plan: Plan, samples: int) -> int:
+    """Returns the rows of the largest microbatch of a step of `samples` samples, on any process."""
+    return max(1, *(rows for part in range(plan.data_parallel) for rows in _pieces(plan, samples, part)))
+
+
+def _pieces(plan: Plan, samples: int, part: int) -> list[int]:
+    """Returns the rows of each microbatch of a slice."""
+    first, last = cut(samples, plan.data_parallel, part)
+    bounds = (cut(last - first, plan.microbatches, number) for number in range(plan.microbatches))
+    return [b - a for a, b in bounds]
+
+
+def _words(keys: set[tuple]) -> str:
+    return ", ".join(sorted({str(list(leaf[0])) for key in keys for leaf in key[1:]}))
+
+
+def _padded(micro: Microbatch, rows: int) -> Microbatch:
+    missing = rows - micro.size
+    if not missing:
+        return micro
+    # The last row again: what a model takes is not known, but that it takes this.
+    places = [*range(micro.size), *[micro.size - 1] * missing]
+    weights = micro.weights
+    if isinstance(weights, Mapping):
+        weights = {name: _with_zeros(rows, micro, missing, name) for name, rows in weights.items()}
+    elif weights is not None:
+        weights = _with_zeros(weights, micro, missing)
+    inputs, targets = at_rows((micro.inputs, micro.targets), places, micro.size)
+    drawn_for = micro.sample_ids
+    if drawn_for is not None:
+        drawn_for = drawn_for._replace(ids=drawn_for.ids[places])
+    return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows, drawn_for)
+
+
+def _with_zeros(weights: Tensor, micro: Microbatch, missing: int, name: str = "") -> Tensor:
+    if name and len(weights) != micro.size:
+        raise PlanError(
+            f"a pipeline's microbatches must have one size, and one of {micro.size} samples would be filled with rows "
+            f"that count nothing: counts() has no row for each sample for {name!r}. Choose a batch_size that "
+            "microbatches= divides, also what is left for an epoch's last step"
+        )
+    return torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
+
+
+def check_even(plan: Plan, batch_size: int, samples: int) -> None:
+    """Rejects padding rows if they would enter batch normalisation's statistics.
+
+    Args:
+        samples: the number of training samples.
+
+    Raises:
+        PlanError: a step's samples do not divide evenly.
+    """
+    for step in {min(batch_size, samples), samples % batch_size} - {0}:
+        for part in range(plan.data_parallel):
+            rows = set(_pieces(plan, step, part))
+            if len(rows) > 1 or 0 in rows:
+                raise PlanError(
+                    f"a step of {step} samples (of {samples:,} in batches of {batch_size}) does not divide into "
+                    f"{plan.data_parallel} x microbatches={plan.microbatches} pieces of one even size. A "
+                    "pipeline would fill them with rows that enter batch normalisation's statistics: choose another "
+                    "batch_size or microbatches, or a model without batch normalisation"
+                )
+
+
+BUCKET_BYTES = 25_000_000  # as DistributedDataParallel's
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sums each parameter's gradient over `group`; a gradient that no process has stays None. Collective.
+
+    DistributedDataParallel is not used: its hooks need one forward before each backward, and do not support a backward
+    that computes gradients of inputs and of weights separately.
+    """
+    missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+    present = torch.ones(len(parameters), device=parameters[0].device)
+    present[missing] = 0.0
+    agreement = dist.all_reduce(present, group=group, async_op=True)
+    for number in missing:
+        parameters[number].grad = torch.zeros_like(parameters[number])
+    flights = []
+    for bucket in _buckets(parameters):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flights.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+    for work, flat, bucket in flights:
+        work.wait()
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, part in zip(bucket, flat.split(sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
+    agreement.wait()
+    for number in missing:
+        if not present[number]:
+            parameters[number].grad = None
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        if bucket and (size >= BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+    if bucket:
+        yield bucket

@@ -38,8 +38,7 @@ from grappe.step.clip import bounding, scale
 from grappe.step.exact import rules
 from grappe.step.exact.sums import Exact
 from grappe.step.precision import set_tf32
-from grappe.step.reduction import PAYLOAD_SIZE, Sums
-from grappe.step.result import StepResult
+from grappe.step.reduction import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.scores import Scores
 from grappe.step.task_contract import schedule_of
 from grappe.step.whole_batch_loss import make_losses

@@ -31,8 +31,7 @@ from grappe.optimizers.modes import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
-from grappe.parallel.pipeline.check import check_without_values
-from grappe.parallel.pipeline.cut import Cut
+from grappe.parallel.pipeline.cut import Cut, check_without_values
 from grappe.parallel.pipeline.stage import Stage
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import split_tensors

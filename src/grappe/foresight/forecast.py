@@ -52,10 +52,10 @@ from grappe.foresight.trace import REDUCE, START, Mark, Trace
 from grappe.launch.fork import run_in_fork
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
+from grappe.parallel.materialise import untied
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import uses_shard
-from grappe.parallel.ties import untied
 from grappe.plan import Plan
 from grappe.profiling.memory import data_size, return_freed_memory
 from grappe.step.scores import bytes_kept

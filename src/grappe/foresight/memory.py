@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from grappe.errors import TaskError
 from grappe.foresight.trace import END, GRADIENT, ROOT, Ledger, Mark, tensors_of
-from grappe.parallel.ties import untied
+from grappe.parallel.materialise import untied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from grappe.foresight.memory import Parameter, ParameterShard, homes_of, padded,
 from grappe.foresight.trace import Trace, tensors_of
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
-from grappe.parallel.pipeline.cut import Cut, cut
+from grappe.parallel.pipeline.cut import Cut, cut_into_stages
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import uses_shard
@@ -180,7 +180,9 @@ def cut_of(fake_model: FakeModel, plan: Plan) -> Cut:
         PlanError: the units are not the model, or cannot be cut.
     """
     fake_model.check_units()
-    return cut(fake_model.task, fake_model.plain, plan.pipeline * stages_each(plan), fake_model.example())
+    return cut_into_stages(
+        fake_model.task, fake_model.plain, plan.pipeline * stages_each(plan), fake_model.example()
+    )
 
 
 def traced_passes(fake_model: FakeModel, plan: Plan, samples: int) -> tuple[Trace, ...]:

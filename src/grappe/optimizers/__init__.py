@@ -1,10 +1,8 @@
 """Optimizers that mean the same under any plan: LARS, LARC, LAMB, Muon; parameter groups, averages, larger batches."""
 
 from grappe.optimizers.batch_scaling import scale_factor, warmed_up
-from grappe.optimizers.groups import by_name
-from grappe.optimizers.lamb import LAMB
-from grappe.optimizers.larc import LARC
-from grappe.optimizers.lars import LARS
+from grappe.optimizers.common import by_name
+from grappe.optimizers.layerwise import LAMB, LARC, LARS
 from grappe.optimizers.muon import Muon
 
 __all__ = ["LAMB", "LARC", "LARS", "Muon", "by_name", "scale_factor", "warmed_up"]

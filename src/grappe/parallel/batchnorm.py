@@ -63,10 +63,10 @@ def _combine(
 
     Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
     """
-    mine = torch.cat([mean, second, count])
-    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    gather_into(everyone, mine, group)
-    everyone = everyone.view(-1, mine.numel())
+    local = torch.cat([mean, second, count])
+    everyone = local.new_empty(dist.get_world_size(group) * local.numel())
+    gather_into(everyone, local, group)
+    everyone = everyone.view(-1, local.numel())
     channels = mean.numel()
     means, seconds, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
     total = counts.sum()
@@ -156,9 +156,9 @@ Kept = list[tuple[nn.Module, str, Tensor, Tensor]]
 def kept_buffers(module: nn.Module) -> Kept:
     """Copies every buffer: its module, its name there, the tensor, its values."""
     return [
-        (one, name, buffer, buffer.clone())
-        for one in module.modules()
-        for name, buffer in module_buffers(one).items()
+        (submodule, name, buffer, buffer.clone())
+        for submodule in module.modules()
+        for name, buffer in module_buffers(submodule).items()
         if buffer is not None
     ]
 

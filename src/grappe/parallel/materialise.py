@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,3 +97,40 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
                 if tensor is not None:
                     sites.setdefault(id(tensor), []).append((module, name))
     return [places for places in sites.values() if len(places) > 1]
+
+
+def untied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Lists the units that share neither a parameter with a module outside of them nor a module, in order.
+
+    FSDP2 makes a new parameter in each unit: one of two units would be two. Units that are listed twice, or share a
+    module, are left to the root, too; a unit may be inside another.
+    """
+    shared = shared_parameters(model)
+    inside = [{id(module) for module in unit.modules()} for unit in units]
+    times = collections.Counter(module for modules in inside for module in modules)
+
+    def is_alone(number: int) -> bool:
+        modules_inside, unit = inside[number], units[number]
+        if any(shared.get(id(parameter), modules_inside) - modules_inside for parameter in unit.parameters()):
+            return False
+        return max(times[module] for module in modules_inside) == 1 or not any(
+            other != number
+            and not modules_inside.isdisjoint(modules)
+            and not _nested(unit, modules_inside, units[other], modules)
+            for other, modules in enumerate(inside)
+        )
+
+    return [unit for number, unit in enumerate(units) if is_alone(number)]
+
+
+def shared_parameters(model: nn.Module) -> dict[int, set[int]]:
+    """Returns the modules that have a parameter of their own that another has, too; both by id."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return {parameter: several for parameter, several in owners.items() if len(several) > 1}
+
+
+def _nested(unit: nn.Module, modules_inside: set[int], other: nn.Module, theirs: set[int]) -> bool:
+    return unit is not other and (id(other) in modules_inside or id(unit) in theirs)

@@ -37,7 +37,7 @@ def ddp_arguments(find_unused: bool) -> dict[str, bool]:
     }
 
 
-class Carrier(nn.Module):
+class SumsCarrier(nn.Module):
     """A model and a parameter whose gradient carries the step's sums; registered last, it is in DDP's first bucket."""
 
     def __init__(self, model: nn.Module, device: torch.device, call: Call) -> None:
@@ -57,12 +57,11 @@ class Replicas:
     """DDP for a model, made at the first step, when it is known whether every parameter gets a gradient.
 
     DDP fails at its second step if a parameter gets no gradient, unless DDP looks for such parameters at every step,
-    which costs a
-    walk through the graph and an extra reduction. See docs/decisions/step.md.
+    which costs a walk through the graph and an extra reduction. See docs/decisions/step.md.
     """
 
     def __init__(self, model: nn.Module, world: World, call: Call) -> None:
-        self._carrier, self._call = Carrier(model, world.device, call), call
+        self._carrier, self._call = SumsCarrier(model, world.device, call), call
         self._world = world
         self._wrapped: DistributedDataParallel | None = None
 

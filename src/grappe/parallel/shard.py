@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from grappe.launch.world import World, gather_into
-from grappe.parallel.ties import untied
+from grappe.parallel.materialise import untied
 from grappe.plan import Plan
 from grappe.step.exact.sums import tree_sum, wire
 
@@ -63,9 +63,9 @@ def _scalars(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _summed(gradient: Tensor, group: dist.ProcessGroup, wire: torch.device) -> Tensor:
-    mine = gradient.detach().reshape(1).to(wire)
-    everyone = mine.new_empty(dist.get_world_size(group))
-    gather_into(everyone, mine, group)
+    local = gradient.detach().reshape(1).to(wire)
+    everyone = local.new_empty(dist.get_world_size(group))
+    gather_into(everyone, local, group)
     # In the order of an exact plan's pieces; those have a power of two.
     total = tree_sum(everyone[:, None]) if len(everyone).bit_count() == 1 else everyone.sum(0, keepdim=True)
     return total.to(gradient.device).reshape(())
@@ -88,8 +88,7 @@ def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | N
     """Returns a callback for the start of each microbatch (argument: is it the last?); None: every backward may reduce.
 
     With zero=1, unsharded gradients accumulate and are reduced once a step; with 2 and 3, at each microbatch.
-    The
-    all-reduce over replicas always waits for the last microbatch.
+    The all-reduce over replicas always waits for the last microbatch.
     """
     if plan.microbatches == 1 or not uses_shard(plan):
         return None

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from grappe.errors import PlanError
 from grappe.launch.world import World
-from grappe.parallel.ties import shared_parameters
+from grappe.parallel.materialise import shared_parameters
 from grappe.plan import Plan
 from grappe.private_api import transformers
 from grappe.task import Task
@@ -47,8 +47,8 @@ def tensor_styles(model: nn.Module, task: Task, plan: Plan) -> dict[str, Paralle
         PlanError: neither the task nor its model has a tensor plan, or the model's own cannot be followed.
     """
     styles = dict(task.tensor_plan(model))
-    for name, one in transformers.models(model).items() if not styles else ():
-        styles |= _styles(one, plan, model, f"{name}." if name else "")
+    for name, part in transformers.models(model).items() if not styles else ():
+        styles |= _styles(part, plan, model, f"{name}." if name else "")
     if not styles:
         raise PlanError(
             f"tensor={plan.tensor}: {type(task).__name__} does not say how its model is split; "
@@ -57,15 +57,15 @@ def tensor_styles(model: nn.Module, task: Task, plan: Plan) -> dict[str, Paralle
     return styles
 
 
-def _styles(one: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:
+def _styles(part: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:
     """Returns the styles that a model of transformers says; a parameter that two modules share stays whole."""
-    words, where = transformers.tensor_styles(one), f"tensor={plan.tensor}: {type(one).__name__}"
+    words, where = transformers.tensor_styles(part), f"tensor={plan.tensor}: {type(part).__name__}"
     if not words:
         raise PlanError(
             f"{where} has no tensor plan in transformers: give the task a tensor_plan(), or use shard= instead"
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(one.config, name, None)
+        heads = getattr(part.config, name, None)
         if isinstance(heads, int) and heads % plan.tensor:
             raise PlanError(
                 f"{where} has {name}={heads}, which {plan.tensor} processes cannot share: take a divisor"
@@ -73,7 +73,7 @@ def _styles(one: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, Pa
     shared = shared_parameters(model)
     styles = {}
     for name, word in words.items():
-        module = one.get_submodule(name)
+        module = part.get_submodule(name)
         style = _style(word) if isinstance(module, nn.Linear | nn.Embedding) else None
         if style is None:
             raise PlanError(

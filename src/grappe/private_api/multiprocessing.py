@@ -36,11 +36,11 @@ def forkserver_exit_code() -> int | None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while pid is not None and time.monotonic() < deadline:
         try:
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # collected already, or another process's
             return None
-        if found is not None:
-            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         time.sleep(0.02)
     return None
 

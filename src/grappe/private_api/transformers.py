@@ -23,49 +23,51 @@ def models(model: nn.Module) -> dict[str, Any]:
     if "transformers" not in sys.modules:
         return {}
     kind = sys.modules["transformers"].PreTrainedModel
-    found: dict[str, Any] = {}
+    outermost: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, kind) and not any(not one or name.startswith(f"{one}.") for one in found):
-            found[name] = module
-    return found
+        if isinstance(module, kind) and not any(
+            not outer or name.startswith(f"{outer}.") for outer in outermost
+        ):
+            outermost[name] = module
+    return outermost
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Lists the modules that must not be split, in order."""
-    found: list[nn.Module] = []
+    unsplit: list[nn.Module] = []
     inside: set[int] = set()
-    for one in models(model).values():
-        kinds = set(one._no_split_modules or ())
-        for module in one.modules():
+    for language_model in models(model).values():
+        kinds = set(language_model._no_split_modules or ())
+        for module in language_model.modules():
             if type(module).__name__ in kinds and id(module) not in inside:
                 inside.update(id(part) for part in module.modules())
-                found.append(module)
-    return found
+                unsplit.append(module)
+    return unsplit
 
 
-def tensor_styles(one: Any) -> dict[str, str]:
+def tensor_styles(model: Any) -> dict[str, str]:
     """Returns transformers' word for how each module is split, by the module's name; empty: it has no plan."""
-    plan = getattr(one, "tp_plan", None) or {}
-    starred = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in one.named_modules()}
+    plan = getattr(model, "tp_plan", None) or {}
+    starred = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_modules()}
     return {name: plan[pattern] for name, pattern in starred.items() if pattern in plan}
 
 
-def pipeline_order(one: Any) -> list[str]:
+def pipeline_order(model: Any) -> list[str]:
     """Lists the names of the modules that a pipeline runs one after the other; empty: it has no plan."""
-    plan = list(getattr(one, "pp_plan", None) or {})
-    prefix = f"{one.base_model_prefix}."
+    plan = list(getattr(model, "pp_plan", None) or {})
+    prefix = f"{model.base_model_prefix}."
     inner = [name for name in plan if name.startswith(prefix)]
     return [*inner, *(name for name in plan if name not in inner)]
 
 
-def switch_off_cache(one: Any) -> None:
+def switch_off_cache(model: Any) -> None:
     """Lets the model return no keys and values of attention, which are for generation."""
-    one.config.use_cache = False
+    model.config.use_cache = False
 
 
-def has_causal_sdpa(one: Any) -> bool:
+def has_causal_sdpa(model: Any) -> bool:
     """Returns whether attention without a mask is causal, by torch's scaled_dot_product_attention."""
     causal = {
-        module.is_causal for module in one.modules() if isinstance(getattr(module, "is_causal", None), bool)
+        module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
     }
-    return one.config._attn_implementation == "sdpa" and causal == {True}
+    return model.config._attn_implementation == "sdpa" and causal == {True}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from grappe.data.batch import Batch
 from grappe.launch.world import World
-from grappe.step.host_copy import HostCopy
 
 PAYLOAD_SIZE = 2  # the loss's sum and the flag
 Roots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -110,3 +111,51 @@ def loss_reduction(world: World, carried: nn.Parameter | None = None) -> LossRed
     if carried is not None:
         return PiggybackReduction(carried, world.data_size)
     return AllReduceReduction(world) if world.size > 1 else LossReduction(world.device)
+
+
+class HostCopy:
+    """A tensor being copied from a GPU; on a CPU, the tensor itself."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Tensor:
+        """Returns the tensor on the CPU; waits for the end of the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
+def host_copy(leaf: Any) -> Any:
+    """Begins to copy a tensor that is changed in place later; returns anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return HostCopy(leaf if leaf.is_cuda else leaf.clone())
+
+
+def read(leaf: Any) -> Any:
+    """Returns the tensor of a HostCopy; anything else as it is."""
+    return leaf.read() if isinstance(leaf, HostCopy) else leaf
+
+
+class StepResult(NamedTuple):
+    """The result of one optimizer step; its values may still be being computed."""
+
+    batch: Batch
+    sums: Sums
+    """The loss's global sum and the processes' flags, still being computed."""
+    norm: Tensor | None
+    """The whole gradient's norm before clipping, a scalar; None if the step did not need it."""
+    skipped: bool
+    """Whether an fp16 infinity occurred: nothing was learned, and the schedule did not advance."""
+    lr: float
+    """The learning rate of the first parameter group in this step."""
+
+
+After = Callable[[StepResult], bool]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -11,11 +13,14 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.collate import form
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users
+from grappe.errors.user_code import at, calls_users, sentence
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.step.metrics import Metrics, Number
+from grappe.private_api.torch import tree_map
+from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
+from grappe.step.task_contract import metrics_of
 from grappe.step.whole_batch_loss import make_losses
 from grappe.task import Task
 
@@ -40,7 +45,7 @@ class Scores:
     """Of a run that was evaluated: the checkpoint that was taken, and why."""
 
 
-class Column:
+class DeviceNumbers:
     """Numbers on a device, one of each microbatch, for which nothing waits.
 
     They are kept in blocks that are allocated ahead. A small tensor for each would take a piece of what the microbatch
@@ -78,9 +83,9 @@ class Scorer:
         self._losses, self._task = make_losses(task, plan, world), task
         self._metrics = Metrics(task, world)
         self._samples = 0
-        self._totals, self._divisors = Column(world.device), Column(world.device)
-        self._named: dict[str, Column] = {}
-        self._counts: dict[str, Column] = {}
+        self._totals, self._divisors = DeviceNumbers(world.device), DeviceNumbers(world.device)
+        self._named: dict[str, DeviceNumbers] = {}
+        self._counts: dict[str, DeviceNumbers] = {}
 
     @calls_users("a metric, or the loss")
     def add(self, output: Any, micro: Microbatch, batch: Batch) -> None:
@@ -90,7 +95,7 @@ class Scorer:
             self._divisors.append(count)
             for into, several in ((self._named, named), (self._counts, counts)):
                 for name, number in several.items():
-                    into.setdefault(name, Column(self._world.device)).append(number)
+                    into.setdefault(name, DeviceNumbers(self._world.device)).append(number)
         if micro.rows:
             self._samples += micro.rows
             self._metrics.update(output, micro)
@@ -161,3 +166,117 @@ def _summed(slices: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]
     """Sums what all data slices have, by name."""
     names = dict.fromkeys(name for parts in slices for name in parts)
     return {name: math.fsum(part for parts in slices for part in parts.get(name, ())) for name in names}
+
+
+Number = float | list[float]
+
+
+class Metrics:
+    """The metrics of a task, made anew."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task = task
+        self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
+        for name, metric in self._metrics.items():
+            if world.size > 1 and not default_states(metric):
+                raise TaskError(
+                    f"the metric '{name}' has no state of its own that processes could merge: give the metrics that "
+                    f"it is made of, each by its name, or keep what it counts by add_state(){at(task, 'metrics')}"
+                )
+            never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
+
+    def update(self, output: Any, micro: Microbatch) -> None:
+        """Adds a microbatch's samples.
+
+        Raises:
+            TaskError: a metric does not take the output and the targets.
+        """
+        for name, metric in self._metrics.items():
+            try:
+                metric.update(output, micro.targets)
+            except Exception as error:
+                raise TaskError(
+                    f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
+                    f"and a target {form(micro.targets)}: {sentence(error, self._task, 'metrics')}"
+                ) from error
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Returns each metric's state, on the CPU."""
+        return tree_map(lambda leaf: leaf.cpu(), self.device_states())
+
+    def device_states(self) -> dict[str, dict[str, Any]]:
+        """Returns each metric's state, which later updates change in place."""
+        return {name: dict(metric.metric_state) for name, metric in self._metrics.items()}
+
+    def small_states(self) -> dict[str, dict[str, Any]]:
+        """Returns the states of the metrics that do not keep every sample."""
+        return {
+            name: states
+            for name, states in self.device_states().items()
+            if not any(isinstance(state, list) for state in default_states(self._metrics[name]).values())
+        }
+
+    def computed(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
+        """Computes each metric from the `states` of all processes that had a sample.
+
+        Raises:
+            TaskError: a metric cannot be computed.
+        """
+        results = {}
+        for name, metric in self._metrics.items():
+            _merge(metric, [states[name] for states in everyone])
+            try:
+                value = metric.compute()
+            except Exception as error:
+                raise TaskError(
+                    f"the metric '{name}' cannot be computed: {sentence(error, self._task, 'metrics')}"
+                ) from error
+            results[name] = _number(self._task, name, value)
+        return results
+
+    def computed_so_far(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
+        """Computes those of the `small_states` that few samples are enough for; changes nothing."""
+        results = {}
+        for name in everyone[0]:
+            metric = copy.deepcopy(self._metrics[name])
+            _merge(metric, [states[name] for states in everyone])
+            with contextlib.suppress(Exception):  # an evaluation says it, if more samples do not help
+                results[name] = _number(self._task, name, metric.compute())
+        return results
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+
+@calls_users("a metric")
+def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
+    """Merges several processes' states into the metric, each state by its own reduction.
+
+    Does the same as torchmetrics when it synchronises (Metric._sync_dist), but over given processes.
+    """
+    for name, reduce in reductions(metric).items():
+        values = [state[name] for state in states]
+        merged: Any = (
+            torch.stack(values)
+            if isinstance(values[0], Tensor)
+            else [item for value in values for item in value]
+        )
+        empty = isinstance(merged, list) and not merged
+        if reduce is not None and not empty:
+            merged = reduce(merged)
+        if isinstance(default_states(metric)[name], list) and isinstance(merged, Tensor):
+            merged = [merged]
+        setattr(metric, name, tree_map(lambda leaf: leaf.to(metric.device), merged))
+    states_were_set(metric)
+
+
+@calls_users("a metric")
+def _number(task: Task, name: str, value: Any) -> float | list[float]:
+    if not isinstance(value, Tensor):
+        raise TaskError(
+            f"the metric '{name}' computed {form(value)}: it must be a tensor; give metrics() each number by its name"
+            + at(task, "metrics")
+        )
+    return value.item() if value.numel() == 1 else value.tolist()

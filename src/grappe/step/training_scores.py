@@ -13,13 +13,12 @@ from torch import Tensor
 from grappe.data.batch import Microbatch
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
-from grappe.step.host_copy import host_copy, read
-from grappe.step.metrics import Metrics, Number
-from grappe.step.scores import Scores
+from grappe.step.reduction import host_copy, read
+from grappe.step.scores import Metrics, Number, Scores
 from grappe.task import Task
 
 
-class Slice(NamedTuple):
+class SliceSums(NamedTuple):
     """The sums of one process; while they are copied from its device, each tensor is a HostCopy."""
 
     rank: int
@@ -61,12 +60,12 @@ class TrainingScores:
             with torch.no_grad():
                 self._metrics.update(_detached(output, micro), _without_padding(micro))
 
-    def copied(self) -> Slice:
+    def copied(self) -> SliceSums:
         """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
         states = self._metrics.small_states() if self._metrics is not None else {}
         return self._copied(states)
 
-    def so_far(self, copied: Slice) -> dict[str, Number]:
+    def so_far(self, copied: SliceSums) -> dict[str, Number]:
         """Returns `training_NAME` of each named loss and metric, over all processes, as of `copied`. Collective.
 
         Metrics that keep every sample are left out.
@@ -95,18 +94,18 @@ class TrainingScores:
             self._metrics.reset()
         return dataclasses.replace(scores, metrics={**scores.metrics, **_named(averages)})
 
-    def _copied(self, states: dict[str, dict[str, Any]]) -> Slice:
-        part = Slice(self._world.data_rank, self._samples, self._count, self._sums, states)
+    def _copied(self, states: dict[str, dict[str, Any]]) -> SliceSums:
+        part = SliceSums(self._world.data_rank, self._samples, self._count, self._sums, states)
         return tree_map(host_copy, part)
 
-    def _gathered(self, copied: Slice) -> list[Slice]:
+    def _gathered(self, copied: SliceSums) -> list[SliceSums]:
         """Gathers the data slices that had a sample, in the order of their ranks. Collective."""
         # Stages before the last have seen no output, and tensor-parallel processes the same ones.
         seen = {part.rank: part for part in self._world.gather(tree_map(read, copied)) if part.samples}
         return [part for _, part in sorted(seen.items())]
 
 
-def _losses(slices: Sequence[Slice]) -> dict[str, Number]:
+def _losses(slices: Sequence[SliceSums]) -> dict[str, Number]:
     """Computes the mean of each named loss."""
     count = sum(float(part.count) for part in slices) or 1.0
     return {

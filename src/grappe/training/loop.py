@@ -25,10 +25,9 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
-from grappe.step.host_copy import HostCopy
-from grappe.step.result import StepResult
+from grappe.step.reduction import HostCopy, StepResult
 from grappe.step.scores import Scores
-from grappe.step.training_scores import Slice, TrainingScores
+from grappe.step.training_scores import SliceSums, TrainingScores
 from grappe.task import Task
 from grappe.training.average import WeightAverage
 from grappe.training.first_step import refusing_late_parameters
@@ -117,7 +116,7 @@ class Pending(NamedTuple):
     count: HostCopy | None
     """The loss's divisor, if it is on the device: the number of counted targets."""
     norm: HostCopy | None
-    scores: Slice | None
+    scores: SliceSums | None
     """Of training batches, if they are shown after this step."""
 
 

@@ -167,7 +167,7 @@ def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple
 def _on_disk(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Iterator[tuple[str, float]]:
     """Yields plans with offload to a disk that fit, for which the user must name the folder, and a process's bytes."""
     from grappe import engines
-    from grappe.engines.shared.memory_needs import Needs
+    from grappe.engines.base import ModelMemory
     from grappe.foresight.search import foreseen
 
     # At stage 3, as such plans are: other stages keep whole parameters or gradients, which no disk plan has.
@@ -178,7 +178,7 @@ def _on_disk(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Iterato
     units: dict[int, int] = {}
     for parameter in fake_model.parameters:
         units[parameter.unit] = units.get(parameter.unit, 0) + parameter.size
-    model = Needs(
+    model = ModelMemory(
         parameters=sum(units.values()) + fake_model.buffers,
         gradients=sum(parameter.size for parameter in fake_model.parameters if parameter.trained),
         units=tuple(size for unit, size in units.items() if unit >= 0),

@@ -24,9 +24,9 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.optimizers import LAMB, LARC, LARS, Muon
 from grappe.plan import Plan
-from grappe.step.host_copy import HostCopy
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.observers import Observers
+from grappe.step.reduction import HostCopy
 from grappe.step.training_scores import TrainingScores
 from grappe.training.average import WeightAverage
 from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in

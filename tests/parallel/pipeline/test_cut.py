@@ -7,11 +7,12 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from grappe.errors import PlanError, TaskError
-from grappe.parallel.pipeline.cut import balanced, cut, work
-from tests.parity.tasks import Images, Words
+from grappe.parallel.pipeline.cut import balanced, check_units, check_without_values, cut_into_stages, work
+from tests.parity.tasks import Images, Tokens, Words
 
 CALL = Images().forward
 IMAGES = torch.zeros(2, 3, 8, 8)
@@ -68,7 +69,7 @@ class Told(Images):
 
 def test_the_task_says_where() -> None:
     task = Told(where="3")
-    assert cut(task, task.model(), 2, IMAGES) == (range(3), range(3, 4))
+    assert cut_into_stages(task, task.model(), 2, IMAGES) == (range(3), range(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,12 @@ def test_a_cut_that_does_not_exist_is_refused(where: str, stages: int) -> None:
     with pytest.raises(
         TaskError, match=rf"cuts\({stages}\) gave .* of 4 units it must give {stages - 1} rising"
     ):
-        cut(task, task.model(), stages, IMAGES)
+        cut_into_stages(task, task.model(), stages, IMAGES)
 
 
 def test_more_stages_than_units_are_refused() -> None:
     with pytest.raises(PlanError, match="Images has 4 units, too few for 5 stages: use pipeline=4 or less"):
-        cut(Images(), Images().model(), 5, IMAGES)
+        cut_into_stages(Images(), Images().model(), 5, IMAGES)
 
 
 class Whole(Images):
@@ -98,7 +99,7 @@ def test_no_units_are_refused_with_the_way_to_give_them() -> None:
     with pytest.raises(
         PlanError, match=r"Whole does not say what its model is made of. Give it units\(model\)"
     ):
-        cut(Whole(), Whole().model(), 2, IMAGES)
+        cut_into_stages(Whole(), Whole().model(), 2, IMAGES)
 
 
 def test_parameters_outside_the_units_are_refused() -> None:
@@ -106,7 +107,7 @@ def test_parameters_outside_the_units_are_refused() -> None:
     with pytest.raises(
         PlanError, match=r"units\(\) are not the whole model, as a pipeline needs: spare is in none"
     ):
-        cut(task, task.model(), 2, IMAGES)
+        cut_into_stages(task, task.model(), 2, IMAGES)
 
 
 class Tied(Images):
@@ -123,7 +124,7 @@ class Tied(Images):
 
 def test_parameters_shared_between_stages_are_refused() -> None:
     with pytest.raises(PlanError, match=r"embed.weight is shared by stages 1 and 2"):
-        cut(Tied(), Tied().model(), 2, torch.zeros(2, 5, dtype=torch.int64))
+        cut_into_stages(Tied(), Tied().model(), 2, torch.zeros(2, 5, dtype=torch.int64))
 
 
 def test_parameters_shared_within_a_stage_are_not() -> None:
@@ -136,4 +137,139 @@ def test_parameters_shared_within_a_stage_are_not() -> None:
         def cuts(self, stages):
             return [2]
 
-    assert cut(Near(), Near().model(), 2, None) == (range(2), range(2, 4))
+    assert cut_into_stages(Near(), Near().model(), 2, None) == (range(2), range(2, 4))
+
+
+RANDOM_IMAGES = torch.randn(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("task", [Images(), Images(dropout=0.5), Images(batchnorm=True)])
+def test_units_that_are_the_model_pass(task: Images) -> None:
+    check_units(task, RANDOM_IMAGES)
+
+
+def test_tokens_pass() -> None:
+    check_units(Tokens(), torch.randint(0, 11, (2, 9)))
+
+
+class Scaled(nn.Sequential):
+    """Does something beside its units."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.01
+
+
+class Dropped(nn.Sequential):
+    """Only in training: evaluation would not show it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class Flattened(nn.Sequential):
+    """Reshapes between two units."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x).flatten(1))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Dropped])
+def test_what_is_done_beside_the_units_is_found(kind: type[nn.Sequential]) -> None:
+    class Beside(Images):
+        def model(self) -> nn.Module:
+            return kind(*super().model())
+
+    with pytest.raises(
+        PlanError, match=r"units\(\), one after the other, do not compute what the model computes"
+    ):
+        check_units(Beside(), RANDOM_IMAGES)
+
+
+def test_units_that_do_not_fit_each_other_are_found() -> None:
+    class Odd(Images):
+        def model(self) -> nn.Module:
+            return Flattened(nn.Conv2d(3, 4, 8), nn.Linear(4, 5))
+
+    with pytest.raises(PlanError, match=r"each on the previous unit.s output, which fails: RuntimeError"):
+        check_units(Odd(), RANDOM_IMAGES)
+
+
+class Towers(Images):
+    """Two branches, run one after the other, of which each unit has one layer each."""
+
+    def model(self) -> nn.Module:
+        return Branches()
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
+class Rung(nn.Module):
+    def __init__(self, *, first: bool = False, last: bool = False) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.last = first, last
+
+    def forward(self, x: tuple[torch.Tensor, ...] | torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        a, b = (x.flatten(1)[:, :8],) * 2 if self.first else x
+        a, b = self.left(a), self.right(b)
+        return a + b if self.last else (a, b)
+
+
+class Branches(nn.Module):
+    """Rungs of two linear layers; `crossed`, a layer gets the other branch's output."""
+
+    def __init__(self, *, crossed: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Rung(first=True), Rung(), Rung(last=True)
+        self.crossed = crossed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = right = x.flatten(1)[:, :8]
+        left = self.b.left(self.a.left(left))
+        right = self.b.right(self.a.right(right))
+        if self.crossed:
+            left, right = right, left
+        return self.c.left(left) + self.c.right(right)
+
+
+def test_without_values_branches_may_run_in_any_order() -> None:
+    check_units(Towers(), RANDOM_IMAGES)
+    check_without_values(Towers(), Branches().train(), RANDOM_IMAGES)
+
+
+def test_without_values_another_order_and_other_inputs_are_found() -> None:
+    class Crossed(Towers):
+        def model(self) -> nn.Module:
+            return Branches(crossed=True)
+
+    class Swapped(Towers):
+        def model(self) -> nn.Module:
+            return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+        def units(self, model: nn.Module) -> list[nn.Module]:
+            return [model[0], model[2], model[1]]  # type: ignore[index]
+
+    for task, example in ((Crossed(), RANDOM_IMAGES), (Swapped(), torch.randn(2, 8))):
+        for check in (check_units, lambda *given: check_without_values(given[0], given[0].model(), given[1])):
+            with pytest.raises(PlanError, match="do not compute what the model computes"):
+                check(task, example)
+
+
+def test_without_values_a_module_that_only_one_run_calls_says_nothing() -> None:
+    class Functional(Images):
+        """The model uses the second layer's parameters, and does not call the layer."""
+
+        def model(self) -> nn.Module:
+            return Uncalled(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def units(self, model: nn.Module) -> list[nn.Module]:
+            return list(model.children())
+
+    check_without_values(Functional(), Functional().model(), torch.randn(2, 8))
+
+
+class Uncalled(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = F.linear(self[0](x), self[1].weight, self[1].bias)
+        return self[2](middle)

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from grappe.data.batch import Batch
-from grappe.engines.base import COMMON, Engine, EngineSetup
+from grappe.engines.base import COMMON, Engine, EngineSetup, ModelMemory
 from grappe.engines.deepspeed import disk, library, settings
-from grappe.engines.deepspeed.model import DeepSpeedModel
-from grappe.engines.deepspeed.reached import explained
-from grappe.engines.shared.memory_needs import Needs
+from grappe.engines.deepspeed.model import DeepSpeedModel, explained
 from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner
 from grappe.errors import DivergedError
 from grappe.parallel.parallelize import KEYS
@@ -23,8 +21,7 @@ from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm, needs_norm
 from grappe.step.loss import Loss
 from grappe.step.precision import LossScale, autocast, set_tf32
-from grappe.step.reduction import Roots, loss_reduction
-from grappe.step.result import StepResult
+from grappe.step.reduction import Roots, StepResult, loss_reduction
 from grappe.step.scores import Scores
 
 
@@ -51,7 +48,7 @@ class DeepSpeed(Engine):
         return disk.problem(settings.nvme_folder(plan)) if plan.offload.startswith(settings.NVME) else None
 
     @classmethod
-    def offloaded_to_disk(cls, plan: Plan, needs: Needs) -> tuple[str, float] | None:
+    def offloaded_to_disk(cls, plan: Plan, needs: ModelMemory) -> tuple[str, float] | None:
         other = dataclasses.replace(plan, engine="deepspeed", zero=3, offload="none")
         if (
             plan.offload.startswith(settings.NVME)

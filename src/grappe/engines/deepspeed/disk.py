@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from grappe.engines.base import ModelMemory
 from grappe.engines.deepspeed import library, settings
-from grappe.engines.shared.memory_needs import Needs
 from grappe.errors import PlanError, RunError
 from grappe.launch import files
 from grappe.launch.files import IN_PART
@@ -55,12 +55,12 @@ def problem(folder: Path) -> str | None:
     return None
 
 
-def memory_needed(plan: Plan, needs: Needs) -> float:
+def memory_needed(plan: Plan, needs: ModelMemory) -> float:
     """Counts bytes of one process's memory: its gradients, buffers for its largest parameter, one piece of optimizer
     state with its parameters and gradients, a bucket of gradients, and gathered parameters."""
-    mine, least = needs.largest / plan.shard, 4 * settings.LEAST_NUMBERS
+    share, least = needs.largest / plan.shard, 4 * settings.LEAST_NUMBERS
     passing = (
-        settings.BUFFERS * mine + 4 * max(mine, least) + max(needs.largest, least) + 2 * needs.unit(plan)
+        settings.BUFFERS * share + 4 * max(share, least) + max(needs.largest, least) + 2 * needs.unit(plan)
     )
     return needs.gradients / plan.shard + passing + LIBRARY_BYTES
 
@@ -71,10 +71,10 @@ class Scratch:
     def __init__(self, plan: Plan, world: World) -> None:
         self._base = settings.nvme_folder(plan) if plan.offload.startswith(settings.NVME) else None
         self._world = world
-        self._mine: Path | None = None
+        self._folder: Path | None = None
         self._owner: BinaryIO | None = None
 
-    def make(self, numbers: int, said: settings.Settings) -> None:
+    def make(self, numbers: int, config: settings.Settings) -> None:
         """Makes the folder, and writes its path into DeepSpeed's settings. Collective.
 
         Raises:
@@ -92,10 +92,10 @@ class Scratch:
                 f"offload=nvme:{self._base} needs about {needed / 2**30:.1f} GiB on each node, and has "
                 f"{free / 2**30:.1f} GiB: free some space, or choose another folder"
             )
-        self._mine = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._base))
-        self._owner = _owned(self._mine)
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._base))
+        self._owner = _owned(self._folder)
         for part in ("offload_optimizer", "offload_param"):
-            said["zero_optimization"][part]["nvme_path"] = str(self._mine)
+            config["zero_optimization"][part]["nvme_path"] = str(self._folder)
 
     def _sweep(self) -> None:
         """Removes the folders of this user's killed trainings: those whose lock is free."""
@@ -108,8 +108,8 @@ class Scratch:
 
     def close(self) -> None:
         """Removes the folder."""
-        if self._mine is not None:
-            files.remove_tree(self._mine)
+        if self._folder is not None:
+            files.remove_tree(self._folder)
         if self._owner is not None:
             self._owner.close()
 

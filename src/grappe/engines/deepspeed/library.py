@@ -147,10 +147,10 @@ def builds(builder: str) -> bool:
 def built_everywhere(builder: str, world: World) -> bool:
     """Builds the operator on every process; only the first process of each machine compiles it. Collective."""
     first = world.process.local_rank == 0
-    mine = builds(builder) if first else True
+    is_built = builds(builder) if first else True
     world.barrier()
-    mine = mine if first else builds(builder)
-    return all(world.gather(mine))
+    is_built = is_built if first else builds(builder)
+    return all(world.gather(is_built))
 
 
 def check_libaio(world: World) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import nn
 
+from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.deepspeed import disk, library, optimizer, settings
-from grappe.engines.deepspeed.partition import partitioned
-from grappe.engines.deepspeed.reached import Reached
-from grappe.engines.deepspeed.state import Partitioned
-from grappe.engines.deepspeed.train_state import PartitionedState, WholeState
+from grappe.engines.deepspeed.settings import Settings
+from grappe.engines.deepspeed.state import Partitioned, PartitionedState, WholeState
 from grappe.engines.shared.microbatch import evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.errors import TaskError
+from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import fill, on_meta
+from grappe.private_api.torch import module_buffers, module_parameters
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
@@ -83,11 +87,11 @@ class DeepSpeedModel:
         task, plan, world = self._setup.task, self._setup.plan, self._setup.world
         self.named = trained_parameters(self.module)
         self.reached = Reached(self.module, self.stage, world)
-        given = optimizer_of(task, self.named)
-        optimizer.check_elementwise(given, self.stage)
-        self.optimizer, words = optimizer.chosen(given, plan, world)
+        task_optimizer = optimizer_of(task, self.named)
+        optimizer.check_elementwise(task_optimizer, self.stage)
+        self.optimizer, description = optimizer.chosen(task_optimizer, plan, world)
         self._setup.observers.optimizer(self.optimizer, self.named)
-        self.remark = f"DeepSpeed {self._deepspeed.__version__}, ZeRO {self.stage}, {words}"
+        self.remark = f"DeepSpeed {self._deepspeed.__version__}, ZeRO {self.stage}, {description}"
         self.engine, wrapped, *_ = self._deepspeed.initialize(
             model=self._carrier, optimizer=self.optimizer, config=config, dist_init_required=False
         )
@@ -146,3 +150,161 @@ class _Carrier(nn.Module):
     def forward(self, inputs: Any) -> Any:
         with self._precision:
             return self._call(self.model, inputs)
+
+
+def partitioned(model: nn.Module, weights: Weights, device: torch.device, settings: Settings) -> None:
+    """Fills a model on the meta device with its buffers, and with parameters that zero.Init partitions. Collective.
+
+    Raises:
+        TaskError: a parameter or buffer has no value in `weights`, or another shape.
+    """
+    import deepspeed
+
+    _check(model, weights)
+    deepspeed.zero.Init(module=_OneByOne(model, weights, device), config_dict_or_path=settings)
+    _fill_buffers(model, weights, device)
+
+
+def _check(model: nn.Module, weights: Weights) -> None:
+    for name, tensor in named_tensors(model).items():
+        if name not in weights:
+            raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
+        if weights.shape(name) != tuple(tensor.shape):
+            raise TaskError(
+                f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights: "
+                "does model() make the same one whenever it is called?"
+            )
+
+
+class _OneByOne(nn.Module):
+    """Stand-in for a module in zero.Init; each parameter gets its memory and values when it is requested.
+
+    zero.Init partitions a parameter before it requests the next.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
+        super().__init__()
+        # Not as a submodule: Init would look for buffers there.
+        self.__dict__["made"] = lambda: _made(model, weights, device)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.__dict__["made"]()
+
+
+def _made(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[nn.Parameter]:
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module_parameters(module).items():
+            if parameter is not None:
+                sites.setdefault(id(parameter), []).append((module, name))
+    for full, parameter in list(model.named_parameters()):
+        real = nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+            requires_grad=parameter.requires_grad,
+        )
+        read_into(real, weights, full)
+        for module, name in sites[id(parameter)]:
+            module_parameters(module)[name] = real
+        yield real
+
+
+def _fill_buffers(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    made: dict[int, Any] = {}
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    for module in model.modules():
+        for name, buffer in module_buffers(module).items():
+            if buffer is None:
+                continue
+            if id(buffer) not in made:
+                made[id(buffer)] = real = torch.empty_like(buffer, device=device)
+                read_into(real, weights, names[id(buffer)])
+            module_buffers(module)[name] = made[id(buffer)]
+
+
+INSTEAD = "use engine=native, which matches gradients by name"
+
+
+class Reached:
+    """Records the order in which parameters get their gradients.
+
+    DeepSpeed gathers gradients in buckets as they come and sums the buckets over processes by position: if one
+    process's backward has another order, gradients of different parameters are added up without an error. DeepSpeed has
+    zeros for a parameter without a gradient, which weight decay and momentum would still change.
+    """
+
+    def __init__(self, model: nn.Module, stage: int, world: World) -> None:
+        self._world = world
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        # Alone, and below stage 2, gradients are taken in the order of parameters, not in that of backward.
+        self._ordered = stage > 1 and world.size > 1
+        self._fired: list[int] = []
+        self._first: list[int] | None = None
+        for index, (_, parameter) in enumerate(named):
+            parameter.register_hook(lambda gradient, index=index: self._fired.append(index))
+
+    def check(self) -> None:
+        """Checks a step after its last backward, before the update. Collective in the first step.
+
+        Raises:
+            TaskError: a parameter got no gradient on any process, or processes or steps differ.
+        """
+        order = list(self._fired) if self._ordered else sorted(set(self._fired))
+        self._fired.clear()
+        if self._first is None:
+            self._compare_processes(self._world.gather(order))
+            self._first = order
+        elif order != self._first:
+            self._refuse("this step's samples", "the first step's", order, self._first)
+
+    def _compare_processes(self, everyone: Sequence[list[int]]) -> None:
+        missing = sorted(set(range(len(self._names))).difference(*everyone))
+        if missing:
+            raise TaskError(
+                f"the loss does not depend on {self._names_of(missing)}: DeepSpeed would let weight decay move it all "
+                "the same. Leave it out of the model, freeze it with requires_grad_(False), or use engine=native"
+            )
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                self._refuse("process 0's samples", f"process {rank}'s", everyone[0], theirs)
+
+    def _refuse(self, some: str, others: str, ours: list[int], theirs: list[int]) -> None:
+        only = sorted(set(ours) ^ set(theirs))
+        if only:
+            what = f"{self._names_of(only)}, but not both"
+        else:
+            pairs = zip_longest(ours, theirs)
+            differing = next(pair for pair in pairs if pair[0] != pair[1])
+            both = [index for index in differing if index is not None]
+            what = " before and after ".join(self._names_of([index]) for index in both)
+            what += " once more often in one of them" if len(both) == 1 else ""
+        why = (
+            "sums gradients by the order they come in, and would add up different parameters' gradients"
+            if self._world.size > 1
+            else "has zeros for what is not reached, which weight decay and momentum would move all the same"
+        )
+        raise TaskError(
+            f"the model uses different parameters for different samples: {some} and {others} reach {what}. "
+            f"DeepSpeed {why}: {INSTEAD}"
+        )
+
+    def _names_of(self, indices: Sequence[int]) -> str:
+        return ", ".join(self._names[i] for i in indices[:3]) + (", …" if len(indices) > 3 else "")
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Context that explains an error that stage 3 raises when it compares processes.
+
+    Raises:
+        TaskError: the model used parameters in another order on another process.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "disagreement on list contents" not in str(error):
+            raise
+        raise TaskError(
+            "the model uses different parameters for different samples, on different processes. DeepSpeed's stage 3 "
+            f"gathers parameters in one order everywhere: {INSTEAD}"
+        ) from error

@@ -27,8 +27,8 @@ ELEMENTWISE = frozenset({
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     """Raises PlanError if the optimizer would compute other updates on flattened parameters."""
     kind = type(optimizer)
-    known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith(("torch.optim", "deepspeed."))
-    if stage and not known:
+    elementwise = kind.__name__ in ELEMENTWISE and kind.__module__.startswith(("torch.optim", "deepspeed."))
+    if stage and not elementwise:
         raise PlanError(
             f"engine=deepspeed with shard or offload hands the optimizer flat pieces of several parameters, and "
             f"{kind.__name__} may need whole ones (norms, matrices, other weights to evaluate): "
@@ -132,7 +132,7 @@ def _cpu_adam(optimizer: Optimizer) -> Optimizer:
 
 
 def _fresh_powers(optimizer: Any, *_: Any) -> None:
-    """Makes the kernel compute beta to the power of the step anew.
+    """Makes the kernel compute beta to the power of the step again.
 
     Otherwise the kernel multiplies from step to step, which a resumed training cannot do: a resumed training would
     have other bits than an uninterrupted one.

@@ -14,12 +14,11 @@ from grappe.task import Task
 
 Settings = dict[str, Any]
 NVME = "nvme:"
-LEAST_NUMBERS = (
-    1 << 20
-)  # of a piece of the optimizer's state that goes to the disk, and of a bucket of gradients
+LEAST_NUMBERS = 1 << 20
+"""Of a piece of the optimizer's state that goes to the disk, and of a bucket of gradients."""
 BUFFERS = 5  # DeepSpeed's buffer_count, left as it is
 
-# What a user's file may say beside the plan: how DeepSpeed moves and reports things, never what is learned.
+# What a user's file may set besides the plan: how DeepSpeed moves and reports things, never what is learned.
 FREE = {
     "": {
         "aio", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "dump_state",
@@ -55,7 +54,7 @@ OURS = {
 }
 
 
-class Said(NamedTuple):
+class Requirement(NamedTuple):
     """A setting's value according to plan and task."""
 
     value: Any
@@ -84,34 +83,36 @@ def nvme_folder(plan: Plan) -> Path:
         raise PlanError(f"offload={plan.offload}: {error}") from error
 
 
-def said(plan: Plan, task: Task | None) -> dict[str, Said]:
+def required_by(plan: Plan, task: Task | None) -> dict[str, Requirement]:
     """Maps a setting's path in a ds_config.json to its value according to the plan, and to the task if it is known."""
     device = offload_device(plan)
     replicas = f"replicate={plan.replicate}" if plan.replicate > 1 else "no shard"
-    found = {
-        "zero_optimization.stage": Said(stage(plan), f"zero={plan.zero}" if stage(plan) else replicas),
-        "zero_optimization.offload_optimizer.device": Said(device, f"offload={plan.offload}"),
-        "zero_optimization.offload_param.device": Said(
+    required = {
+        "zero_optimization.stage": Requirement(stage(plan), f"zero={plan.zero}" if stage(plan) else replicas),
+        "zero_optimization.offload_optimizer.device": Requirement(device, f"offload={plan.offload}"),
+        "zero_optimization.offload_param.device": Requirement(
             device if stage(plan) == 3 else "none", f"offload={plan.offload}"
         ),
-        "gradient_accumulation_steps": Said(plan.microbatches, f"microbatches={plan.microbatches}"),
-        "bf16.enabled": Said(plan.precision == "bf16", f"precision={plan.precision}"),
-        "fp16.enabled": Said(plan.precision == "fp16", f"precision={plan.precision}"),
+        "gradient_accumulation_steps": Requirement(plan.microbatches, f"microbatches={plan.microbatches}"),
+        "bf16.enabled": Requirement(plan.precision == "bf16", f"precision={plan.precision}"),
+        "fp16.enabled": Requirement(plan.precision == "fp16", f"precision={plan.precision}"),
     }
     if device == "nvme":
-        folder = Said(str(nvme_folder(plan)), f"offload={plan.offload}")
-        found["zero_optimization.offload_optimizer.nvme_path"] = folder
-        found["zero_optimization.offload_param.nvme_path"] = folder
+        folder = Requirement(str(nvme_folder(plan)), f"offload={plan.offload}")
+        required["zero_optimization.offload_optimizer.nvme_path"] = folder
+        required["zero_optimization.offload_param.nvme_path"] = folder
     if task is not None:
         pieces = plan.data_parallel * plan.microbatches
         each = -(-task.batch_size // pieces)
-        found["train_batch_size"] = Said(task.batch_size, f"the task's batch_size={task.batch_size}")
-        found["train_micro_batch_size_per_gpu"] = Said(
+        required["train_batch_size"] = Requirement(
+            task.batch_size, f"the task's batch_size={task.batch_size}"
+        )
+        required["train_micro_batch_size_per_gpu"] = Requirement(
             each, f"the task's batch_size={task.batch_size} over {pieces} x {each}"
         )
         clip = "none" if task.clip is None else task.clip
-        found["gradient_clipping"] = Said(task.clip or 0.0, f"the task's clip={clip}")
-    return found
+        required["gradient_clipping"] = Requirement(task.clip or 0.0, f"the task's clip={clip}")
+    return required
 
 
 def read(plan: Plan) -> Settings:
@@ -124,14 +125,14 @@ def read(plan: Plan) -> Settings:
         return {}
     file = Path(plan.config).expanduser()
     try:
-        found = json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"config={plan.config} cannot be read: {error}") from error
     except ValueError as error:
         raise PlanError(f"config={plan.config} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise PlanError(f"config={plan.config} holds no JSON object: write {{…}}, as DeepSpeed documents it")
-    return found
+    return config
 
 
 def allowed(plan: Plan, task: Task | None) -> Settings:
@@ -141,43 +142,43 @@ def allowed(plan: Plan, task: Task | None) -> Settings:
         PlanError: a setting contradicts the plan or the task, or is not allowed; the message names all of them.
     """
     problems: list[str] = []
-    kept = _walk(read(plan), "", said(plan, task), task is None, problems)
+    kept = _walk(read(plan), "", required_by(plan, task), task is None, problems)
     if problems:
-        told = "; ".join(problems)
-        raise PlanError(f"config={plan.config} does not fit: {told}. Remove it there, or change the other")
+        reasons = "; ".join(problems)
+        raise PlanError(f"config={plan.config} does not fit: {reasons}. Remove it there, or change the other")
     return kept
 
 
 def _walk(
-    given: Mapping[str, Any], at: str, known: Mapping[str, Said], early: bool, problems: list[str]
+    config: Mapping[str, Any], at: str, required: Mapping[str, Requirement], early: bool, problems: list[str]
 ) -> Settings:
     kept: Settings = {}
-    for name, value in given.items():
+    for name, value in config.items():
         path = f"{at}.{name}" if at else name
         if value == "auto":  # as Transformers' files have it: whoever runs it fills it in
             continue
-        if path in known:
-            if value != known[path].value:
-                problems.append(f"{path} is {json.dumps(value)}, but {known[path].where}")
+        if path in required:
+            if value != required[path].value:
+                problems.append(f"{path} is {json.dumps(value)}, but {required[path].where}")
         elif name in FREE.get(at, ()):
             kept[name] = value
-        elif isinstance(value, dict) and any(other.startswith(f"{path}.") for other in (*known, *FREE)):
-            below = _walk(value, path, known, early, problems)
+        elif isinstance(value, dict) and any(other.startswith(f"{path}.") for other in (*required, *FREE)):
+            below = _walk(value, path, required, early, problems)
             kept |= {name: below} if below else {}
         elif not (early and path in _TASK_SAYS):
-            problems.append(_refused(path, at, known))
+            problems.append(_refused(path, at, required))
     return kept
 
 
 _TASK_SAYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")
 
 
-def _refused(path: str, at: str, known: Mapping[str, Said]) -> str:
+def _refused(path: str, at: str, required: Mapping[str, Requirement]) -> str:
     if path in OURS:
         return f"{path}: {OURS[path]}"
     name = path.rpartition(".")[2]
-    right = {*FREE.get(at, ()), *(p[len(at) + bool(at) :] for p in known if p.startswith(at))}
-    there = {one for one in right if "." not in one}
+    right = {*FREE.get(at, ()), *(p[len(at) + bool(at) :] for p in required if p.startswith(at))}
+    there = {setting for setting in right if "." not in setting}
     return f"{path} is no setting that leaves open what is learned ({nearest(name, there)})"
 
 
@@ -218,11 +219,11 @@ def _offload(plan: Plan, numbers: int, largest: int, cuda: bool) -> Settings:
     parameters: Settings = {"device": device, "pin_memory": cuda}
     zero: Settings = {}
     if device == "nvme":
-        mine = -(-largest // plan.shard)
+        share = -(-largest // plan.shard)
         optimizer["nvme_path"] = parameters["nvme_path"] = str(nvme_folder(plan))
         # Buffers for the largest parameter, and one sub-group in memory at a time.
-        parameters |= {"buffer_size": max(mine, 1024), "max_in_cpu": 0}
-        zero["sub_group_size"] = max(mine, LEAST_NUMBERS)
+        parameters |= {"buffer_size": max(share, 1024), "max_in_cpu": 0}
+        zero["sub_group_size"] = max(share, LEAST_NUMBERS)
         # What is kept for a later use holds one of the few buffers; and what its prefetching finds twice in the
         # order of use, at the turn from forward to backward, it reads twice, and fails.
         zero["stage3_max_reuse_distance"] = 0
@@ -234,10 +235,10 @@ def _offload(plan: Plan, numbers: int, largest: int, cuda: bool) -> Settings:
     return zero
 
 
-def _over(base: Settings, given: Settings) -> Settings:
+def _over(base: Settings, changes: Settings) -> Settings:
     """Merges the user's settings over `base`."""
     merged = dict(base)
-    for name, value in given.items():
+    for name, value in changes.items():
         before = merged.get(name)
         merged[name] = _over(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return merged

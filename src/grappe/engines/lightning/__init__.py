@@ -13,7 +13,7 @@ from grappe.engines.lightning.steps import Item, Parts
 from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan
 from grappe.step.precision import set_tf32
-from grappe.step.result import After
+from grappe.step.reduction import After
 from grappe.step.scores import Scores
 
 INSTALL = "engine=lightning needs the package lightning: pip install 'grappe[lightning]'"
@@ -72,7 +72,7 @@ class Lightning(Engine):
 
 def _parts(setup: EngineSetup) -> Parts:
     if setup.plan.offload == "none":
-        from grappe.engines.lightning.spread import Spread
+        from grappe.engines.lightning.steps import Spread
 
         return Spread(setup)
     from grappe.engines.lightning.offload import Offloaded

@@ -11,17 +11,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import Tensor
 
 from grappe.data.batch import Batch
-from grappe.engines.lightning.steps import Item, Parts, Steps
-from grappe.engines.lightning.strategies import Replicated
+from grappe.engines.lightning.steps import Item, LightningSteps, Parts
 from grappe.launch.world import World
-from grappe.private_api.lightning import replace_signal_connector
-from grappe.step.result import After
+from grappe.parallel.replicate import ddp_arguments
+from grappe.parallel.shard import uses_shard
+from grappe.private_api.lightning import configured_optimizers, replace_signal_connector
+from grappe.step.reduction import After
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch import Tensor
     from torch.optim import Optimizer
+
 
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed"}
 
@@ -38,7 +50,7 @@ def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> No
         # What it says there is about its own use of torch, and about ways to start processes.
         warnings.filterwarnings("ignore", module=r"lightning\.")
         trainer = make_trainer(parts, [Watchers(parts.steps, first, after)], first)
-        trainer.fit(Carrier(parts.steps), train_dataloaders=Loader(parts.steps, batches))
+        trainer.fit(TrainedModule(parts.steps), train_dataloaders=Loader(parts.steps, batches))
     # DDP's hooks on the parameters go with it, and it is held by cycles.
     del trainer
     gc.collect()
@@ -51,7 +63,7 @@ def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Traine
         accelerator=world.device.type,
         devices="auto",  # the strategy has them already
         num_nodes=-(-world.size // world.process.local_size),
-        strategy=parts.strategy(first),
+        strategy=choose(parts.steps, first),
         plugins=[Here(world)],
         precision=PRECISIONS[plan.precision] if plan.offload == "none" else None,  # pyrefly: ignore
         accumulate_grad_batches=plan.microbatches,
@@ -69,10 +81,10 @@ def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Traine
     return trainer
 
 
-class Carrier(LightningModule):
+class TrainedModule(LightningModule):
     """The module that Lightning trains: the task's model, and hooks that call the engine's steps."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: LightningSteps) -> None:
         super().__init__()
         self.model = steps.model
         self._steps = steps
@@ -102,7 +114,7 @@ class Carrier(LightningModule):
 class Watchers(Callback):
     """All of grappe's watchers, as one callback of Lightning."""
 
-    def __init__(self, steps: Steps, first: Item, after: After) -> None:
+    def __init__(self, steps: LightningSteps, first: Item, after: After) -> None:
         self._steps, self._first, self._after = steps, first, after
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,7 +138,7 @@ class Loader:
     count as seen in a checkpoint. The iteration ends with `batches`.
     """
 
-    def __init__(self, steps: Steps, batches: Iterable[Batch]) -> None:
+    def __init__(self, steps: LightningSteps, batches: Iterable[Batch]) -> None:
         self._batches = batches
         self._length = steps.setup.total_steps * steps.setup.plan.microbatches
 
@@ -192,3 +204,79 @@ class _NoSignals:
 
     def teardown(self) -> None:
         pass
+
+
+class _Stays:
+    """Keeps the model on its device: Lightning would move it to the CPU at the end, before evaluation and saving."""
+
+    def teardown(self) -> None:
+        """Does nothing: the model stays on its device."""
+
+
+class Single(_Stays, SingleDeviceStrategy):
+    """Strategy for one process."""
+
+
+class Replicated(_Stays, DDPStrategy):
+    """Strategy with DDP, as Lightning makes it."""
+
+
+class Split(_Stays, ModelParallelStrategy):
+    """Strategy with FSDP2 and tensor parallelism, as Lightning runs them."""
+
+
+def choose(steps: LightningSteps, first: Item) -> Strategy:
+    """Chooses the plan's strategy. Collective."""
+    plan, world = steps.setup.plan, steps.setup.world
+    if plan.offload != "none":
+        return placed(Stage3(steps.forward), world)
+    if world.size == 1:
+        return Single(world.device)
+    if uses_shard(plan) or plan.tensor > 1:
+        split: Any = Split(data_parallel_size=plan.data_parallel, tensor_parallel_size=plan.tensor)
+        return placed(split, world)
+    reached = steps.dry_run(first, steps.loss)
+    return placed(Replicated(**ddp_arguments(find_unused=not reached)), world)  # pyrefly: ignore
+
+
+def placed(strategy: Any, world: World) -> Any:
+    """Puts the strategy on this process's device; Trainer(devices=…) needs a device per process, and some share one."""
+    strategy.parallel_devices = [world.device] * world.process.local_size
+    return strategy
+
+
+class AsItIs(DeepSpeedPrecision):
+    """DeepSpeed's backward and step in the form that Lightning calls; batches keep their counts unconverted."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+class Stage3(DeepSpeedStrategy):
+    """Lightning's strategy, on CPUs too; DeepSpeed is initialized already, with settings checked against the plan.
+
+    Args:
+        engine: DeepSpeed's engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(config={"zero_optimization": {"stage": 3}}, precision_plugin=AsItIs("32-true"))
+        self._engine = engine
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.optimizers, self.lr_scheduler_configs = configured_optimizers(self.lightning_module)
+        self.model = self._engine
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        assert self.lightning_module is not None
+        return self.lightning_module.training_step(*arguments, **options)  # pyrefly: ignore
+
+    def teardown(self) -> None:
+        """Does nothing: the model stays on its device, for evaluation and saving."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,8 @@ from torch import Tensor
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.deepspeed import DeepSpeed, library
-from grappe.engines.deepspeed.model import DeepSpeedModel
-from grappe.engines.deepspeed.reached import explained
-from grappe.engines.lightning.steps import Item, Steps
+from grappe.engines.deepspeed.model import DeepSpeedModel, explained
+from grappe.engines.lightning.steps import LightningSteps
 from grappe.plan import Plan
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
@@ -41,7 +39,7 @@ class Offloaded:
         plan, world = setup.plan, setup.world
         self._held = held = DeepSpeedModel(setup, LossScale(plan.precision))
         self.train_state = held.train_state
-        self.steps = Steps(
+        self.steps = LightningSteps(
             setup,
             model=held.module,
             forward=held.engine,
@@ -60,13 +58,6 @@ class Offloaded:
         if self._setup.task.clip is None:
             return None
         return torch.as_tensor(self._held.engine.get_global_grad_norm(), device=self._setup.world.device)
-
-    def strategy(self, first: Item) -> Any:
-        """Makes Lightning's DeepSpeed strategy."""
-        from grappe.engines.lightning.stage3 import Stage3
-        from grappe.engines.lightning.strategies import placed
-
-        return placed(Stage3(self._held.engine), self._setup.world)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

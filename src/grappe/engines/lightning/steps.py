@@ -1,8 +1,9 @@
-"""Steps: the parts of a step that Lightning's hooks call, for every strategy."""
+"""The parts of a step that Lightning's hooks call, and those of a model under torch's own parallelism."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +14,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
-from grappe.engines.shared.microbatch import MicrobatchRunner
-from grappe.engines.shared.state import TrainState
+from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate
+from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored
+from grappe.parallel.parallelize import parallelize
+from grappe.parallel.shard import reduction_switch, uses_shard
 from grappe.profiling.phases import FORWARD, UPDATE
-from grappe.step.reduction import loss_reduction
-from grappe.step.result import StepResult
+from grappe.step.clip import clipping, gradient_norm
+from grappe.step.precision import LossScale
+from grappe.step.reduction import StepResult, loss_reduction
 from grappe.step.scores import Scores
+from grappe.step.task_contract import optimizer_of, schedule_of
 
 
 class Item(NamedTuple):
@@ -33,7 +38,7 @@ class Item(NamedTuple):
     """Whether no step follows, so that no observer is to see the loss."""
 
 
-class Steps:
+class LightningSteps:
     """The forward, the loss and the clipping of each step.
 
     Args:
@@ -60,7 +65,7 @@ class Steps:
         after_update: Callable[[], Tensor | None],
     ) -> None:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
-        self._forward, self._switch = forward, switch
+        self.forward, self._switch = forward, switch
         self._clip, self._after_update = clip, after_update
         self._runner = MicrobatchRunner(
             setup,
@@ -87,7 +92,7 @@ class Steps:
         if item.dry_run:
             self.setup.observers.phase(FORWARD)
             return self._runner.losses.dry_run(
-                self._forward(entering(item.micro)), item.micro, item.batch
+                self.forward(entering(item.micro)), item.micro, item.batch
             ).scalar()
         return self._runner.loss(item.batch, item.micro)[0].scalar()
 
@@ -125,11 +130,8 @@ class Steps:
 class Parts(Protocol):
     """The parts of a training that a Trainer runs."""
 
-    steps: Steps
+    steps: LightningSteps
     train_state: TrainState
-
-    def strategy(self, first: Item) -> Any:
-        """Makes Lightning's strategy for the plan; `first` is for a dry run under DDP. Collective."""
 
     def training(self) -> contextlib.AbstractContextManager[Any]:
         """Context of all steps."""
@@ -142,3 +144,54 @@ class Parts(Protocol):
 
     def close(self) -> None:
         """Does the same as Engine.close."""
+
+
+class Spread:
+    """The model that `parallelize` returns; Lightning wraps it in DDP if the plan replicates."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        task, plan, world = setup.task, setup.plan, setup.world
+        model = parallelize(task, plan, world, setup.weights)
+        named = trained_parameters(model)
+        parameters = [parameter for _, parameter in named]
+        optimizer = optimizer_of(task, named)
+        setup.observers.optimizer(optimizer, named)
+        schedule = schedule_of(task, optimizer, setup.total_steps)
+        self.train_state: TrainState = ModelState(
+            model=model, optimizer=optimizer, schedule=schedule, world=world
+        )
+        norm = functools.partial(gradient_norm, parameters)
+        self._clipping = clipping(task, plan, LossScale(plan.precision), parameters, norm)
+        # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is made to sum.
+        summed = uses_shard(plan) or world.data_group is None
+        self.steps = LightningSteps(
+            setup,
+            model=model,
+            forward=functools.partial(task.forward, model),
+            optimizer=optimizer,
+            schedule=schedule,
+            gradient_divisor=float(plan.microbatches * (1 if summed else world.data_size)),
+            switch=reduction_switch(model, plan),
+            loss_context=contextlib.nullcontext(),  # Lightning's own is around it
+            clip=self._clip,
+            after_update=lambda: None,
+        )
+
+    def _clip(self) -> Tensor | None:
+        return None if self._clipping is None else self._clipping()[0]
+
+    def training(self) -> contextlib.AbstractContextManager[Any]:
+        """Context of all steps; does nothing."""
+        return contextlib.nullcontext()
+
+    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """Computes the scores over all data slices. Collective."""
+        return evaluate(self.steps.model, self._setup, batches, samples)
+
+    def remarks(self) -> Sequence[str]:
+        """Returns no remarks."""
+        return ()
+
+    def close(self) -> None:
+        """Does nothing: there is nothing to release."""

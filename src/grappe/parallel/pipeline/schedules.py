@@ -13,9 +13,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from grappe.data.batch import Microbatch
 from grappe.data.rand_like import entering
 from grappe.errors import PlanError
-from grappe.parallel.pipeline.relay import Relay, key_of
 from grappe.parallel.pipeline.rules import RULES
-from grappe.parallel.pipeline.stage import Stage
+from grappe.parallel.pipeline.stage import Relay, Stage, key_of
 from grappe.private_api.torch import tree_unflatten
 
 STEP = inspect.signature(schedules.PipelineScheduleSingle.step)
@@ -30,13 +29,15 @@ class Runner:
     """Runs one step's forward and backward passes in the order of a schedule.
 
     Args:
-        whole: whether FSDP's parameters and gradients stay gathered during the step, and are reduced at its end.
+        stays_gathered: whether FSDP's parameters and gradients stay gathered in a step, and are reduced at its end.
     """
 
-    def __init__(self, schedule: str, relay: Relay, device: torch.device, loss: Loss, whole: bool) -> None:
+    def __init__(
+        self, schedule: str, relay: Relay, device: torch.device, loss: Loss, stays_gathered: bool
+    ) -> None:
         self._class = getattr(schedules, RULES[schedule].torch_name)
         self._single = issubclass(self._class, schedules.PipelineScheduleSingle)
-        self._relay, self._device, self._loss, self._whole = relay, device, loss, whole
+        self._relay, self._device, self._loss, self._stays_gathered = relay, device, loss, stays_gathered
         self._made: tuple[tuple, Any] = (), None
         """The shape of the last step's microbatches, and their schedule, which holds buffers for what it receives."""
         self._micros: Sequence[Microbatch] = ()
@@ -90,7 +91,7 @@ class Runner:
             received = _like(self._relay.header(stage.number - 1, micro, stage.training).empty("meta"))
         return _Announcing(
             self._enter,
-            stage if self._whole else _Closed(stage),
+            stage if self._stays_gathered else _Closed(stage),
             stage.number,
             stage.count,
             self._device,

@@ -26,21 +26,21 @@ def pipeline_units(task: Task, model: nn.Module) -> list[nn.Module]:
     Raises:
         PlanError: a model of transformers does not say in which order its parts run.
     """
-    found = transformers.models(model)
-    if overrides(task, "units") or not found:
+    models = transformers.models(model)
+    if overrides(task, "units") or not models:
         return list(task.units(model))
-    one = next(iter(found.values()))
-    order = transformers.pipeline_order(one)
-    lists = [name for name in order if isinstance(one.get_submodule(name), nn.ModuleList)]
-    if len(lists) != 1 or len(found) > 1:
+    language_model = next(iter(models.values()))
+    order = transformers.pipeline_order(language_model)
+    lists = [name for name in order if isinstance(language_model.get_submodule(name), nn.ModuleList)]
+    if len(lists) != 1 or len(models) > 1:
         raise PlanError(
-            f"a pipeline: {' and '.join(type(each).__name__ for each in found.values())} has no pipeline plan in "
+            f"a pipeline: {' and '.join(type(each).__name__ for each in models.values())} has no pipeline plan in "
             "transformers: give the task units(model), the blocks in order that are the whole model, or use shard="
         )
-    transformers.switch_off_cache(one)
+    transformers.switch_off_cache(language_model)
     behind = order[order.index(lists[0]) + 1 :]
-    layers = list(one.get_submodule(lists[0]))
-    parts = _Parts(model, one, lists[0], behind)
+    layers = list(language_model.get_submodule(lists[0]))
+    parts = _Parts(model, language_model, lists[0], behind)
     return [
         Before(parts, layers),
         *(Layer(layer, number) for number, layer in enumerate(layers)),
@@ -52,13 +52,13 @@ class _Parts:
     """A model of transformers, the names of its layers and of what runs behind them.
 
     Args:
-        whole: the task's model, `one` itself or a module around it.
+        outer: the task's model: `model` itself or a module around it.
     """
 
-    def __init__(self, whole: nn.Module, one: Any, layers: str, behind: list[str]) -> None:
-        self.whole, self.one, self.layers, self.behind = whole, one, layers, behind
+    def __init__(self, outer: nn.Module, model: Any, layers: str, behind: list[str]) -> None:
+        self.outer, self.model, self.layers, self.behind = outer, model, layers, behind
         place = layers.rpartition(".")[0]
-        beside = [f"{place}.{name}".lstrip(".") for name, _ in one.get_submodule(place).named_children()]
+        beside = [f"{place}.{name}".lstrip(".") for name, _ in model.get_submodule(place).named_children()]
         self.before = [name for name in beside if name not in (layers, *behind)]
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class _Parts:
         kept: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
         for name, module in by.items():
             place, _, last = name.rpartition(".")
-            children = module_children(self.one.get_submodule(place))
+            children = module_children(self.model.get_submodule(place))
             kept.append((children, last, children.get(last)))
             children[last] = module
         try:
@@ -86,43 +86,45 @@ class Before(nn.Module):
     def __init__(self, parts: _Parts, layers: list[nn.Module]) -> None:
         super().__init__()
         self._parts = parts
-        self.held = nn.ModuleList(parts.one.get_submodule(name) for name in parts.before)
+        self.held = nn.ModuleList(parts.model.get_submodule(name) for name in parts.before)
         self._layers = [_Recorder.like(layer) for layer in layers]
-        self._is_causal = transformers.has_causal_sdpa(parts.one)  # now: its layers may go to other processes
+        self._is_causal = transformers.has_causal_sdpa(
+            parts.model
+        )  # now: its layers may go to other processes
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Any]:
         parts, nothing = self._parts, {name: nn.Identity() for name in self._parts.behind}
         with parts.replaced({parts.layers: nn.ModuleList(self._layers), **nothing}):
-            parts.whole(*args, **inputs)
+            parts.outer(*args, **inputs)
         if inputs.get("attention_mask") is not None:
             self._fill_in_masks()
         groups: dict[tuple[int, ...], tuple[list[str], dict[str, Any]]] = {}
         for number, layer in enumerate(self._layers):
-            key = tuple(id(leaf) for leaf in tree_leaves(layer.given))
-            groups.setdefault(key, ([], layer.given))[0].append(str(number))
-        given = {" ".join(numbers): _packed(given) for numbers, given in groups.values()}
+            key = tuple(id(leaf) for leaf in tree_leaves(layer.arguments))
+            groups.setdefault(key, ([], layer.arguments))[0].append(str(number))
+        packed = {" ".join(numbers): _packed(arguments) for numbers, arguments in groups.values()}
         hidden = self._layers[0].hidden
         for layer in self._layers:
-            layer.hidden, layer.given = None, {}
-        return {"hidden": hidden, "given": given}
+            layer.hidden, layer.arguments = None, {}
+        return {"hidden": hidden, "arguments": packed}
 
     def _fill_in_masks(self) -> None:
         """Gives layers without a mask the causal one: where nothing is padding transformers leaves it out.
 
         Stages exchange a fixed set of tensors, whatever the values of a microbatch.
         """
-        kinds = getattr(self._parts.one.config, "layer_types", None) or [""] * len(self._layers)
+        kinds = getattr(self._parts.model.config, "layer_types", None) or [""] * len(self._layers)
         masks: dict[str, Tensor] = {}
         for layer, kind in zip(self._layers, kinds, strict=True):
-            if layer.takes_mask and "attention_mask" not in layer.given:
+            if layer.takes_mask and "attention_mask" not in layer.arguments:
                 if not self._is_causal:
                     raise TaskError(
                         "whether a layer has a mask depends on the padding, which a pipeline cannot follow: make the "
                         'model with attn_implementation="sdpa" or "eager"'
                     )
                 batch, length = layer.hidden.shape[:2]
-                whole = torch.ones(batch, 1, length, length, dtype=torch.bool, device=layer.hidden.device)
-                layer.given["attention_mask"] = masks.setdefault(kind, whole.tril())
+                mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device=layer.hidden.device)
+                layer.arguments["attention_mask"] = masks.setdefault(kind, mask.tril())
 
 
 class _Recorder(nn.Module):
@@ -133,7 +135,7 @@ class _Recorder(nn.Module):
         self._signature = signature
         self.takes_mask = "attention_mask" in signature.parameters
         self.hidden: Any = None
-        self.given: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
 
     @classmethod
     def like(cls, layer: nn.Module) -> _Recorder:
@@ -147,12 +149,14 @@ class _Recorder(nn.Module):
     def forward(self, *args: Any, **further: Any) -> Any:
         bound = self._signature.bind(*args, **further)
         (_, self.hidden), *others = bound.arguments.items()
-        self.given = {}
+        self.arguments = {}
         for name, value in others:
             varied = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            self.given |= value if varied else {name: value}
-        self.given = {name: value for name, value in self.given.items() if isinstance(value, Tensor) or value}
-        for name, value in self.given.items():
+            self.arguments |= value if varied else {name: value}
+        self.arguments = {
+            name: value for name, value in self.arguments.items() if isinstance(value, Tensor) or value
+        }
+        for name, value in self.arguments.items():
             if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
                 raise TaskError(
                     f"a layer is given {name}={value!r}, and only tensors go on to the next stage"
@@ -168,8 +172,12 @@ class Layer(nn.Module):
         self.layer, self._number = layer, str(number)
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
-        [given] = [given for numbers, given in value["given"].items() if self._number in numbers.split()]
-        hidden = self.layer(value["hidden"], **{name: _unpacked(one) for name, one in given.items()})
+        [arguments] = [
+            packed for numbers, packed in value["arguments"].items() if self._number in numbers.split()
+        ]
+        hidden = self.layer(
+            value["hidden"], **{name: _unpacked(argument) for name, argument in arguments.items()}
+        )
         return {**value, "hidden": hidden if isinstance(hidden, Tensor) else hidden[0]}
 
 
@@ -179,12 +187,12 @@ class Behind(nn.Module):
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
         self._parts = parts
-        self.held = nn.ModuleList(parts.one.get_submodule(name) for name in parts.behind)
+        self.held = nn.ModuleList(parts.model.get_submodule(name) for name in parts.behind)
 
     def forward(self, value: dict[str, Any]) -> Any:
         parts = self._parts
         with parts.replaced({parts.layers: nn.ModuleList(), **{name: _Skipped() for name in parts.before}}):
-            return parts.whole(inputs_embeds=value["hidden"])
+            return parts.outer(inputs_embeds=value["hidden"])
 
 
 class _Skipped(nn.Module):
@@ -202,13 +210,13 @@ def _packed(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {name: _packed(value[name]) for name in sorted(value)}  # the same order in every microbatch
-    return [_packed(one) for one in value]
+    return [_packed(item) for item in value]
 
 
 def _unpacked(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
-        [(dtype, one)] = value.items()
-        return one.view(getattr(torch, dtype))
-    return tuple(_unpacked(one) for one in value)
+        [(dtype, data)] = value.items()
+        return data.view(getattr(torch, dtype))
+    return tuple(_unpacked(item) for item in value)

@@ -19,7 +19,7 @@ from grappe.verbs.lr_find.advice import Advice, DivergenceTest, LossCurve, advis
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
-    from grappe.step.result import StepResult
+    from grappe.step.reduction import StepResult
 
 COLUMNS, ROWS = 64, 14
 DOTS = "•×+∘"

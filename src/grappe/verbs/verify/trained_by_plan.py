@@ -21,7 +21,7 @@ from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, join
 from grappe.plan import Plan
-from grappe.step.result import StepResult
+from grappe.step.reduction import StepResult
 from grappe.task import Task
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.engines.native_pipeline import check_even, even, largest
 from grappe.errors import PlanError
-from grappe.parallel.pipeline.even import check_even, even, largest
 from grappe.plan import Plan
 from grappe.step.loss import Losses
 from tests.parity.tasks import Images

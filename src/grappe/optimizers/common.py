@@ -1,0 +1,136 @@
+"""Parts that optimizers share: norms of whole tensors, Adam's moments, checks of numbers; parameter groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grappe.errors import TaskError, nearest
+from grappe.step.clip import local_part, sharded_groups
+
+
+def whole_norms(parts: Sequence[Tensor], placed_as: Sequence[Tensor]) -> Tensor:
+    """Computes the 2-norm of each whole tensor, float64 [n], alike on every process. Collective where sharded.
+
+    Args:
+        parts: what this process has of each tensor.
+        placed_as: for each, a tensor that lies on the processes in the same way: its parameter.
+
+    Added up in float64: in float32 a sharded and a whole tensor would differ by more than rounding (see step/clip).
+    One reduction for all tensors that are sharded over the same processes.
+    """
+    by_axes: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+    for number, parameter in enumerate(placed_as):
+        axes = sharded_groups(parameter)
+        key = tuple(id(group) for group in axes)
+        groups[key] = axes
+        by_axes.setdefault(key, []).append(number)
+    norms: list[Tensor] = [torch.empty(0)] * len(parts)
+    for key, numbers in by_axes.items():
+        squares = torch.stack(
+            [torch.linalg.vector_norm(parts[number], dtype=torch.float64).square() for number in numbers]
+        )
+        for group in groups[key]:
+            dist.all_reduce(squares, group=group)
+        for number, norm in zip(numbers, squares.sqrt().unbind(), strict=True):
+            norms[number] = norm
+    return torch.stack(norms)
+
+
+def norm_pairs(parameters: Sequence[nn.Parameter], others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Computes the norms of parameters and of this process's `others`, which lie as they do: float64 [n] each.
+
+    Collective where parameters are sharded.
+    """
+    parts = [local_part(parameter).detach() for parameter in parameters]
+    weights, rest = whole_norms([*parts, *others], [*parameters, *parameters]).split(len(parameters))
+    return weights, rest
+
+
+def ratio(above: Tensor, below: Tensor) -> Tensor:
+    """Divides, float32 [n]; 1 where either is 0, as for a parameter that begins with zeros."""
+    positive = (above > 0) & (below > 0)
+    return torch.where(positive, above / below.clamp_min(torch.finfo(torch.float64).tiny), 1.0).float()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Returns what this process has of a parameter's gradient, which is there."""
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
+
+
+def with_gradient(group: dict) -> list[nn.Parameter]:
+    """Lists the parameters of a group that the step moves."""
+    return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+def adam_direction(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Updates the moments by the gradient and computes m / (sqrt(v) + eps), both without bias, of this process's part.
+
+    `group` has betas and eps. Source: Kingma, Ba 2015, arXiv:1412.6980, algorithm 1.
+    """
+    if "step" not in state:
+        state["step"] = torch.zeros(())  # a tensor, as torch's own optimizers count
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    state["step"] += 1
+    step, (beta, second) = state["step"].item(), group["betas"]
+    gradient = local_gradient(parameter)
+    mean, square = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+    mean.lerp_(gradient, 1 - beta)
+    square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    below = square.sqrt().div_((1 - second**step) ** 0.5).add_(group["eps"])
+    return mean.div(1 - beta**step).div_(below)
+
+
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
+    """Returns what the closure does, called with gradients as torch's optimizers call it; None where there is none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def check(name: str, **numbers: float) -> None:
+    """Raises TaskError where a number is not at least 0."""
+    for key, value in numbers.items():
+        if not value >= 0:
+            raise TaskError(f"{name}({key}={value}): it must be at least 0")
+
+
+def check_below_one(name: str, **numbers: float) -> None:
+    """Raises TaskError where a number is not in [0, 1)."""
+    for key, value in numbers.items():
+        if not 0 <= value < 1:
+            raise TaskError(f"{name}({key}={value}): it must be at least 0 and below 1")
+
+
+def by_name(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Sorts parameters into groups for any optimizer: one for each rule, and first one for all that no rule matches.
+
+    Args:
+        rules: by pattern of names (`*.bias`, `blocks.0.*`), the options of the group. The first that matches decides.
+
+    Raises:
+        TaskError: a pattern matches no parameter that is trained.
+    """
+    rest: dict[str, Any] = {"params": []}
+    groups = {pattern: {"params": [], **options} for pattern, options in rules.items()}
+    matched, names = set(), []
+    for name, parameter in named_parameters:
+        patterns = [pattern for pattern in rules if fnmatchcase(name, pattern)]
+        matched.update(patterns)
+        names.append(name)
+        (groups[patterns[0]] if patterns else rest)["params"].append((name, parameter))
+    for pattern in rules:
+        if pattern not in matched:
+            raise TaskError(f"by_name: no trained parameter is called {pattern!r}: {nearest(pattern, names)}")
+    return [group for group in (rest, *groups.values()) if group["params"]]
