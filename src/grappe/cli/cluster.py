@@ -262,7 +262,13 @@ def doctor(
 ) -> int:
     """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
     if gpu:
-        return _try_gpu()
+        from grappe.verbs.doctor.on_device import try_gpu
+
+        verdicts = set()
+        for trial in try_gpu():
+            show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
+            verdicts.add(trial.verdict)
+        return EXIT_FAILURE if "FAILED" in verdicts else EXIT_OK
     from grappe.launch.rank import is_main_process
     from grappe.plan import Plan
 
@@ -278,13 +284,3 @@ def doctor(
         if shown or not job:
             say(verb.text(shown))
     return EXIT_FAILURE if verb.failed(findings) else EXIT_OK
-
-
-def _try_gpu() -> int:
-    from grappe.verbs.doctor.on_device import try_gpu
-
-    verdicts = set()
-    for trial in try_gpu():
-        show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
-        verdicts.add(trial.verdict)
-    return EXIT_FAILURE if "FAILED" in verdicts else EXIT_OK

@@ -157,7 +157,10 @@ def packed(
     folder = f"{name}-{version}.dist-info"
     content = dict(files) | {f"{folder}/{key}": text.encode() for key, text in metadata.items()}
     content[f"{folder}/WHEEL"] = KIND.encode()
-    record = "".join(f"{path},sha256={_hash(data)},{len(data)}\n" for path, data in content.items())
+    record = ""
+    for path, data in content.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(data)}\n"
     content[f"{folder}/RECORD"] = f"{record}{folder}/RECORD,,\n".encode()
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -167,7 +170,3 @@ def packed(
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, data)
     return f"{name}-{version}-py3-none-any.whl", stream.getvalue()
-
-
-def _hash(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

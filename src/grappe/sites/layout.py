@@ -75,11 +75,25 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     seconds = int(job.seconds or site.ask.default_minutes * 60)
     gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
     if gpus and node.vendor == "amd":
-        _check_amd(plan, site)
+        if plan.precision == "tf32":
+            raise PlanError(
+                f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32"
+            )
+        if plan.per_device > 1:
+            raise PlanError(
+                f"per_device={plan.per_device} shares GPUs by NVIDIA's MPS, and {site.name} has AMD's: leave it out"
+            )
     nodes = _nodes(plan, site, node, job.nodes, gpus)
     per_node = gpus // nodes
     queue = None if job.own_queue else _queue(site, job.queue, nodes, per_node, seconds)
-    _check_time(site, seconds, queue)
+    most, least = site.ask.max_hours, site.ask.min_minutes
+    if most and seconds > most * 3600:
+        raise UsageError(
+            f"--time={_hours(seconds / 3600)}: {site.name} gives at most {_hours(most)}. Ask for that: the job "
+            "saves before its end, and goes back into the queue by itself"
+        )
+    if least and seconds < least * 60:
+        raise UsageError(f"--time: {site.name} wants at least {least} minutes")
     _check_whole(site, node, queue, nodes, per_node)
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes)
@@ -123,18 +137,6 @@ def check_account(site: Site, account: str | None) -> None:
     if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
         raise UsageError(
             f"--account={account}: accounts of {site.name} are of the form {' or '.join(site.ask.accounts)}"
-        )
-
-
-def _check_amd(plan: Plan, site: Site) -> None:
-    """Refuses what only NVIDIA's GPUs have."""
-    if plan.precision == "tf32":
-        raise PlanError(
-            f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32"
-        )
-    if plan.per_device > 1:
-        raise PlanError(
-            f"per_device={plan.per_device} shares GPUs by NVIDIA's MPS, and {site.name} has AMD's: leave it out"
         )
 
 
@@ -211,18 +213,6 @@ def _refusal(queue: Queue, nodes: int, gpus: int, seconds: int) -> str | None:
     if queue.max_nodes and nodes > queue.max_nodes:
         return f"at most {queue.max_nodes} nodes, this job asks for {nodes}"
     return None
-
-
-def _check_time(site: Site, seconds: int, queue: Queue | None) -> None:
-    most = site.ask.max_hours
-    if most and seconds > most * 3600:
-        raise UsageError(
-            f"--time={_hours(seconds / 3600)}: {site.name} gives at most {_hours(most)}. Ask for that: the job "
-            "saves before its end, and goes back into the queue by itself"
-        )
-    least = site.ask.min_minutes
-    if least and seconds < least * 60:
-        raise UsageError(f"--time: {site.name} wants at least {least} minutes")
 
 
 def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: int) -> None:

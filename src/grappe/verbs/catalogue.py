@@ -12,8 +12,8 @@ from rich.table import Table
 from grappe import engines, fields, sites, tasks
 from grappe.errors import UsageError
 from grappe.plan import Plan
+from grappe.sites.advice import described
 from grappe.sites.schema import Node, Site
-from grappe.sites.storage import described
 from grappe.words import plain_table
 
 

@@ -20,7 +20,7 @@ from grappe.launch.start import start
 from grappe.plan import Plan
 from grappe.profiling.operators import KernelTimes, OperatorTrace, measure_dispatch
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
-from grappe.sites.generations import unfit_precision
+from grappe.sites.advice import unfit_precision
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder

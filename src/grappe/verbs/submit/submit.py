@@ -19,10 +19,9 @@ from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.plan import Plan
 from grappe.sites import slurm
-from grappe.sites.generations import unfit_precision
+from grappe.sites.advice import misplaced, unfit_precision
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE
 from grappe.sites.script import Script, check_name, cost, render
-from grappe.sites.storage import misplaced
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.submit.jobs import record_job

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from grappe.launch.world import own_cores
-from grappe.sites.generations import unfit_precision
+from grappe.sites.advice import unfit_precision
 from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grappe import sites
+from grappe.sites.advice import misplaced
 from grappe.sites.schema import Site
-from grappe.sites.storage import misplaced
 from grappe.verbs.doctor.checks import Finding, Level, Machine
 
 CACHES = {"XDG_CACHE_HOME": ".cache", "HF_HOME": ".cache/huggingface", "TORCH_HOME": ".cache/torch"}

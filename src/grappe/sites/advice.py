@@ -1,13 +1,19 @@
-"""Judges where a job's files lie by a site's storage: quotas, what is removed with age, what jobs may not write."""
+"""Judges what suits a site badly: where a job's files lie, by its storage, and a plan's precision, by its GPUs.
+
+Storage has quotas, removes files with age, or cannot be written by jobs. A GPU's generation is NVIDIA's compute
+capability.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from grappe.sites.schema import Contents, Site, Storage
 
+AMPERE, VOLTA = (8, 0), (7, 0)
 NAMES: dict[Contents, str] = {
     "runs": "a run's folder, with its checkpoints,",
     "data": "data",
@@ -45,8 +51,10 @@ def storage_of(site: Site, folder: Path, environment: Mapping[str, str]) -> Stor
     """Returns the storage that a folder is in: of several, the innermost."""
     inside = []
     for storage in site.storage:
-        place = _expanded(storage.place, environment)
-        if place is not None and any(folder.is_relative_to(base) for base in (place, place.resolve())):
+        name, _, rest = storage.place.removeprefix("$").partition("/")
+        value = environment.get(name, "")
+        place = Path(value) / rest if storage.place.startswith("$") else Path(storage.place)
+        if place.is_absolute() and any(folder.is_relative_to(base) for base in (place, place.resolve())):
             inside.append((len(place.parts), storage))
     return max(inside, key=lambda pair: pair[0])[1] if inside else None
 
@@ -63,9 +71,35 @@ def described(storage: Storage) -> str:
     return ", ".join(parts) or "no limits known"
 
 
-def _expanded(place: str, environment: Mapping[str, str]) -> Path | None:
-    name, _, rest = place.removeprefix("$").partition("/")
-    if not place.startswith("$"):
-        return Path(place)
-    value = environment.get(name)
-    return Path(value) / rest if value and Path(value).is_absolute() else None
+class UnfitPrecision(NamedTuple):
+    """A precision that a GPU has no units for."""
+
+    what: str
+    why: str
+    do: str
+
+
+def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None) -> UnfitPrecision | None:
+    """Returns why a precision brings nothing on a GPU, or costs time; None if it fits.
+
+    Args:
+        gpu: the GPU's name, for the message.
+        capability: NVIDIA's compute capability; None: unknown, or AMD's.
+    """
+    if capability is None or precision == "fp32":
+        return None
+    name = f"precision={precision} on {gpu} (compute capability {capability[0]}.{capability[1]})"
+    if precision == "bf16" and capability < AMPERE:
+        slow = "bf16 arithmetic came with Ampere (8.0): here it is emulated, and slower than fp32"
+        return UnfitPrecision(
+            name, slow, "use precision=fp16, with loss scaling" if capability >= VOLTA else "use fp32"
+        )
+    if precision == "tf32" and capability < AMPERE:
+        return UnfitPrecision(
+            name, "TF32 came with Ampere (8.0): here matrix products stay in fp32", "use precision=fp16"
+        )
+    if precision == "fp16" and capability < VOLTA:
+        return UnfitPrecision(
+            name, "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time", "use fp32"
+        )
+    return None

@@ -1,11 +1,13 @@
-"""A folder on a site: the innermost storage says what should lie there."""
+"""Where files lie on a site, by its innermost storage, and which precision suits a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from grappe import sites
-from grappe.sites.storage import described, misplaced, storage_of
+from grappe.sites.advice import described, misplaced, storage_of, unfit_precision
 
 PLACES = {
     "HOME": "/home/me",
@@ -56,3 +58,28 @@ def test_jean_zay() -> None:
     assert texts["$SCRATCH"] == "files are removed after 30 days"
     assert texts["$DSDIR"] == "jobs cannot write there"
     assert site.sources["storage"].startswith("http://www.idris.fr/")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "remedy"),
+    [
+        ("bf16", (7, 0), "use precision=fp16, with loss scaling"),
+        ("bf16", (6, 0), "use fp32"),
+        ("tf32", (7, 5), "use precision=fp16"),
+        ("fp16", (6, 0), "use fp32"),
+        ("fp16", (7, 0), None),
+        ("bf16", (8, 0), None),
+        ("fp32", (6, 0), None),
+        ("bf16", None, None),
+    ],
+)
+def test_precision(precision: str, capability: tuple[int, int] | None, remedy: str | None) -> None:
+    found = unfit_precision(precision, "GPU", capability)
+    assert (found.do if found else None) == remedy
+
+
+def test_every_site_with_gpus_of_nvidia_says_their_generation() -> None:
+    for name in sites.files():
+        site = sites.find(name)
+        if site.node is not None and site.node.gpus:
+            assert (site.node.capability is None) == (site.node.vendor == "amd"), name
