@@ -16,7 +16,7 @@ from grappe.parallel.pipeline.rules import idle_part
 from grappe.plan import Plan
 from grappe.profiling.operators import LineCost, OperatorTotals
 from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun
-from grappe.verbs.measure.verdict import MOST_WORKERS, slow_process
+from grappe.verbs.measure.verdict import MOST_WORKERS
 
 PARTS = (
     "evaluation",
@@ -322,7 +322,7 @@ def _imbalance(breakdown: TimeBreakdown, point: Measurement) -> str:
             f"the stages of process {most} have {work[most] * len(work) / sum(work):.1f} times the mean work: "
             "cut elsewhere (cuts), or into smaller units"
         )
-    slow, more, where = slow_process(point)
+    slow, more, where = point.slowest()
     return f"process {slow.rank} on {slow.host} has {more * 1e3:.3g} ms more a step, most of it in {where}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from grappe.errors import GrappeError
 from grappe.launch import files
@@ -17,6 +18,7 @@ from grappe.launch.files import IN_RUN
 from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
+from grappe.launch.world import choose_device
 from grappe.plan import Plan
 from grappe.profiling.operators import KernelTimes, OperatorTrace, measure_dispatch
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
@@ -104,11 +106,19 @@ def explain(
             if point.origin != "asked" or point.failure:
                 continue
             note(f"tracing {plan_name(point.plan)}, batch {point.batch}")
+            plan, run = Plan.parse(point.plan), folder / str(number)
             training = dataclasses.replace(
-                request, task=with_fields(request.task, batch_size=point.batch, epochs=epochs)
+                request,
+                task=with_fields(request.task, batch_size=point.batch, epochs=epochs),
+                plan=plan,
+                run=run,
+                base=folder,
+                options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD),
+                per_process_watchers=(TraceWatcher(),),
+                quiet=True,
             )
             try:
-                trace = traced(training, Plan.parse(point.plan), folder / str(number))
+                trace: RunTrace = start("grappe.verbs.measure.explain:worker", training, plan, run=run)
             except GrappeError as error:
                 explanations.append(
                     Explanation(plan=point.plan, batch=point.batch, failure=first_line(error))
@@ -130,31 +140,11 @@ def explain(
     return explanations
 
 
-def traced(request: Request, plan: Plan, folder: Path) -> RunTrace:
-    """Runs a traced training under `plan`, in new processes.
-
-    Raises:
-        GrappeError: the training fails.
-    """
-    training = dataclasses.replace(
-        request,
-        plan=plan,
-        run=folder,
-        base=folder.parent,
-        options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD),
-        per_process_watchers=(TraceWatcher(),),
-        quiet=True,
-    )
-    return start("grappe.verbs.measure.explain:worker", training, plan, run=folder)
-
-
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> RunTrace | None:
     """Runs one process of a traced training. Collective."""
     run = train_worker(request, process, rendezvous_folder).run
     if process.rank:
         return None
-    from grappe.launch.world import choose_device
-
     plan = request.plan
     traces = [
         msgspec.json.decode(files.read_text(_trace_file(run, rank)), type=ProcessTrace)
@@ -172,8 +162,6 @@ def _trace_file(run: Path, rank: int) -> Path:
 
 def reachable(device: Any, plan: Plan) -> dict[str, float]:
     """Measures FLOP/s of a large matrix product in each precision that the device has units for."""
-    import torch
-
     precisions = ["fp32", "bf16"]
     if device.type == "cuda":
         gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)

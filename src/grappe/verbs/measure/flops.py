@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-    from grappe.plan import Plan
-    from grappe.task import Task
+from grappe.data.arrays import in_memory
+from grappe.data.collate import collated
+from grappe.parallel.materialise import on_meta
+from grappe.plan import Plan
+from grappe.private_api.torch import tree_map
+from grappe.step.loss import loss_of
+from grappe.step.precision import set_tf32
+from grappe.task import Task
 
 ROWS = 2
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product a device is measured by
@@ -23,40 +30,21 @@ def per_sample(task: Task, dataset: Any) -> float:
     Matrix products, convolutions and attention count; additions, activations and normalisations do not, as is
     usual (torch.utils.flop_counter). Nothing is computed: the model is on the meta device, unless it reads values.
     """
-    import torch
-
-    from grappe.data.arrays import in_memory
-    from grappe.parallel.materialise import on_meta
-    from grappe.private_api.torch import tree_map
-
     arrays = in_memory(dataset)
     if arrays is not None:
-        import numpy as np
-
-        rows = np.arange(ROWS) % len(dataset)
-        inputs, targets = arrays.gather(rows, torch.device("cpu"))
+        inputs, targets = arrays.gather(np.arange(ROWS) % len(dataset), torch.device("cpu"))
     else:
-        from grappe.data.collate import collated
-
         inputs, targets = collated(task, [dataset[index % len(dataset)] for index in range(ROWS)])
     try:
-        meta = tree_map(_to_meta, (inputs, targets))
+        meta = tree_map(
+            lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (inputs, targets)
+        )
         return _counted(task, on_meta(task), *meta) / ROWS
     except (RuntimeError, NotImplementedError):  # it reads a tensor's values
         return _counted(task, task.model(), inputs, targets) / ROWS
 
 
-def _to_meta(leaf: Any) -> Any:
-    import torch
-
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _counted(task: Task, model: Any, inputs: Any, targets: Any) -> int:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from grappe.step.loss import loss_of
-
     model.train()
     with FlopCounterMode(display=False) as counter:
         loss_of(task, task.forward(model, inputs), targets).values.sum().backward()
@@ -69,10 +57,6 @@ def reachable(device: torch.device, plan: Plan) -> float:
     The result is what this process's threads can reach on this machine now; a data
     sheet's peak is higher.
     """
-    import torch
-
-    from grappe.step.precision import set_tf32
-
     set_tf32(plan.precision)
     side = SIDE[device.type]
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
@@ -85,8 +69,6 @@ def reachable(device: torch.device, plan: Plan) -> float:
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    import torch
-
     if a.is_cuda:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

@@ -164,12 +164,18 @@ class Measurement:
         """Computes the process-seconds per sample in which processes wait because another has more work."""
         return self._median(lambda trial: _waited(trial) / self.batch)
 
-    def slowest(self) -> tuple[ProcessTimes, float]:
-        """Finds the process with the most work in the median trial, and its extra seconds per step over the median."""
+    def slowest(self) -> tuple[ProcessTimes, float, str]:
+        """Finds the process with the most work, its extra seconds per step, and the phase that has most of them."""
         trial = sorted(self.trials, key=_waited)[len(self.trials) // 2]
         slow = max(trial.processes, key=lambda process: process.busy)
-        others = [process.busy for process in trial.processes if process is not slow]
-        return slow, slow.busy - statistics.median(others) if others else 0.0
+        busy = [process.busy for process in trial.processes if process is not slow]
+        others = [process for process in self.middle().processes if process.rank != slow.rank]
+        excess = {
+            phase: seconds - sum(process.phases[phase] for process in others) / len(others)
+            for phase, seconds in slow.phases.items()
+            if phase != "communication"
+        }
+        return slow, slow.busy - statistics.median(busy), max(excess, key=lambda phase: excess[phase])
 
     def middle(self) -> TimedRun:
         """Returns the trial with the median step."""

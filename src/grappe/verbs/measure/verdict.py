@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from grappe.data.loading import workers_needed
 from grappe.plan import Plan
-from grappe.verbs.measure.points import COMPUTING, Measurement, ProcessTimes, efficiency, efficiency_loss
+from grappe.verbs.measure.points import COMPUTING, Measurement, efficiency, efficiency_loss
 from grappe.words import plan_name
 
 # Shares of a step, from which on something is worth saying.
@@ -36,7 +36,7 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
     for point in asked:
         yield from _data(point)
         if point.processes > 1 and point.imbalance / point.cost() >= IMBALANCE / point.processes:
-            slow, more, where = slow_process(point)
+            slow, more, where = point.slowest()
             if more >= IMBALANCE * slow.step:
                 yield (
                     f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has "
@@ -112,18 +112,6 @@ def _data(point: Measurement) -> Iterator[str]:
             f" (it has {room} cores a process: fewer may do if loading only waits)" if needed > room else ""
         )
         yield f"{wait}: use workers={needed}{short}"
-
-
-def slow_process(point: Measurement) -> tuple[ProcessTimes, float, str]:
-    """Finds the process with the most work, its extra seconds per step, and the phase that has most of them."""
-    slow, more = point.slowest()
-    others = [process for process in point.middle().processes if process.rank != slow.rank]
-    excess = {
-        phase: seconds - sum(process.phases[phase] for process in others) / len(others)
-        for phase, seconds in slow.phases.items()
-        if phase != "communication"
-    }
-    return slow, more, max(excess, key=lambda phase: excess[phase])
 
 
 def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[str]:

@@ -40,14 +40,23 @@ class RandomOps(TorchDispatchMode):
         if self._paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        arguments = _named(func, args, kwargs)
-        if not _draws(arguments):
+        names = [argument.name for argument in operator_arguments(func)]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        # Some operators have the tag but may not draw.
+        rates = [rate for rate in ("dropout_p", "dropout") if rate in arguments]
+        evaluated = any(arguments.get(name) is False for name in ("train", "training"))
+        if evaluated or any(arguments[rate] == 0.0 for rate in rates):
             return func(*args, **kwargs)
         self.seen.add(name)
         if self._off:
-            return _expected(func, name, arguments)
+            if name in _MEANS:
+                return _MEANS[name](arguments)
+            return _called(func, {**arguments, **dict.fromkeys(rates[:1], 0.0)})
         result = func(*args, **kwargs)
-        self._record(result)
+        # Attention returns its seed in place of a mask.
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
+                self._record(leaf)
         return result
 
     def take(self) -> str:
@@ -65,41 +74,15 @@ class RandomOps(TorchDispatchMode):
         finally:
             self._paused = before
 
-    def _record(self, result: Any) -> None:
-        # Attention returns its seed in place of a mask.
-        for leaf in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
-                self._notice_seeding(leaf)
-                flat = leaf.detach().reshape(-1)[: max(0, MOST_NUMBERS - self._numbers)]
-                self._hash.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-                self._numbers += leaf.numel()
-
-    def _notice_seeding(self, leaf: Tensor) -> None:
-        """Forgets what came before a new seed: dry runs draw, from a stream that all processes have alike."""
+    def _record(self, leaf: Tensor) -> None:
         seed = (torch.cuda if leaf.is_cuda else torch).initial_seed()
-        if seed != self._seed:
+        if (
+            seed != self._seed
+        ):  # what came before a new seed is forgotten: dry runs draw, from a stream alike everywhere
             self._seed, self._hash, self._numbers = seed, xxhash.xxh3_64(), 0
-
-
-def _named(func: Op, args: Any, kwargs: Any) -> dict[str, Any]:
-    names = [argument.name for argument in operator_arguments(func)]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _draws(arguments: dict[str, Any]) -> bool:
-    """Returns whether an operator draws: some operators have the tag but may not draw."""
-    off = (arguments.get(name) is False for name in ("train", "training"))
-    return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout")) and not any(off)
-
-
-def _expected(func: Op, name: str, arguments: dict[str, Any]) -> Any:
-    """Returns the mean of `func`'s result, in its shape."""
-    if name in _MEANS:
-        return _MEANS[name](arguments)
-    for rate in ("dropout_p", "dropout"):
-        if rate in arguments:
-            return _called(func, {**arguments, rate: 0.0})
-    return _called(func, arguments)
+        flat = leaf.detach().reshape(-1)[: max(0, MOST_NUMBERS - self._numbers)]
+        self._hash.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        self._numbers += leaf.numel()
 
 
 def _called(func: Op, arguments: dict[str, Any]) -> Any:

@@ -219,9 +219,8 @@ def compare(
         tolerance: the reference whose noise is used if `reference` has measured none.
         without: tensors that are not compared.
     """
-    noise: list[
-        ReferenceStep
-    ] = []  # the largest up to each step: diverged values may be close again by chance
+    # The largest noise up to each step: diverged values may be close again by chance.
+    noise: list[ReferenceStep] = []
     for step in (tolerance or reference).steps:
         before = noise[-1] if noise else step
         noise.append(

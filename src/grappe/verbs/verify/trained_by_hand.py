@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,12 @@ class Rows:
         pairs = reorder(list(range(0, size - 1, 2)))
         places = [row for pair in pairs for row in (pair, pair + 1)] + ([size - 1] if size % 2 else [])
         inputs, targets = self.take(places)
-        take = self.take
-        return Rows(
-            piece=self.piece,
+        return dataclasses.replace(
+            self,
             sample_ids=self.sample_ids._replace(ids=self.ids[places]),
             inputs=inputs,
             targets=targets,
-            take=lambda chosen: take([places[place] for place in chosen]),
-            cuttable=self.cuttable,
+            take=lambda chosen: self.take([places[place] for place in chosen]),
         )
 
 
@@ -127,28 +125,12 @@ class ReferenceBatch:
 
 
 class ReferenceBatches:
-    """Loads the batches of a trial.
+    """Loads the batches of a trial, whose steps may go beyond the end of the training."""
 
-    Args:
-        steps: the number of steps of the trial, which may go beyond the end of the training.
-        slices, pieces: the number of slices of each batch, and of pieces of each slice.
-        recorded: batches that replace those of the sample order.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        data: Path,
-        device: torch.device,
-        *,
-        steps: int,
-        slices: int,
-        pieces: int,
-        recorded: Sequence[RecordedBatch],
-    ) -> None:
+    def __init__(self, task: Task, request: ReferenceRequest, device: torch.device) -> None:
         self._task, self._device = task, device
-        self._slices, self._pieces, self._recorded = slices, pieces, recorded
-        self._dataset: Any = task.data("train", data)
+        self._slices, self._pieces, self._recorded = request.slices, request.pieces, request.recorded
+        self._dataset: Any = task.data("train", request.data)
         self._drawn = drawn_samples(task, self._dataset)
         if self._drawn is not None:
             self._dataset = with_copies(self._dataset)
@@ -157,7 +139,9 @@ class ReferenceBatches:
         """Samples of the dataset; `length` is how many of them an epoch has."""
         self.length: int = self.stored if self._drawn is None else self._drawn.samples
         self.per_epoch = -(-self.length // task.batch_size)
-        self.total = self._recorded[0].total if self._recorded else max(steps, task.epochs * self.per_epoch)
+        self.total = (
+            self._recorded[0].total if self._recorded else max(request.steps, task.epochs * self.per_epoch)
+        )
 
     def batch(self, number: int) -> ReferenceBatch:
         """Loads the batch of step `number`, cut into slices and pieces."""
@@ -176,22 +160,19 @@ class ReferenceBatches:
         for index in range(self._slices):
             ids_of_slice = ids[slice(*cut(len(ids), self._slices, index))]
             pieces = [
-                ids_of_slice[slice(*cut(len(ids_of_slice), self._pieces, piece))]
+                self._load(epoch, piece, ids_of_slice[slice(first, last)])
                 for piece in range(self._pieces)
+                for first, last in [cut(len(ids_of_slice), self._pieces, piece)]
+                if last > first
             ]
-            slices.append(tuple(self._load(epoch, i, piece) for i, piece in enumerate(pieces) if len(piece)))
+            slices.append(tuple(pieces))
         counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
         plain = [count.float().sum() for count in counts if isinstance(count, Tensor)]
         named = [count for count in counts if isinstance(count, Mapping)]
+        count = torch.stack(plain).sum() if plain else float(len(ids))
         return ReferenceBatch(
             slices=tuple(slices),
-            count=(
-                self._recorded[number].count
-                if self._recorded
-                else torch.stack(plain).sum()
-                if plain
-                else float(len(ids))
-            ),
+            count=self._recorded[number].count if self._recorded else count,
             counts={
                 name: torch.stack([count[name].float().sum() for count in named]).sum()
                 for name in (named[0] if named else ())
@@ -567,15 +548,7 @@ def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: P
 def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     prepare(plain, request.data)  # here, before all other processes
     task = instrumented(plain, request.instrumentation, SampleRecorder())
-    batches = ReferenceBatches(
-        task,
-        request.data,
-        world.device,
-        steps=request.steps,
-        slices=request.slices,
-        pieces=request.pieces,
-        recorded=request.recorded,
-    )
+    batches = ReferenceBatches(task, request, world.device)
     weights = built(task)
     torch.manual_seed(task.seed)
     probe, rows = task.model().to(world.device).train(), batches.batch(0).slices[0][0]

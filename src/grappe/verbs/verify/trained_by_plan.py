@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from grappe.data.loader import training_loader
 from grappe.data.pieces import rows_of_slices
 from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World, join
+from grappe.launch.world import World, joined
 from grappe.plan import Plan
 from grappe.step.reduction import StepResult
-from grappe.task import Task
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.trained_by_hand import gap
@@ -69,129 +68,91 @@ def worker(
     request: TrialRequest, process: ProcessRank, rendezvous_folder: Path
 ) -> tuple[TrialStep, ...] | None:
     """Runs one process of a trial; process 0 returns its steps. Collective."""
-    world = join(request.plan, process, rendezvous_folder)
-    samples = SampleRecorder()
+    plan, off = request.plan, request.instrumentation.without_randomness
+    samples, records = SampleRecorder(), list[dict[str, Any]]()
     task = instrumented(request.task.resolve(), request.instrumentation, samples)
-    loader = training_loader(task, task.data("train", request.data), request.plan, world)
-    total = max(request.steps, task.epochs * loader.order.steps_per_epoch)
-    setup = EngineSetup(
-        task=task,
-        plan=request.plan,
-        world=world,
-        weights=built(task),
-        total_steps=total,
-        stop_requested=lambda: 0.0,
-    )
-    engine = engines.check(request.plan)(setup)
-    recording = request.instrumentation.without_randomness or (request.draws and not request.plan.compile)
-    with (
-        RandomOps(off=request.instrumentation.without_randomness)
-        if recording
-        else contextlib.nullcontext() as random_ops
-    ):
-        recorder = _StepRecorder(engine, task, request.plan, world, request.reference, samples, random_ops)
-        batches = _unrecorded(loader.batches(0, request.steps), random_ops)
-        engine.train(batches, recorder.after)
-    engine.close()
-    steps = recorder.gathered(world, total)
-    world.barrier()
-    world.leave()
-    return steps if world.rank == 0 else None
+    with joined(plan, process, rendezvous_folder) as world:
+        loader = training_loader(task, task.data("train", request.data), plan, world)
+        total = max(request.steps, task.epochs * loader.order.steps_per_epoch)
+        setup = EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=total)
+        recording = off or (request.draws and not plan.compile)
+        random_ops = RandomOps(off=off) if recording else None
 
+        def unrecorded() -> Iterator[Batch]:
+            """Yields the batches, without recording the random numbers of loading and augmentation."""
+            batches = loader.batches(0, request.steps)
+            while True:
+                with random_ops.paused() if random_ops else contextlib.nullcontext():
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
 
-def _unrecorded(batches: Iterator[Batch], random_ops: RandomOps | None) -> Iterator[Batch]:
-    """Yields the same batches, without recording the random numbers of loading and augmentation."""
-    while True:
-        with random_ops.paused() if random_ops is not None else contextlib.nullcontext():
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
-
-
-class _StepRecorder:
-    """Recorder of this process's steps."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        plan: Plan,
-        world: World,
-        reference: Path,
-        samples: SampleRecorder,
-        random_ops: RandomOps | None,
-    ) -> None:
-        self._engine, self._world, self._reference = engine, world, reference
-        self._task, self._plan = task, plan
-        self._samples, self._random_ops = samples, random_ops
-        self._steps: list[dict[str, Any]] = []
-
-    def after(self, result: StepResult) -> bool:
-        """Records a step. Collective, as exporting is."""
-        batch = result.batch
-        total, _ = result.sums.read()
-        loss = total / float(batch.count)
-        gaps, bits = self._compared(len(self._steps), loss)
-        self._steps.append(
-            {
-                "epoch": batch.epoch,
-                "ids": self._ids(batch),
-                "count": float(batch.count),
-                "loss": loss,
-                "norm": None if result.norm is None else float(result.norm),
-                "skipped": result.skipped,
-                "gaps": gaps,
-                "bits": bits,
-                "draws": self._random_ops.take() if self._random_ops is not None else "",
-            }
-        )
-        return False
-
-    def _ids(self, batch: Batch) -> list[int]:
-        """Returns the ids of this slice's samples that reached the loss, which may get those of all slices."""
-        if not self._task.whole_batch_loss:
-            return self._samples.take([micro.rows for micro in batch.microbatches])
-        ids = self._samples.take([batch.samples])
-        return [ids[row] for row in rows_of_slices(self._plan, batch.samples)[self._world.data_rank] if ids]
-
-    @torch.no_grad()
-    def _compared(self, number: int, loss: float) -> tuple[dict[str, float], str]:
-        file = self._reference / f"step-{number:03d}.safetensors"
-        gaps: dict[str, float] = {}
-        bits = hashlib.sha256(repr(loss).encode())
-        if self._world.rank or not file.exists():
-            for _ in self._engine.export():
-                pass
-            return {}, ""
-        with safe_open(file, framework="pt") as reference:
-            for name, tensor in self._engine.export():
-                gaps[name] = gap(reference.get_tensor(name), tensor.detach().cpu())
-                bits.update(
-                    tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                )
-        return gaps, bits.hexdigest()
-
-    def gathered(self, world: World, total: int) -> tuple[TrialStep, ...]:
-        """Gathers the steps, with the samples and draws of each data slice. Collective."""
-        own = [(record["ids"], record["draws"]) for record in self._steps]
-        # Of the processes that share a slice, a pipeline's last stage alone calls the loss.
-        recorded = sum(len(ids) for ids, _ in own)
-        everyone = world.gather((world.data_rank, -recorded, world.rank, own))
-        best = {
-            rank: min((record for record in everyone if record[0] == rank), key=lambda record: record[:3])
-            for rank, *_ in everyone
-        }
-        slices = [best[rank][3] for rank in sorted(best)]
-        steps = []
-        for number, record in enumerate(self._steps):
-            in_slices = [recorded[number] for recorded in slices]
-            steps.append(
-                TrialStep(
-                    **{name: value for name, value in record.items() if name not in ("ids", "draws")},
-                    total=total,
-                    slices=tuple(tuple(ids) for ids, _ in in_slices),
-                    draws=tuple(drawn for _, drawn in in_slices),
-                )
+        def after(result: StepResult) -> bool:
+            """Records a step. Collective, as exporting is."""
+            batch = result.batch
+            if task.whole_batch_loss:  # which may get the samples of all slices
+                ids = samples.take([batch.samples])
+                ids = [ids[row] for row in rows_of_slices(plan, batch.samples)[world.data_rank] if ids]
+            else:
+                ids = samples.take([micro.rows for micro in batch.microbatches])
+            loss = result.sums.read()[0] / float(batch.count)
+            file = request.reference / f"step-{len(records):03d}.safetensors"
+            gaps, bits = _compared(engine, None if world.rank else file, loss)
+            records.append(
+                {
+                    "epoch": batch.epoch,
+                    "ids": ids,
+                    "count": float(batch.count),
+                    "loss": loss,
+                    "norm": None if result.norm is None else float(result.norm),
+                    "skipped": result.skipped,
+                    "gaps": gaps,
+                    "bits": bits,
+                    "draws": random_ops.take() if random_ops else "",
+                }
             )
-        return tuple(steps)
+            return False
+
+        with engines.running(setup) as engine, random_ops or contextlib.nullcontext():
+            engine.train(unrecorded(), after)
+        slices = _by_slice(world, [(record.pop("ids"), record.pop("draws")) for record in records])
+    if world.rank:
+        return None
+    return tuple(
+        TrialStep(
+            **record,
+            total=total,
+            slices=tuple(tuple(steps[number][0]) for steps in slices),
+            draws=tuple(steps[number][1] for steps in slices),
+        )
+        for number, record in enumerate(records)
+    )
+
+
+@torch.no_grad()
+def _compared(engine: Engine, file: Path | None, loss: float) -> tuple[dict[str, float], str]:
+    """Computes the weights' gaps from those in a file, and a hash of them and the loss. Collective, as exporting is."""
+    gaps: dict[str, float] = {}
+    bits = hashlib.sha256(repr(loss).encode())
+    if file is None or not file.exists():
+        for _ in engine.export():
+            pass
+        return {}, ""
+    with safe_open(file, framework="pt") as reference:
+        for name, exported in engine.export():
+            tensor = exported.detach().cpu()
+            gaps[name] = gap(reference.get_tensor(name), tensor)
+            bits.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return gaps, bits.hexdigest()
+
+
+def _by_slice(world: World, own: Sequence[tuple[list[int], str]]) -> list[Sequence[tuple[list[int], str]]]:
+    """Gathers the steps' samples and draws of each data slice, which one process of it has recorded. Collective."""
+    # Of the processes that share a slice, a pipeline's last stage alone calls the loss.
+    recorded = sum(len(ids) for ids, _ in own)
+    everyone = world.gather((world.data_rank, -recorded, world.rank, own))
+    best: dict[int, Any] = {}
+    for record in sorted(everyone, key=lambda record: record[:3]):
+        best.setdefault(record[0], record[3])
+    return list(best.values())
