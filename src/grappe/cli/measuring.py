@@ -35,7 +35,7 @@ from grappe.words import plain_table
 if TYPE_CHECKING:
     from grappe.foresight.search import Foreseen
     from grappe.verbs.lr_find.lr_find import LearningRates
-    from grappe.verbs.measure.jobs import JobRequest
+    from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.verify.verdict import PlanVerdict
 
 
@@ -166,7 +166,7 @@ def measure(
     if (options.evaluate_every or options.save_every) and not options.why:
         raise UsageError("--evaluate-every and --save-every are for --why: add it, or leave them out")
     if site is not None:
-        from grappe.verbs.measure.jobs import JobRequest
+        from grappe.verbs.measure.measure import JobRequest
 
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
@@ -187,11 +187,10 @@ def measure(
     from grappe.verbs.measure import measure as verb
     from grappe.verbs.measure import table, verdict
     from grappe.verbs.measure.explain import explain
-    from grappe.verbs.measure.jobs import gather as gathered
     from grappe.verbs.measure.largest import largest_batches as verb_largest
 
     points = (
-        gathered(gather)
+        verb.gather(gather)
         if gather
         else verb.measure(
             task,
@@ -227,7 +226,7 @@ def measure(
 
 def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
     """Submits trainings as jobs, and prints the command that gathers their results."""
-    from grappe.verbs.measure.jobs import send
+    from grappe.verbs.measure.measure import send
 
     runs = []
     for submitted in send(request, show=only_show):

@@ -107,7 +107,8 @@ class Chronometer:
         self._steps = self._next_upkeep = 0
         self._window: tuple[int, list[float]] = (0, NOTHING.copy())
         self._data_parallel = data_parallel
-        self._last_gradient = LastGradient(self._computed)
+        self._last: Any = None  # the parameter whose gradient comes last
+        self._hooks: list[Any] = []
         self._cuda = CudaStepTimer() if device.type == "cuda" else None
         self._record: Callable[[int], None] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -116,16 +117,18 @@ class Chronometer:
         """This process's trained parameters, by name."""
         self.held: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer state, as of the second update."""
-        self._held_hook: Any = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Removes all hooks, at the end of the context."""
-        self._last_gradient.close()
-        if self._held_hook is not None:
-            self._held_hook.remove()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     @property
     def phase(self) -> int:
@@ -190,9 +193,13 @@ class Chronometer:
         """Records the engine's optimizer and the parameters that it trains, by name."""
         self.optimizer, self.parameters = optimizer, list(named)
         if self._data_parallel:
-            self._last_gradient.look_for([parameter for _, parameter in named])
+            self._hooks += [
+                parameter.register_post_accumulate_grad_hook(self._gradient_came)
+                for _, parameter in named
+                if parameter.requires_grad
+            ]
         # Not when UPDATE begins: DeepSpeed puts its partitions' gradients together after that.
-        self._held_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def spent(self) -> tuple[int, list[float]]:
         """Returns the number of steps so far, and their host seconds by phase."""
@@ -225,15 +232,20 @@ class Chronometer:
         if self._record is not None:
             self._record(WATCHING)
         if self._steps == ORDER_STEPS:
-            self._last_gradient.decide()
-            if self._held_hook is not None:  # an optimizer without hooks steps faster
-                self._held_hook.remove()
+            self._remove_hooks()  # an optimizer without hooks steps faster
+            if self._last is not None:
+                # DistributedDataParallel waits for its all-reduces in C++, invisible to Python code. The time after
+                # the last gradient is this wait.
+                self._hooks.append(self._last.register_post_accumulate_grad_hook(self._computed))
         if len(self._rows) >= KEPT * len(PHASES):
             self._fold()
         if self._cuda is not None:
             self._record = self._cuda.end_step(self._steps)
         elif self._steps >= ORDER_STEPS:
             self._next_upkeep = self._steps + KEPT - len(self._rows) // len(PHASES)
+
+    def _gradient_came(self, parameter: Any) -> None:
+        self._last = parameter
 
     def _computed(self, last: Any) -> None:
         """Switches to COMMUNICATION: after the last gradient backward only waits for other processes."""
@@ -301,44 +313,6 @@ class CudaStepTimer:
                     row[phase] += began.elapsed_time(ended) / 1e3
                 self._rows.append(row[: len(IN_A_STEP)])
             self._free += [event for _, event in marks]
-
-
-class LastGradient:
-    """Finds the parameter whose gradient comes last, in the first steps; then calls `arrived` with that gradient.
-
-    DistributedDataParallel waits for its all-reduces in C++, invisible to Python code. The time after the last
-    gradient is this wait.
-    """
-
-    def __init__(self, arrived: Callable[[Any], None]) -> None:
-        self._arrived = arrived
-        self._handles: list[Any] = []
-        self._last: Any = None
-
-    def look_for(self, parameters: Sequence[Any]) -> None:
-        """Hooks all parameters, to find the one whose gradient comes last."""
-        self._handles += [
-            parameter.register_post_accumulate_grad_hook(self._came)
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
-
-    def decide(self) -> None:
-        """Keeps one hook: on the parameter whose gradient came last."""
-        if not self._handles:
-            return
-        self.close()
-        if self._last is not None:
-            self._handles = [self._last.register_post_accumulate_grad_hook(self._arrived)]
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _came(self, parameter: Any) -> None:
-        self._last = parameter
 
 
 @contextlib.contextmanager

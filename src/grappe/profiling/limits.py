@@ -46,21 +46,18 @@ def folders(
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
     """Reads the lowest CPU quota of this process's control groups, in whole cores, at least 1; None: no quota."""
-    quotas = [quota for folder in folders("cpu", root, own) if (quota := _quota(folder)) is not None]
+    quotas = []
+    for folder in folders("cpu", root, own):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = (
+                    (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+                )
+            if quota not in ("max", "-1"):
+                quotas.append(max(1, int(quota) // int(period)))
     return min(quotas, default=None)
-
-
-def _quota(folder: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
-            )
-        if quota not in ("max", "-1"):
-            return max(1, int(quota) // int(period))
-    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +75,18 @@ class ControlGroup:
 
 def control_group(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> ControlGroup | None:
     """Returns the control group that leaves this process the least memory, of version 2 or 1; None: none limits it."""
-    groups = [group for folder in folders("memory", root, own) if (group := _group(folder)) is not None]
+    groups = []
+    for folder in folders("memory", root, own):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            names, prefix = ("memory.max", "memory.current"), ""
+            if not (folder / names[0]).exists():
+                names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+            texts = ((folder / name).read_text().strip() for name in names)
+            size, used = (UNLIMITED if text == "max" else int(text) for text in texts)
+            if size < UNLIMITED:
+                stat = _numbers(folder / "memory.stat")
+                cached = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
+                groups.append(ControlGroup(size=size, free=max(0, size - used + cached)))
     return min(groups, key=lambda group: group.free, default=None)
 
 
@@ -121,25 +129,6 @@ def has_room(size: int, processes: int = 1, *, peak_known: bool = True) -> bool:
         return False
     left = free()
     return left is None or needed * processes <= left
-
-
-def _group(folder: Path) -> ControlGroup | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        second = (folder / "memory.max").exists()
-        names, prefix = (
-            (("max", "current"), "") if second else (("limit_in_bytes", "usage_in_bytes"), "total_")
-        )
-        size, used = (_number(folder / f"memory.{name}") for name in names)
-        if size < UNLIMITED:
-            stat = _numbers(folder / "memory.stat")
-            cached = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
-            return ControlGroup(size=size, free=max(0, size - used + cached))
-    return None
-
-
-def _number(file: Path) -> int:
-    text = file.read_text().strip()
-    return UNLIMITED if text == "max" else int(text)
 
 
 def _numbers(file: Path) -> Mapping[str, int]:

@@ -59,10 +59,8 @@ def held(optimizer: torch.optim.Optimizer, model: Iterable[torch.nn.Parameter] =
 
 def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
     """Returns the peaks so far, in bytes: host memory with shared pages ("host"), and tensors on a GPU ("device")."""
-    peaks = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        peaks["host"] = int(lines["VmHWM"].split()[0]) * 1024
+    host = _status("VmHWM:", status)
+    peaks = {"host": host} if host else {}
     if device.type == "cuda":
         import torch
 
@@ -91,9 +89,9 @@ def below_peak() -> int:
     return max(0, _status("VmHWM:") - _status("VmRSS:"))
 
 
-def _status(name: str) -> int:
+def _status(name: str, file: Path = STATUS) -> int:
     with contextlib.suppress(OSError):
-        for line in STATUS.read_text().splitlines():
+        for line in file.read_text().splitlines():
             if line.startswith(name):
                 return int(line.split()[1]) * 1024
     return 0

@@ -223,7 +223,13 @@ def summed(steps: Sequence[Sequence[OperatorCall]], dispatch: float, *, on_devic
         dispatch: from `measure_dispatch`.
     """
     if len({tuple(call.name for call in calls) for calls in steps}) == 1:
-        count, rows = 1, [_median(column) for column in zip(*steps, strict=True)]
+        count, rows = 1, []
+        for calls in zip(*steps, strict=True):
+            medians = {
+                name: statistics.median(getattr(call, name) for call in calls)
+                for name in ("gap", "seconds", "kernel")
+            }
+            rows.append(calls[0]._replace(**medians))
     else:
         count, rows = len(steps), [call for calls in steps for call in calls]
     kinds: dict[str, float] = collections.defaultdict(float)
@@ -263,14 +269,6 @@ def summed(steps: Sequence[Sequence[OperatorCall]], dispatch: float, *, on_devic
         read_lines=costs((line, calls, sum(host[line])) for line, calls in reads.items()),
         copy_lines=costs((line, len(each), sum(each)) for line, each in copies.items()),
     )
-
-
-def _median(calls: Sequence[OperatorCall]) -> OperatorCall:
-    medians = {
-        name: statistics.median(getattr(call, name) for call in calls)
-        for name in ("gap", "seconds", "kernel")
-    }
-    return calls[0]._replace(**medians)
 
 
 class KernelTimes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from typing import Any
 from grappe.errors import EXIT_FAILURE, GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.plan import Plan
-from grappe.verbs.doctor.checks import Finding, Machine, error, examine, warning
+from grappe.verbs.doctor.checks import DoctorRequest, Finding, Machine, error, examine, warning
 from grappe.words import first_line, host_name
 
 WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
@@ -28,17 +27,6 @@ class Unfit(GrappeError):
     """Error that ends the processes: one of them found an error that would end the training."""
 
     exit_code = EXIT_FAILURE
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DoctorRequest:
-    """The input of an examination's processes."""
-
-    plan: Plan
-    folder: Path
-    job: bool = False
-    task: str | None = None
-    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def doctor(request: DoctorRequest) -> list[Finding]:
@@ -55,15 +43,7 @@ def doctor(request: DoctorRequest) -> list[Finding]:
 
 def worker(request: DoctorRequest, process: ProcessRank, rendezvous_folder: Path) -> list[Finding]:
     """Runs one process of an examination. Collective."""
-    machine = Machine(
-        process=process,
-        plan=request.plan,
-        folder=request.folder,
-        job=request.job,
-        environment=dict(os.environ),
-        task=request.task,
-        fields=request.fields,
-    )
+    machine = Machine(process=process, environment=dict(os.environ), **vars(request))
     findings = list(examine(machine))
     host = host_name()
     if process.size == 1:
@@ -85,7 +65,12 @@ def worker(request: DoctorRequest, process: ProcessRank, rendezvous_folder: Path
     world.leave()
     clocks = [at for _, _, at in gathered]
     if max(clocks) - min(clocks) > CLOCK_SECONDS:
-        gathered.append(("", [_clock(max(clocks) - min(clocks))], 0.0))
+        clock = warning(
+            f"the nodes' clocks are {max(clocks) - min(clocks):.0f} s apart",
+            why="a living process may be taken for dead",
+            do="tell the site",
+        )
+        gathered.append(("", [clock], 0.0))
     return _ordered([of_process for _, of_process, _ in gathered], [name for name, _, _ in gathered])
 
 
@@ -118,14 +103,6 @@ def _collective(world: Any) -> list[Finding]:
             )
         ]
     return []
-
-
-def _clock(apart: float) -> Finding:
-    return warning(
-        f"the nodes' clocks are {apart:.0f} s apart",
-        why="a living process may be taken for dead",
-        do="tell the site",
-    )
 
 
 def _ordered(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:

@@ -68,6 +68,7 @@ def try_gpu() -> Iterator[DeviceTrial]:
 
 def draws(device: torch.device) -> Iterator[DeviceTrial]:
     """Compares random numbers and augmentations keyed by sample on `device` with the CPU's, bit by bit."""
+    from grappe.data import augment
     from grappe.data.draw import draw, sample_keys
 
     keys = torch.from_numpy(sample_keys(7, 3, torch.arange(DRAWN).numpy()))
@@ -75,7 +76,17 @@ def draws(device: torch.device) -> Iterator[DeviceTrial]:
         yield _same(f"draw, {count} numbers a sample", draw(keys, count), draw(keys.to(device), count))
     images = torch.randint(0, 256, (IMAGES, 3, 64, 64), dtype=torch.uint8)
     keys = keys[:IMAGES]
-    for name, function in _augmentations().items():
+    augmentations: dict[str, Callable[[Any, Any], Any]] = {
+        "random_resized_crop": lambda images, keys: augment.random_resized_crop(images, keys, 48),
+        "colour_jitter": lambda images, keys: augment.colour_jitter(images, keys, hue=0.2),
+        "rand_augment": augment.rand_augment,
+        "trivial_augment": augment.trivial_augment,
+        "auto_augment": augment.auto_augment,
+        "erase": lambda images, keys: augment.erase(images, keys, p=1.0, fill=(1, 2, 3)),
+        "mixup": lambda images, keys: augment.mixup(images, keys % 10, keys, 10, alpha=0.2)[0],
+        "cutmix": lambda images, keys: augment.cutmix(images, keys % 10, keys, 10, alpha=0.2)[0],
+    }
+    for name, function in augmentations.items():
         yield _same(f"augment.{name}", function(images, keys), function(images.to(device), keys.to(device)))
 
 
@@ -150,21 +161,6 @@ def _same(what: str, here: Tensor, there: Tensor) -> DeviceTrial:
     return DeviceTrial(
         what=what, right=not differing, text=f"{differing:,} of {here.numel():,} numbers differ"
     )
-
-
-def _augmentations() -> dict[str, Callable[[Any, Any], Any]]:
-    from grappe.data import augment
-
-    return {
-        "random_resized_crop": lambda images, keys: augment.random_resized_crop(images, keys, 48),
-        "colour_jitter": lambda images, keys: augment.colour_jitter(images, keys, hue=0.2),
-        "rand_augment": augment.rand_augment,
-        "trivial_augment": augment.trivial_augment,
-        "auto_augment": augment.auto_augment,
-        "erase": lambda images, keys: augment.erase(images, keys, p=1.0, fill=(1, 2, 3)),
-        "mixup": lambda images, keys: augment.mixup(images, keys % 10, keys, 10, alpha=0.2)[0],
-        "cutmix": lambda images, keys: augment.cutmix(images, keys % 10, keys, 10, alpha=0.2)[0],
-    }
 
 
 def _trained(plan: str, folder: Path) -> str:

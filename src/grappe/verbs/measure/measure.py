@@ -1,18 +1,25 @@
-"""grappe measure: measures plans and how they scale, in new processes, by turns; gives a verdict in words."""
+"""grappe measure: measures plans and how they scale, in new processes, by turns; gives a verdict in words.
+
+With --site it measures in Slurm jobs, one training each, and gathers the results afterwards.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grappe.errors import GrappeError, UsageError
+from grappe import tasks
+from grappe.errors import GrappeError, RunError, UsageError
+from grappe.fields import split
 from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
 from grappe.profiling.phases import WARMUP
+from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
@@ -21,6 +28,9 @@ from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
+from grappe.verbs.submit.jobs import newest_job, submitted
+from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.submit import Submitted, submit_all
 from grappe.words import first_line, plan_name
 
 
@@ -31,18 +41,6 @@ class MeasureRequest:
     training: Request
     count: bool
     """Whether to count the model's operations, and to measure the device's FLOP/s."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFigures:
-    """The measurements of a training's processes."""
-
-    usages: Sequence[Mapping[str, Any]]
-    batch: int
-    flops: float | None = None
-    reachable: float | None = None
-    uncounted: str = ""
-    """The reason why the operations could not be counted."""
 
 
 def measure(
@@ -95,7 +93,7 @@ def _measured(
     weak: bool = False,
 ) -> list[Measurement]:
     """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size."""
-    figures: list[list[RunFigures]] = [[] for _ in grid]
+    runs: list[list[Measurement]] = [[] for _ in grid]
     failures = [""] * len(grid)
     for turn in range(repeats):
         for step in range(len(grid)):
@@ -114,18 +112,28 @@ def _measured(
             )
             measured = MeasureRequest(training=training, count=turn == 0)
             try:
-                result = start("grappe.verbs.measure.measure:worker", measured, plan, run=training.run)
+                run: Measurement = start(
+                    "grappe.verbs.measure.measure:worker", measured, plan, run=training.run
+                )
             except GrappeError as error:
                 failures[index] = str(error)
                 note(f"{title}: {first_line(failures[index])}")
             else:
-                figures[index].append(result)
-                seconds = max(usage["timing"]["step"]["median"] for usage in result.usages)
-                note(f"{title}: {result.batch / seconds:,.0f} samples/s")
+                runs[index].append(run)
+                note(f"{title}: {run.rate:,.0f} samples/s")
     return [
-        point(plan, batch, figures[index], failures[index], origin)
-        for index, (plan, batch) in enumerate(grid)
+        dataclasses.replace(_point(plan, batch, trials, failure), origin=origin)
+        for (plan, batch), trials, failure in zip(grid, runs, failures, strict=True)
     ]
+
+
+def _point(plan: Plan, batch: int, runs: Sequence[Measurement], failure: str) -> Measurement:
+    """Returns the point with all trials of `runs`, or with the reason why there are none."""
+    if failure:
+        return Measurement(
+            plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, failure=failure
+        )
+    return dataclasses.replace(runs[0], trials=[trial for run in runs for trial in run.trials])
 
 
 def with_batch(task: TaskReference, batch: int, times: int) -> TaskReference:
@@ -144,58 +152,35 @@ def with_fields(task: TaskReference, **values: int) -> TaskReference:
     )
 
 
-def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> RunFigures:
-    """Runs one process of a measured training. Collective."""
+def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
+    """Runs one process of a measured training; process 0 returns a point of one trial. Collective."""
     from grappe.data.prepare import dataset_of
     from grappe.launch.world import choose_device
     from grappe.verbs.measure import flops
 
     result = train_worker(request.training, process, rendezvous_folder)
-    task, plan = request.training.task.resolve(), request.training.plan
     if process.rank:
-        return RunFigures(usages=(), batch=task.batch_size)
-    figures = RunFigures(usages=Run(result.run).read_description()["costs"], batch=task.batch_size)
+        return None
+    task, plan = request.training.task.resolve(), request.training.plan
+    point = point_of_run(plan, task.batch_size, Run(result.run).read_description()["costs"])
     if not request.count:
-        return figures
+        return point
     try:
         return dataclasses.replace(
-            figures,
+            point,
             flops=flops.per_sample(task, dataset_of(task, "train", request.training.data)),
             reachable=flops.reachable(choose_device(plan, process), plan),
         )
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same
-        return dataclasses.replace(figures, uncounted=first_line(f"{type(error).__name__}: {error}"))
+        reason = first_line(f"{type(error).__name__}: {error}")
+        return dataclasses.replace(point, unmeasured={**point.unmeasured, "flops": reason})
 
 
-def point(plan: Plan, batch: int, figures: Sequence[RunFigures], failure: str, origin: str) -> Measurement:
-    """Makes the point with `figures` as trials, or with the reason why there are none."""
-    empty = Measurement(
-        plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, origin=origin
-    )
-    if failure or not figures:
-        return dataclasses.replace(empty, failure=failure or "it was not measured")
-    first = figures[0]
-    head = first.usages[0]
-    unmeasured = {name: reason for usage in first.usages for name, reason in usage["why"].items()}
-    return dataclasses.replace(
-        empty,
-        batch=first.batch,
-        device=head["device"],
-        cores=sum(usage["cores"] for usage in first.usages),
-        threads=head["threads"],
-        workers=head["workers"],
-        flops=first.flops,
-        reachable=first.reachable,
-        trials=[_trial(figure) for figure in figures],
-        unmeasured={**unmeasured, **({"flops": first.uncounted} if first.uncounted else {})},
-    )
-
-
-def _trial(figure: RunFigures) -> TimedRun:
-    usages = figure.usages
+def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) -> Measurement:
+    """Makes a point of one trial from the use of resources by a training's processes."""
+    head = usages[0]
     joules = [value for usage in usages for value in usage["joules"].values()]
-    samples = usages[0]["samples"]
-    return TimedRun(
+    trial = TimedRun(
         processes=[
             ProcessTimes(
                 rank=usage["rank"],
@@ -207,7 +192,116 @@ def _trial(figure: RunFigures) -> TimedRun:
             )
             for usage in usages
         ],
-        steps=usages[0]["timing"]["steps"],
-        joules=None if not joules or None in joules else sum(joules) / max(1, samples),
+        steps=head["timing"]["steps"],
+        joules=None if not joules or None in joules else sum(joules) / max(1, head["samples"]),
         cores_used=sum(usage["cpu_seconds"] for usage in usages) / max(usage["seconds"] for usage in usages),
     )
+    return Measurement(
+        plan=str(plan),
+        batch=batch,
+        processes=plan.processes,
+        slices=plan.data_parallel,
+        device=head["device"],
+        cores=sum(usage["cores"] for usage in usages),
+        threads=head["threads"],
+        workers=head["workers"],
+        trials=[trial],
+        unmeasured={name: reason for usage in usages for name, reason in usage["why"].items()},
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """The input of a measurement in Slurm jobs on a site."""
+
+    task: str
+    fields: tuple[str, ...]
+    plans: tuple[str, ...]
+    options: MeasureOptions
+    job: JobOptions
+    data: str | None
+
+
+def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
+    """Submits a job for each point and repetition; with `show`, only renders the scripts.
+
+    Raises:
+        GrappeError: the request is wrong, or sbatch rejects a job.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    points = [
+        (text, batch)
+        for _ in range(request.options.repeats)
+        for batch in request.options.batch_size or (0,)
+        for text in request.plans
+    ]
+    submissions = []
+    for number, (text, batch) in enumerate(points, 1):
+        fields = request.fields
+        if batch or request.options.weak:
+            total = batch or tasks.make(tasks.find(request.task), split(fields)).batch_size
+            total *= Plan.parse(text).data_parallel if request.options.weak else 1
+            fields = (
+                *(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}"
+            )  # fmt: skip
+        options = Options(steps_only=True, steps=request.options.steps + WARMUP)
+        submissions.append(
+            Submission(
+                task=request.task,
+                arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
+                plans=(text,),
+                fields=fields,
+                run=request.job.base / f"measure-{stamp}-{number}",
+                data=request.data,
+                options=options,
+                job=dataclasses.replace(request.job, restarts=0),
+            )
+        )
+    yield from submit_all(submissions, show=show)
+
+
+def gather(places: Sequence[Path]) -> list[Measurement]:
+    """Gathers points from ended runs: runs of one plan and batch size are trials of one point.
+
+    The first point, with which the others are compared, is one with the fewest processes.
+
+    Raises:
+        RunError: one of the folders is no run.
+        UsageError: no run has ended.
+    """
+    runs: dict[tuple[str, int], list[Measurement]] = {}
+    failures: dict[tuple[str, int], str] = {}
+    not_started: list[Measurement] = []
+    for place in places:
+        if not Run.is_run(place) and submitted(place):
+            # Of a job without results, only the run's name is known.
+            failure = f"its job {newest_job(place)} waits, or ended before it began: grappe queue, grappe logs {place}"
+            not_started.append(Measurement(plan=place.name, batch=0, processes=0, slices=0, failure=failure))
+            continue
+        run = Run(place)
+        description = run.read_description()
+        fields = description.get("fields")
+        batch = fields.get("batch_size") if isinstance(fields, dict) else None
+        if not isinstance(batch, int):
+            raise RunError(f"{run.folder}: its run.json says no batch_size")
+        key = (str(description.get("plan") or ""), batch)
+        trials = runs.setdefault(key, [])
+        usages = description.get("costs")
+        if not isinstance(usages, list) or not usages:
+            failures[key] = f"{run.folder} has not ended ({description.get('status')})"
+        elif not all(usage.get("timing") for usage in usages):
+            failures[key] = (
+                f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted"
+            )
+        else:
+            point = point_of_run(Plan.parse(key[0]), batch, usages)
+            reasons = {**point.unmeasured, "flops": "jobs do not count them"}
+            trials.append(dataclasses.replace(point, unmeasured=reasons))
+    points = [
+        _point(Plan.parse(key[0]), key[1], trials, "" if trials else failures[key])
+        for key, trials in runs.items()
+    ]
+    points = [*sorted(points, key=lambda point: point.processes), *not_started]
+    if all(point.failure for point in points):
+        raise UsageError(f"nothing to gather yet: {points[0].failure if points else 'no run was given'}")
+    return points

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,35 +48,42 @@ class Companions:
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a `forward` that calls the module's for one row at a time, followed by the fixed samples."""
 
+        fixed = tree_flatten(self.inputs)[0]
+
         def one_by_one(*args: Any, **kwargs: Any) -> Any:
             leaves, form = tree_flatten((args, kwargs))
+            triples = list(zip(leaves, fixed, self.dims, strict=True))
+            # A module is only found to couple rows where it takes some.
+            rows = next(
+                leaf.shape[dim] * self.rows // other.shape[dim]
+                for leaf, other, dim in triples
+                if dim is not None
+            )
             outputs = []
-            for row in range(self._length(leaves)):
-                one_args, one_kwargs = tree_unflatten(list(self._with_companions(leaves, row)), form)
-                outputs.append(tree_flatten(forward(*one_args, **one_kwargs)))
-            together = map(self._together, self.outputs, zip(*(rows for rows, _ in outputs), strict=True))
-            return tree_unflatten(list(together), outputs[0][1])
+            for row in range(rows):
+                accompanied = []
+                for leaf, other, dim in triples:
+                    if dim is None:
+                        accompanied.append(leaf)
+                    else:
+                        size = other.shape[dim] // self.rows
+                        accompanied.append(
+                            torch.cat([leaf.narrow(dim, row * size, size), other.to(leaf)], dim)
+                        )
+                row_args, row_kwargs = tree_unflatten(accompanied, form)
+                outputs.append(tree_flatten(forward(*row_args, **row_kwargs)))
+            together = []
+            for dim, parts in zip(
+                self.outputs, zip(*(parts for parts, _ in outputs), strict=True), strict=False
+            ):
+                if dim is None:
+                    together.append(parts[0])
+                else:
+                    own = [part.narrow(dim, 0, part.shape[dim] // (1 + self.rows)) for part in parts]
+                    together.append(torch.cat(own, dim))
+            return tree_unflatten(together, outputs[0][1])
 
         return one_by_one
-
-    def _length(self, leaves: list[Any]) -> int:
-        for leaf, other, dim in zip(leaves, tree_flatten(self.inputs)[0], self.dims, strict=True):
-            if dim is not None:
-                return leaf.shape[dim] * self.rows // other.shape[dim]
-        raise AssertionError("a module is only found to couple rows where it takes some")
-
-    def _with_companions(self, leaves: list[Any], row: int) -> Iterator[Any]:
-        for leaf, other, dim in zip(leaves, tree_flatten(self.inputs)[0], self.dims, strict=True):
-            if dim is None:
-                yield leaf
-            else:
-                each = other.shape[dim] // self.rows
-                yield torch.cat([leaf.narrow(dim, row * each, each), other.to(leaf)], dim)
-
-    def _together(self, dim: int | None, leaves: tuple[Any, ...]) -> Any:
-        if dim is None:
-            return leaves[0]
-        return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // (1 + self.rows)) for leaf in leaves], dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,22 +141,18 @@ def batch_coupled_modules(
 def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
     """Records each module's arguments at its first call."""
     calls: dict[str, Call] = {}
-    hooks = [
-        module.register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
-        for name, module in model.named_modules()
-    ]
+    hooks = []
+    for name, module in model.named_modules():
+
+        def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            calls.setdefault(name, _copied((args, kwargs)))
+
+        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     with buffers_kept(model):
         call(model, _copied(inputs))
     for hook in hooks:
         hook.remove()
     return calls
-
-
-def _recorder(calls: dict[str, Call], name: str) -> Any:
-    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.setdefault(name, _copied((args, kwargs)))
-
-    return keep
 
 
 def _copied(tree: Any) -> Any:

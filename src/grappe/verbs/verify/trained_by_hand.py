@@ -180,9 +180,17 @@ class ReferenceBatches:
         )
 
     def _load(self, epoch: int, piece: int, ids: np.ndarray) -> Rows:
-        collate = self._collate(epoch, ids)
-        everything = list(range(len(ids)))
-        plain = collate(everything)
+        """Loads each of the samples once, and puts them together."""
+        arrays, everything = self._arrays, list(range(len(ids)))
+        if arrays is None:
+            seeded = SeededDataset(self._dataset, seed=self._task.seed)
+            samples = seeded.__getitems__([(epoch, int(i)) for i in ids])
+
+        def collate(places: list[int]) -> tuple[Any, Any]:
+            if arrays is not None:
+                return arrays.gather(ids[places], self._device)
+            batch = collated(self._task, [copy.deepcopy(samples[place]) for place in places])
+            return tree_map(lambda leaf: on_device(leaf, self._device), batch)
 
         def augmented(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
             if not overrides(self._task, "augment"):
@@ -190,8 +198,15 @@ class ReferenceBatches:
             keys = torch.from_numpy(sample_keys(self._task.seed, epoch, ids[places])).to(self._device)
             return augment(self._task, *batch, keys)
 
+        plain = collate(everything)
         inputs, targets = augmented(plain, everything)
-        cuttable = _row_by_row(collate, plain, len(ids)) and _all_rows((inputs, targets), len(ids))
+        cuttable = _all_rows(plain, len(ids)) and _all_rows((inputs, targets), len(ids))
+        if cuttable:  # if collating the samples in another order puts the rows of each tensor into that order
+            places = everything[::-1]
+            expected, leaves = tree_leaves(_taken(plain, places)), tree_leaves(collate(places))
+            cuttable = len(expected) == len(leaves) and all(
+                isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(expected, leaves, strict=True)
+            )
         if cuttable:
             take: Take = functools.partial(_taken, (inputs, targets))
         else:  # a graph's nodes, a list of boxes: only the samples can be put into another order
@@ -205,18 +220,6 @@ class ReferenceBatches:
             cuttable=cuttable,
         )
 
-    def _collate(self, epoch: int, ids: np.ndarray) -> Take:
-        """Gives the batch of samples at some places of `ids`, each of which is loaded once."""
-        arrays = self._arrays
-        if arrays is not None:
-            return lambda places: arrays.gather(ids[places], self._device)
-        seeded = SeededDataset(self._dataset, seed=self._task.seed)
-        samples = seeded.__getitems__([(epoch, int(i)) for i in ids])
-        return lambda places: tree_map(
-            lambda leaf: on_device(leaf, self._device),
-            collated(self._task, [copy.deepcopy(samples[place]) for place in places]),
-        )
-
 
 def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
     index = torch.tensor(places)
@@ -227,17 +230,6 @@ def _all_rows(batch: Any, rows: int) -> bool:
     """Returns whether all leaves are tensors of the batch's length."""
     leaves = tree_leaves(batch)
     return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
-
-
-def _row_by_row(collate: Take, batch: tuple[Any, Any], rows: int) -> bool:
-    """Tries whether collating the samples in another order puts the rows of each tensor into that order."""
-    if not _all_rows(batch, rows):
-        return False
-    places = list(range(rows))[::-1]
-    expected, collated_leaves = tree_leaves(_taken(batch, places)), tree_leaves(collate(places))
-    return len(expected) == len(collated_leaves) and all(
-        isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(expected, collated_leaves, strict=True)
-    )
 
 
 class ReferenceModel:
@@ -267,7 +259,13 @@ class ReferenceModel:
         with torch.no_grad():
             for name, tensor in named_tensors(self.model).items():
                 tensor.copy_(weights.read(name))
-        self._models = [self.model, *(_with_own_buffers(self.model) for _ in range(slices - 1))]
+        self._models = [self.model]
+        for _ in range(slices - 1):  # with the same parameters, and buffers of their own
+            other = copy.deepcopy(self.model)
+            modules = dict(other.named_modules())
+            for name, module in self.model.named_modules():
+                module_parameters(modules[name]).update(module_parameters(module))
+            self._models.append(other)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer_of(task, named)
@@ -382,14 +380,6 @@ def _joined(full: Any, *parts: Any) -> Any:
         else:
             rows[index] = part
     return torch.cat(rows)
-
-
-def _with_own_buffers(model: nn.Module) -> nn.Module:
-    other = copy.deepcopy(model)
-    modules = dict(other.named_modules())
-    for name, module in model.named_modules():
-        module_parameters(modules[name]).update(module_parameters(module))
-    return other
 
 
 class RoundingTrial:

@@ -27,18 +27,24 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine, process and plan that are examined."""
+class DoctorRequest:
+    """The input of an examination's processes."""
 
-    process: ProcessRank
     plan: Plan
     folder: Path
     """The folder in which the run writes."""
-    job: bool
+    job: bool = False
     """Whether this is the first step of a job."""
-    environment: Mapping[str, str]
     task: str | None = None
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine(DoctorRequest):
+    """The machine, process and plan that are examined."""
+
+    process: ProcessRank
+    environment: Mapping[str, str]
 
     @property
     def is_node_leader(self) -> bool:

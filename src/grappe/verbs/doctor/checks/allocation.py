@@ -31,7 +31,11 @@ def check(machine: Machine) -> Iterator[Finding]:
             why="the other nodes would be idle",
             do="start it with srun: srun grappe train …",
         )
-    if not machine.job and not _runs(job):
+    try:
+        runs = machine.job or bool(slurm.queue([job]))
+    except GrappeError:
+        runs = True  # no Slurm to ask
+    if not runs:
         yield warning(
             f"SLURM_JOB_ID={job} is set, and that job does not run any more",
             why="this shell has another job's variables: programs start on cores and ports that are not theirs",
@@ -43,13 +47,6 @@ def check(machine: Machine) -> Iterator[Finding]:
             why="training ends at once",
             do="give the plan to srun --ntasks, or use grappe submit",
         )
-
-
-def _runs(job: str) -> bool:
-    try:
-        return bool(slurm.queue([job]))
-    except GrappeError:
-        return True  # no Slurm to ask
 
 
 def submittable() -> Iterator[Finding]:

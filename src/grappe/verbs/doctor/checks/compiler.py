@@ -11,7 +11,6 @@ from pathlib import Path
 from grappe import sites
 from grappe.errors import GrappeError
 from grappe.launch import command
-from grappe.plan import Plan
 from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -28,9 +27,15 @@ def check(machine: Machine) -> Iterator[Finding]:
     """Tries the compiler that torch would take on a small program; looks for Python's headers, and for nvcc."""
     if not machine.is_node_leader:
         return
+    import torch
+
+    plan, deepspeed = machine.plan, machine.plan.engine == "deepspeed"
     # DeepSpeed's kernels for Adam, and a GPU's torch.compile, do without a compiler of this standard.
-    used = machine.plan.compile or machine.plan.engine == "deepspeed"
-    level = error if _is_needed(machine.plan) else warning if used else note
+    level = warning if plan.compile or deepspeed else note
+    on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
+    # A training ends without one for inductor's kernels on a CPU, and for DeepSpeed's disk.
+    if (plan.compile and on_cpu) or (deepspeed and plan.offload.startswith("nvme")):
+        level = error
     load = of_site(machine.environment)
     name = of_name(machine.environment)
     if name is None:
@@ -40,15 +45,6 @@ def check(machine: Machine) -> Iterator[Finding]:
     yield from of_standard(name, version, load, warning if level is note else level)
     yield from of_python(Path(sysconfig.get_paths()["include"]), load, level)
     yield from of_nvcc(version)
-
-
-def _is_needed(plan: Plan) -> bool:
-    """Returns whether a training ends without a compiler: for inductor's kernels on a CPU, or DeepSpeed's disk."""
-    import torch
-
-    if plan.engine == "deepspeed" and plan.offload.startswith("nvme"):
-        return True
-    return plan.compile and (plan.device == "cpu" or not torch.cuda.is_available())
 
 
 def of_site(environment: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grappe.launch.world import own_cores
 from grappe.sites.advice import unfit_precision
@@ -28,7 +28,13 @@ def check(machine: Machine) -> Iterator[Finding]:
     import torch
 
     if machine.plan.device != "cpu" and torch.cuda.is_available():
-        yield from of_devices(_devices(torch), machine.plan.precision, torch.version.hip)
+        hip, devices = torch.version.hip, []
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            architecture = "" if hip is None else facts.gcnArchName.partition(":")[0]
+            capability = (facts.major, facts.minor) if hip is None else None
+            devices.append(VisibleGpu(facts.name, facts.total_memory / 1e9, capability, architecture))
+        yield from of_devices(devices, machine.plan.precision, hip)
     threads = machine.plan.threads or own_cores(machine.process)
     yield from of_threads(threads, torch.get_num_interop_threads())
 
@@ -39,10 +45,12 @@ def of_devices(devices: Sequence[VisibleGpu], precision: str, hip: str | None) -
     Args:
         hip: the version of HIP that torch is built for, with ROCm; None: CUDA.
     """
-    shown = [
-        f"{index}: {device.name}, {device.gigabytes:.0f} GB, {_kind(device)}"
-        for index, device in enumerate(devices)
-    ]
+    shown = []
+    for index, device in enumerate(devices):
+        kind = device.architecture
+        if device.capability is not None:
+            kind = f"compute capability {device.capability[0]}.{device.capability[1]}"
+        shown.append(f"{index}: {device.name}, {device.gigabytes:.0f} GB, {kind}")
     yield note(f"GPUs that torch sees{f' through ROCm (HIP {hip})' if hip else ''}: {'; '.join(shown)}")
     if hip and precision == "tf32":
         yield error(
@@ -58,19 +66,3 @@ def of_devices(devices: Sequence[VisibleGpu], precision: str, hip: str | None) -
 def of_threads(threads: int, between: int) -> Iterator[Finding]:
     """Returns the threads of torch: within an operator, and between operators (TorchScript's fork, mostly)."""
     yield note(f"threads of each process: {threads} within an operator, up to {between} between operators")
-
-
-def _kind(device: VisibleGpu) -> str:
-    if device.capability is None:
-        return device.architecture
-    return f"compute capability {device.capability[0]}.{device.capability[1]}"
-
-
-def _devices(torch: Any) -> list[VisibleGpu]:
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        architecture = "" if torch.version.hip is None else facts.gcnArchName.partition(":")[0]
-        capability = (facts.major, facts.minor) if torch.version.hip is None else None
-        devices.append(VisibleGpu(facts.name, facts.total_memory / 1e9, capability, architecture))
-    return devices
