@@ -52,7 +52,7 @@ SYSTEM = (
 LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
 """Lines of the user's code, which are written by a `__str__` of which the sources' messages know nothing."""
 METER = ("checking", "packing", "copying", "fetching {name}", "cutting {split}", "images", "bytes")
-"""What a meter of grappe.verbs.data.meter says that it does, and to what: its own line has places for them."""
+"""What a meter of grappe.verbs.data.walk says that it does, and to what: its own line has places for them."""
 GROUP = re.compile(r"\\(\d)")
 
 
@@ -63,7 +63,7 @@ def others() -> dict[str, set[str]]:
     found |= {GROUP.sub(r"{part\1}", text): {"grappe/errors/remedies.py"} for _, text in REMEDIES}
     found |= {os.strerror(getattr(errno, name)): {"the system"} for name in SYSTEM}
     found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
-    found |= {text: {"grappe/verbs/data/meter.py"} for text in METER}
+    found |= {text: {"grappe/verbs/data/walk.py"} for text in METER}
     return {**found, " or ": {"grappe/errors/__init__.py"}}
 
 

@@ -12,10 +12,10 @@ from grappe.task import Download, Task
 if TYPE_CHECKING:
     from grappe.checkpoint.pretrained import pretrained
     from grappe.data.arrays import Arrays, normalise
+    from grappe.data.datasets import split
     from grappe.data.draw import draw, mixup_pairs
     from grappe.data.rand_like import rand_like, randn_like
     from grappe.data.sampling import Sampling
-    from grappe.data.split import split
     from grappe.tasks.lightning_module import from_lightning
     from grappe.training.options import Options
     from grappe.training.own_loop import Loop, parallelize
@@ -63,7 +63,7 @@ _LAZY = {
     "randn_like": "grappe.data.rand_like",
     "pretrained": "grappe.checkpoint.pretrained",
     "Sampling": "grappe.data.sampling",
-    "split": "grappe.data.split",
+    "split": "grappe.data.datasets",
     "from_lightning": "grappe.tasks.lightning_module",
     "Options": "grappe.training.options",
     "Loop": "grappe.training.own_loop",

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from grappe import Task, draw
 from grappe.data.collate import augments, collated, form
+from grappe.data.datasets import dataset_of
 from grappe.data.loader import evaluation_loader, training_loader
-from grappe.data.prepare import dataset_of
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World

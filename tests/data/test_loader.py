@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from grappe import Arrays, Task, draw, mixup_pairs
 from grappe.data.arrays import normalise
-from grappe.data.kinds import check
+from grappe.data.datasets import check
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank

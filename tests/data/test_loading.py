@@ -14,11 +14,10 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from grappe import Task
-from grappe.data import threads
 from grappe.data.loader import evaluation_loader, training_loader
-from grappe.data.loading import TURNS, Cost, Loading, kinds_of, record, recorded, search
+from grappe.data.loading import STEPS, TURNS, WARM, Cost, Loading, Tuner, kinds_of, record, recorded, search
 from grappe.data.seeded import keyed_sample
-from grappe.data.tuning import STEPS, WARM, Tuner
+from grappe.data.source import ThreadedBatches
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.plan import Plan
 from grappe.profiling.phases import DATA, FORWARD, PHASES
@@ -121,12 +120,10 @@ def test_threads_keep_the_training_threads() -> None:
     try:
         torch.set_num_threads(2)
         found: list[int] = []
-        one = threads.ThreadedBatches(
-            lambda _: found.append(torch.get_num_threads()), list, workers=2, ahead=1
-        )
-        one.begin(iter([[(0, index) for index in range(8)]]))
-        one.next()
-        one.close()
+        batches = ThreadedBatches(lambda _: found.append(torch.get_num_threads()), list, workers=2, ahead=1)
+        batches.begin(iter([[(0, index) for index in range(8)]]))
+        batches.next()
+        batches.close()
         assert torch.get_num_threads() == 2
         assert set(found) == {1}
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grappe import Task
-from grappe.data.prepare import prepare
+from grappe.data.datasets import prepare
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join

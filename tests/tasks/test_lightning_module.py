@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import grappe
 from grappe.checkpoint.initial import built
+from grappe.data.datasets import training_order
 from grappe.data.order import SampleOrder
-from grappe.data.training_order import training_order
 from grappe.errors import TaskError
 from grappe.parallel.materialise import fill, on_meta
 from tests.commands import GRAPPE, Command

@@ -14,7 +14,7 @@ from grappe.launch.terminal import say
 from grappe.words import plain_table
 
 if TYPE_CHECKING:
-    from grappe.verbs.data.check import Checked
+    from grappe.verbs.data.walk import Checked
 
 Source = Annotated[
     Path,
@@ -55,7 +55,7 @@ def index(
 ) -> int:
     """Read the headers of a source of images once, so that a training starts at once."""
     from grappe.launch.terminal import progress
-    from grappe.verbs.data.index import index as verb
+    from grappe.verbs.data.walk import index as verb
 
     done = verb(source, labels=labels, numbering=numbering, again=again)
     progress("")
@@ -74,7 +74,7 @@ def index(
 
 def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None) -> int:
     """Decode every image, and list those that cannot be: datasets leave them out."""
-    from grappe.verbs.data.check import check as verb
+    from grappe.verbs.data.walk import check as verb
 
     done = verb(source, labels=labels, numbering=numbering)
     for name, reason in done.bad[:_SHOWN]:
@@ -143,13 +143,13 @@ def stage(
     at any moment, it goes on when the same command is started again.
     """
     from grappe.data.staging import copied
-    from grappe.verbs.data.meter import Meter
+    from grappe.verbs.data.walk import ProgressMeter
 
-    meters: list[Meter] = []
+    meters: list[ProgressMeter] = []
 
     def report(done: int, total: int) -> None:
         if not meters:
-            meters.append(Meter("copying", max(1, total), unit="bytes"))
+            meters.append(ProgressMeter("copying", max(1, total), unit="bytes"))
         meters[0].at(done)
 
     done = copied(source, to, report)

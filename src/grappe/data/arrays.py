@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from grappe.data.device_copy import Constant, copies_to, is_dense, sent
-from grappe.data.frames import as_tensor
 from grappe.errors import TaskError
 from grappe.errors.user_code import calls_users
 from grappe.private_api.torch import tree_flatten, tree_map
@@ -135,7 +135,7 @@ class TensorSamples(TensorDataset):
     """A TensorDataset that is read sample by sample."""
 
 
-class Copies(Dataset):
+class RepeatedDataset(Dataset):
     """A dataset of N samples in which i + c N is copy c of sample i."""
 
     def __init__(self, dataset: Any) -> None:
@@ -151,7 +151,7 @@ class Copies(Dataset):
 def with_copies(dataset: Any) -> Any:
     """Returns the dataset, in memory where it was, with i + c N for copy c of sample i of N."""
     arrays = in_memory(dataset)
-    return Copies(dataset) if arrays is None else arrays.with_copies()
+    return RepeatedDataset(dataset) if arrays is None else arrays.with_copies()
 
 
 def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[Tensor], Tensor]:
@@ -181,3 +181,49 @@ def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
         return torch.index_select(stored, 0, index, out=rows)
     rows = stored.index_select(0, index if index.device == stored.device else sent(index, stored.device))
     return rows if device is None or device.type == "cuda" or rows.device == device else rows.to(device)
+
+
+def as_tensor(data: Any) -> Tensor:
+    """Returns `data` as a tensor that shares its memory, where that is possible.
+
+    Raises:
+        TaskError: it is no numbers: a column of words, dates or missing values, say.
+    """
+    if hasattr(data, "iloc"):  # pandas, which need not be installed
+        data = _of_frame(data)
+    try:
+        with warnings.catch_warnings():
+            # nothing writes to a memory-mapped file that is open for reading: batches are copies
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.as_tensor(data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"{type(data).__name__} of {data.dtype}" if hasattr(data, "dtype") else type(data).__name__
+        raise TaskError(
+            f"Arrays: {kind} is no array of numbers ({str(error).partition('. ')[0]}): number words, and make decimal "
+            "numbers float32, as in astype('float32')"
+        ) from error
+
+
+def _of_frame(data: Any) -> np.ndarray:
+    """The values of a frame or series: decimal ones as float32, since a CSV file's float64 is nobody's choice."""
+    columns = (
+        {str(name): data[name] for name in data.columns}
+        if hasattr(data, "columns")
+        else {str(data.name): data}
+    )
+    for name, column in columns.items():
+        missing = int(column.isna().sum())
+        if missing:
+            raise TaskError(
+                f"Arrays: column {name!r} has {missing} missing values, which would make the loss nan: fillna() or "
+                "dropna()"
+            )
+        if getattr(column.dtype, "kind", "O") not in "biuf":
+            raise TaskError(
+                f"Arrays: column {name!r} holds no numbers but {column.dtype}: leave it out, or number its values: "
+                f"frame[{name!r}].astype('category').cat.codes"
+            )
+    values = data.to_numpy()
+    if values.dtype == object:  # columns of pandas' own types
+        values = data.to_numpy(dtype="float64")
+    return values.astype(np.float32) if values.dtype.kind == "f" else values

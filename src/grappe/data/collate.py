@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grappe.data.shared_memory import explained
-from grappe.errors import GrappeError, TaskError
+from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import at, sentence
 from grappe.task import Task, overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _NOTHING = contextlib.nullcontext()
 COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
@@ -132,3 +134,28 @@ def form(value: Any, depth: int = 2) -> str:
         return f"({words},)" if len(value) == 1 else f"({words})"
     shape = getattr(value, "shape", None)
     return type(value).__name__ + (f" {list(shape)}" if isinstance(shape, tuple) else "")
+
+
+SHARED_MEMORY = "/dev/shm"
+FULL_MEMORY = ("No space left on device (28)", "out of shared memory")
+"""In what torch raises: in a worker that allocates, and in the process whose worker was ended by SIGBUS."""
+
+
+def explained(error: BaseException) -> BaseException:
+    """Returns an error that says what to do, if `error` is that of a full /dev/shm; else `error` itself."""
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if not full and not any(word in str(error) for word in FULL_MEMORY):
+        return error
+    return PlanError(
+        f"{SHARED_MEMORY} is full, through which data workers hand over their samples: take workers=0, or "
+        "loading=threads, or fewer workers, or give the container more (docker --shm-size=1g, --ipc=host)"
+    )
+
+
+def is_half_free() -> bool:
+    """Returns whether twice as many data workers would find room there, as far as can be known."""
+    try:
+        room = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return True
+    return room.free >= room.total / 2

@@ -15,6 +15,7 @@ from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import Batch, Microbatch, SampleIds
 from grappe.data.collate import augment, augments, collated
 from grappe.data.counts import as_weights, counts_of, divided
+from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
@@ -23,10 +24,7 @@ from grappe.data.pieces import ExactPieces
 from grappe.data.rand_like import inside
 from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
-from grappe.data.source import Samples, Source, for_threads
-from grappe.data.sources import Sources
-from grappe.data.threads import Request
-from grappe.data.training_order import training_order
+from grappe.data.source import Request, Samples, Source, Sources, for_threads
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -38,7 +36,7 @@ Fetch = Callable[[np.ndarray], tuple[Any, Any]]
 """Sample ids to a batch (inputs, targets)."""
 
 
-class Slice(NamedTuple):
+class StepSlice(NamedTuple):
     """The samples of one step that belong to this process, cut into microbatches."""
 
     step: int
@@ -82,7 +80,7 @@ class BatchLoader:
         self.waited = 0.0
         """Seconds spent waiting for samples."""
 
-    def slices(self, start: int, stop: int) -> Iterator[Slice]:
+    def slices(self, start: int, stop: int) -> Iterator[StepSlice]:
         """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""
         per_epoch = self.order.steps_per_epoch
         for step in range(start, stop):
@@ -98,7 +96,7 @@ class BatchLoader:
             else:
                 bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
                 pieces = tuple(ids[a:b] for a, b in bounds)
-            yield Slice(step, epoch, len(everyone), ids, pieces)
+            yield StepSlice(step, epoch, len(everyone), ids, pieces)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets.
@@ -141,11 +139,11 @@ class BatchLoader:
             for ids in ((part.ids,) if self._cuts else part.pieces)
         )
 
-    def _loaded_here(self, part: Slice) -> Fetch:
+    def _loaded_here(self, part: StepSlice) -> Fetch:
         samples = self.sources.samples
         return lambda ids: samples.collate(samples.dataset.__getitems__(self._request(part, ids)))
 
-    def _batch(self, part: Slice, fetch: Fetch) -> Batch:
+    def _batch(self, part: StepSlice, fetch: Fetch) -> Batch:
         micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
         count: float | Tensor = float(part.samples)
         if self._counts and self._training:
@@ -171,7 +169,7 @@ class BatchLoader:
             return inputs, targets
         return self._augmented(inputs, targets, SampleIds(self.order.seed, -1, ids), cpu)
 
-    def _loaded(self, part: Slice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
+    def _loaded(self, part: StepSlice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Each piece's sample ids, inputs and targets."""
         if not self._cuts:
             for ids in part.pieces:
@@ -194,7 +192,7 @@ class BatchLoader:
         assert self._arrays is not None
         return self._arrays.gather(padded(ids), self._world.device)
 
-    def _request(self, part: Slice, ids: np.ndarray) -> Sequence[Request]:
+    def _request(self, part: StepSlice, ids: np.ndarray) -> Sequence[Request]:
         # Validation draws the same in every evaluation, so that losses can be compared.
         epoch = part.epoch if self._training else -1
         return [(epoch, index) for index in padded(ids).tolist()]
@@ -204,7 +202,7 @@ class BatchLoader:
         """Returns the way in which this process loads its samples now; None: they are in memory."""
         return None if self._arrays is not None else self.sources.loading
 
-    def _microbatch(self, part: Slice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
+    def _microbatch(self, part: StepSlice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
         # Evaluations draw the same, so that losses can be compared.

@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from grappe.data.arrays import Copies, TensorSamples
+from grappe.data.arrays import RepeatedDataset, TensorSamples
 from grappe.data.draw import mix
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users
+from grappe.errors.user_code import at, calls_users, sentence
+from grappe.private_api.torch import tree_flatten
 
 
 class SeededDataset(Dataset[Any]):
@@ -91,7 +93,7 @@ def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:
     A dataset is keyed if it says so, `keyed = True`, and has a method `sample(index, key)` that depends on its
     arguments alone.
     """
-    if isinstance(dataset, Copies):
+    if isinstance(dataset, RepeatedDataset):
         inner, length = keyed_sample(dataset.dataset), len(dataset)
         return None if inner is None else lambda index, key: inner(index % length, key)
     if type(dataset) is Subset:
@@ -108,7 +110,7 @@ def draws_nothing(dataset: Any) -> bool:
     Exact types: a class derived from one of them may draw.
     """
     kind = type(dataset)
-    if kind is Copies or kind is Subset:
+    if kind is RepeatedDataset or kind is Subset:
         return draws_nothing(dataset.dataset)
     return kind in (list, tuple, TensorDataset, TensorSamples)
 
@@ -151,3 +153,32 @@ def _generators_kept() -> Iterator[None]:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         torch.default_generator.set_state(of_torch)
+
+
+def fingerprint(dataset: Dataset[Any]) -> str:
+    """Returns `LENGTH-HASH`, the hash over the first, middle and last sample, drawn as for epoch 0 and seed 0."""
+    length = len(dataset)  # type: ignore[arg-type]
+    digest = xxhash.xxh3_64()
+    seeded = SeededDataset(dataset, seed=0)
+    try:
+        samples = seeded.__getitems__([(0, 0), (0, length // 2), (0, length - 1)])
+    except IndexError as error:
+        raise TaskError(
+            f"data() says that it has {length} samples, and gives none for an index below that: is __len__ right? "
+            f"{sentence(error)}"
+        ) from error
+    for sample in samples:
+        for leaf in tree_flatten(sample)[0]:
+            digest.update(_bytes(leaf))
+    return f"{length}-{digest.hexdigest()}"
+
+
+@calls_users("a sample of data()")
+def _bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if leaf.numel() else b""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.tobytes() if leaf.dtype != object else str(leaf.shape).encode()
+    if isinstance(leaf, bytes | str | int | float | bool):
+        return repr(leaf).encode()
+    return type(leaf).__qualname__.encode()  # an image, say: its class must do

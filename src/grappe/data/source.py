@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import functools
 import gc
+import re
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from grappe.data.collate import collated
+from grappe.data.collate import collated, explained, is_half_free
 from grappe.data.device_copy import is_dense, page_locked
-from grappe.data.loading import Loading
+from grappe.data.loading import Loading, Spent, Tuner, before_measuring, kinds_of, record, recorded
 from grappe.data.seeded import SeededDataset
-from grappe.data.shared_memory import explained
-from grappe.data.threads import Request, ThreadedBatches, settle
-from grappe.data.workers import begin_worker, next_batch, register
-from grappe.errors import TaskError
+from grappe.errors import DataError, GrappeError, PlanError, TaskError
+from grappe.launch.orphan import end_with_parent
+from grappe.launch.world import World, own_cores
+from grappe.plan import Plan
 from grappe.private_api.torch import end_data_workers, tree_map
 from grappe.task import Task
 
@@ -159,3 +167,321 @@ def _pinned(leaf: Any) -> Any:
     if is_dense(leaf):
         return page_locked(leaf) if leaf.is_cpu else leaf
     return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
+
+
+MOST_PER_CORE = 2  # workers: those that wait for a disk need no core
+
+
+class Sources:
+    """Threads and worker processes of a loader, which outlive a pass over the data.
+
+    A pass that is not taken to its end has its source closed; two passes at once have a source each.
+    """
+
+    def __init__(self, samples: Samples, plan: Plan, world: World) -> None:
+        self.samples = samples
+        self._plan, self._cores = plan, own_cores(world.process)
+        self._device = world.device.type
+        self._kinds = kinds_of(plan, keyed=samples.dataset.keyed is not None)
+        self._idle: Source | None = None
+        self._busy: list[Source] = []
+        self._tuner: Tuner | None = None
+        self._note: Callable[[Loading], None] = lambda loading: None
+        self.like: Sources | None = None
+        """Of another loader: it is loaded as there, from the next pass on, as far as the dataset allows it."""
+        self.loading = before_measuring(plan, world.process, self._device)
+        self.tuned = False
+        """Whether the way to load was found by measuring, by this start or an earlier one."""
+
+    def begin(self, requests: Iterator[Sequence[Request]]) -> Source:
+        """Begins to load batches."""
+        if self.like is not None:
+            self._load_as(self.like.loading)
+        source, self._idle = self._idle or source_of(self.samples, self.loading), None
+        self._busy.append(source)
+        source.begin(requests)
+        return source
+
+    def end(self, source: Source, *, exhausted: bool) -> None:
+        """Keeps a source for the next pass if all of its batches were taken, else closes it."""
+        if source not in self._busy:  # all were closed meanwhile
+            return
+        self._busy.remove(source)
+        if exhausted and self._idle is None:
+            self._idle = source
+        else:
+            source.close()
+
+    def changes(self) -> bool:
+        """Counts a step; returns whether the next ones are to be loaded in another way: by a source begun anew."""
+        loading = None if self._tuner is None else self._tuner.step()
+        if loading is None:
+            return False
+        if self._tuner is not None and not self._tuner.done:
+            self._note(self.loading)  # what works is known if the next way ends the training
+        return self._load_as(loading)
+
+    def close(self) -> None:
+        """Ends all threads and worker processes."""
+        kept = [] if self._idle is None else [self._idle]
+        for source in (*self._busy, *kept):
+            source.close()
+        self._busy.clear()
+        self._idle = None
+
+    def tune(self, spent: Spent, earlier_record: object, chosen: Callable[[Mapping[str, Any]], None]) -> None:
+        """Finds the quickest way to load during the first steps, where the plan leaves it open.
+
+        Args:
+            spent: what steps have cost.
+            earlier_record: what an earlier start of the run has found.
+            chosen: told what is to be kept with the run.
+        """
+        asked = self._plan.workers
+        if asked == 0 or (asked is not None and len(self._kinds) == 1):
+            return
+        earlier = recorded(earlier_record, self._kinds, self._cores, self._device)
+        if earlier is not None and asked in (None, earlier.workers):
+            self._load_as(earlier)
+            self.tuned = True
+            return
+
+        def noted(loading: Loading) -> None:
+            chosen(record(loading, self._cores, self._device))
+
+        def tuned(loading: Loading) -> None:
+            self._tuner, self.tuned = None, True
+            noted(loading)
+
+        self._note = noted
+
+        self._tuner = Tuner(
+            first=self.loading,
+            kinds=self._kinds,
+            most=asked or MOST_PER_CORE * self._cores,
+            spent=spent,
+            device=self._device,
+            chosen=tuned,
+            allowed=lambda loading: loading.kind == "threads" or is_half_free(),
+        )
+
+    def _load_as(self, loading: Loading) -> bool:
+        if loading.kind not in self._kinds:
+            loading = Loading(kind=self._kinds[0], workers=loading.workers)
+        if loading == self.loading:
+            return False
+        self.loading = loading
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+        return True
+
+
+Request = tuple[int, int]
+_PARTS = 4  # of a batch for each thread: samples differ in size
+
+_ACTIVE: weakref.WeakSet[ThreadedBatches] = weakref.WeakSet()
+
+
+class ThreadedBatches:
+    """Batches loaded by `workers` threads, `ahead` of them before they are asked for.
+
+    Decoders and tensor operations give the interpreter free, and a batch is neither copied nor sent.
+
+    Args:
+        sample: loads one sample; called by several threads at once.
+        collate: makes a batch of samples; called by one of the threads, one batch at a time.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[Request], Any],
+        collate: Callable[[Sequence[Any]], Any],
+        *,
+        workers: int,
+        ahead: int,
+    ) -> None:
+        self._sample, self._collate = sample, collate
+        self._workers, self._most = workers, ahead + 1
+        self._collating = threading.Lock()
+        self._requests: Iterator[Sequence[Request]] = iter(())
+        self._batches: deque[_Batch] = deque()
+        self._pool = _pool(workers)
+        _ACTIVE.add(self)
+
+    def begin(self, requests: Iterator[Sequence[Request]]) -> None:
+        """Begins to load these batches."""
+        self._requests = requests
+        self._read_ahead()
+
+    def next(self) -> Any:
+        """Returns the next batch; raises what a thread raised."""
+        self._read_ahead()
+        batch = self._batches.popleft()
+        return batch.loaded.result()
+
+    def close(self) -> None:
+        """Ends the threads; batches that were read ahead are dropped."""
+        for batch in self._batches:
+            batch.drop()
+        self._batches.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def settle(self) -> None:
+        """Waits until no thread is at work; it goes on when the next batch is asked for."""
+        wait([batch.loaded for batch in self._batches])
+
+    def _read_ahead(self) -> None:
+        while len(self._batches) < self._most:
+            requests = next(self._requests, None)
+            if requests is None:
+                return
+            batch = _Batch(self._sample, self._collated, requests)
+            self._batches.append(batch)
+            share = -(-len(requests) // (_PARTS * self._workers))
+            batch.parts = -(-len(requests) // share)
+            for first in range(0, len(requests), share):
+                self._pool.submit(batch.load, first, first + share)
+
+    def _collated(self, samples: Sequence[Any]) -> Any:
+        with self._collating:  # a task's own collate may not be made for several threads
+            return self._collate(samples)
+
+
+class _Batch:
+    """A batch that several threads load."""
+
+    def __init__(
+        self,
+        sample: Callable[[Request], Any],
+        collate: Callable[[Sequence[Any]], Any],
+        requests: Sequence[Request],
+    ) -> None:
+        self._sample, self._collate, self._requests = sample, collate, requests
+        self._samples: list[Any] = [None] * len(requests)
+        self._lock = threading.Lock()
+        self.parts = 0
+        """Parts that are not loaded yet."""
+        self.loaded: Future[Any] = Future()
+
+    def load(self, first: int, stop: int) -> None:
+        """Loads a part; who loads the last one makes the batch."""
+        try:
+            for place in range(first, min(stop, len(self._requests))):
+                if self.loaded.done():  # failed, or dropped
+                    return
+                self._samples[place] = self._sample(self._requests[place])
+            with self._lock:
+                self.parts -= 1
+                last = self.parts == 0
+            if last:
+                batch = self._collate(self._samples)
+                self._samples = []  # they are in the batch
+                with contextlib.suppress(InvalidStateError):
+                    self.loaded.set_result(batch)
+        except BaseException as error:
+            with contextlib.suppress(InvalidStateError):
+                self.loaded.set_exception(error)
+
+    def drop(self) -> None:
+        """Has its threads stop after the sample at hand."""
+        self.loaded.cancel()
+
+
+def settle() -> None:
+    """Waits until no thread of this module is at work: a process that is forked now inherits no lock that is held."""
+    for pool in list(_ACTIVE):
+        pool.settle()
+
+
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """Starts threads whose tensor operations run on themselves alone, as those of a data worker do."""
+    process_threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
+    pool = ThreadPoolExecutor(workers, "grappe-data", initializer=_begin_thread)
+    try:
+        for _ in range(workers):
+            pool.submit(started.wait)
+        started.wait()
+    except BaseException as error:
+        started.abort()  # else those that were started would wait for the others for ever
+        pool.shutdown(wait=True, cancel_futures=True)
+        if isinstance(error, RuntimeError) and not isinstance(error, threading.BrokenBarrierError):
+            raise PlanError(f"{workers} threads cannot be started ({error}): use fewer workers=") from error
+        raise
+    # OpenMP's number of threads is each thread's own; MKL's and the one for new threads are the process's.
+    torch.set_num_threads(process_threads)
+    return pool
+
+
+def _begin_thread() -> None:
+    torch.get_num_threads()  # a thread takes the process's number when it first asks, also after it was given another
+    torch.set_num_threads(1)
+
+
+_KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: (?P<signal>[^.]*)")
+_UNFINISHED: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
+"""Iterators of a DataLoader: an error of the user's may leave one to the end of the process."""
+
+
+def begin_worker(_: int) -> None:
+    """Prepares a new worker: it ends with its parent alone, not by a signal to all processes of a job."""
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def register(loaded: Iterator[Any]) -> None:
+    """Has the workers of a DataLoader's iterator ended when this process ends, whoever still keeps the iterator."""
+    _UNFINISHED.add(loaded)
+
+
+@atexit.register  # before what multiprocessing has registered, which would wait for workers that ignore SIGTERM
+def _end_unfinished() -> None:
+    for loaded in list(_UNFINISHED):
+        end_data_workers(loaded)
+
+
+@contextlib.contextmanager
+def explaining_ended_workers() -> Iterator[None]:
+    """Context in which the end of a worker is one message, wherever torch's signal handler raises it."""
+    try:
+        yield
+    except RuntimeError as error:
+        explained_error = _explained(error)
+        if explained_error is error:
+            raise
+        raise explained_error from error
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Returns an error that says what to do, if `error` says that a worker has ended; else `error`."""
+    cause = error.__cause__ or error  # torch's own says no more than that a worker has ended
+    if (full := explained(cause)) is not cause:
+        return full
+    killed = _KILLED.search(str(cause)) or _KILLED.search(str(error))
+    if killed is None and "exited unexpectedly" not in str(error):
+        return explained(error)
+    name = killed["signal"] if killed is not None else "no signal"
+    number = next((number for number in signal.Signals if signal.strsignal(number) == name), None)
+    why = " (mostly by the kernel, when memory is short)" if number == signal.SIGKILL else ""
+    return DataError(
+        f"a data worker was ended by {name if number is None else number.name}{why}. Nothing is lost that was saved: "
+        "start the run again, with fewer of them (--plan workers=1, say) or loading=threads, or with more memory"
+    )
+
+
+def next_batch(loaded: Iterator[Any]) -> Any:
+    """Returns the next batch of a DataLoader's iterator.
+
+    Raises:
+        GrappeError: the task's own message from a data worker, without the worker's traceback.
+    """
+    try:
+        return next(loaded)
+    except Exception as error:
+        # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them later.
+        end_data_workers(loaded)
+        if not isinstance(error, GrappeError):
+            raise _explained(error) from error.__cause__
+        kind = type(error)
+        raise kind(str(error).rstrip().rpartition(f"{kind.__name__}: ")[2]) from error

@@ -142,11 +142,11 @@ def coatnet(size: Size, channels: int, classes: int, side: int) -> nn.Sequential
             side = math.ceil(side / 2) if halves else side
             units.append(Attention(width, wide, 2 if halves else 1, side, size.head))
             width = wide
-    units.append(Head(width, classes))
+    units.append(Classifier(width, classes))
     return nn.Sequential(*units)
 
 
-class Head(nn.Module):
+class Classifier(nn.Module):
     """The mean over all positions, and a linear layer to the classes."""
 
     def __init__(self, width: int, classes: int) -> None:

@@ -36,21 +36,20 @@ FILES = tuple(
 )
 
 
-class LeNet(nn.Sequential):
-    """The chapter's `lenet`, for 28 x 28 images, with the chapter's initialisation."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Sequential(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
-            nn.Sequential(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
-            nn.Sequential(nn.Flatten(), nn.Linear(50 * 4 * 4, 128), nn.ReLU()),
-            nn.Linear(128, 10),
-        )
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.01)
-            else:
-                nn.init.zeros_(parameter)
+def lenet() -> nn.Sequential:
+    """Makes the chapter's `lenet`, for 28 x 28 images, with the chapter's initialisation."""
+    network = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
+        nn.Sequential(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
+        nn.Sequential(nn.Flatten(), nn.Linear(50 * 4 * 4, 128), nn.ReLU()),
+        nn.Linear(128, 10),
+    )
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.01)
+        else:
+            nn.init.zeros_(parameter)
+    return network
 
 
 class FashionMnist(Task):
@@ -64,7 +63,7 @@ class FashionMnist(Task):
     """Rule for lr when batch_size is k times 256: linear (k times lr) or sqrt; warmed up over a tenth of the steps."""
 
     def model(self) -> nn.Module:
-        return LeNet()
+        return lenet()
 
     def data(self, split: str, folder: Path) -> Arrays:
         return idx_files(split, folder, PLACES, SOURCE, "fashion_mnist")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from grappe.data.arrays import Copies
+from grappe.data.arrays import RepeatedDataset
 from grappe.data.images.dataset import Images
 from grappe.data.loader import BatchLoader
 from grappe.data.loading import workers_needed
@@ -84,7 +84,7 @@ def _advice(share: float, loader: BatchLoader, world: World, *, tuned: bool) -> 
     else:
         parts = [f"ask for {cores + max(1, needed - workers)} cores for each process"]
     dataset = loader.dataset
-    while isinstance(dataset, Copies | Subset):
+    while isinstance(dataset, RepeatedDataset | Subset):
         dataset = dataset.dataset
     if not isinstance(dataset, Images):
         parts.append("store the samples decoded and smaller, or on a disk of the node (grappe data stage)")

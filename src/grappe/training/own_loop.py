@@ -28,7 +28,7 @@ from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch
-from grappe.data.kinds import check
+from grappe.data.datasets import check
 from grappe.data.rand_like import entering
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError

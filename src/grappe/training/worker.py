@@ -16,11 +16,11 @@ from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
-from grappe.data.fingerprint import fingerprint
+from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.order import SampleOrder
-from grappe.data.prepare import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.rand_like import inside
-from grappe.data.workers import explaining_ended_workers
+from grappe.data.seeded import fingerprint
+from grappe.data.source import explaining_ended_workers
 from grappe.engines.base import EngineSetup
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line

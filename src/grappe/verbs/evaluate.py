@@ -80,7 +80,7 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     """Runs one process of an evaluation. Collective."""
     from grappe import engines
     from grappe.data import loader
-    from grappe.data.prepare import dataset_of, prepare
+    from grappe.data.datasets import dataset_of, prepare
     from grappe.engines.base import EngineSetup
     from grappe.launch.world import joined
 

@@ -9,7 +9,7 @@ import pytest
 from grappe.data import Images, RandomResizedCrop
 from grappe.data.images.index import QUARANTINE
 from grappe.errors import DataError
-from grappe.verbs.data.check import check
+from grappe.verbs.data.walk import check
 from tests.data.images.pictures import archive, files, folder, jpeg, part, png
 from tests.data.images.test_decode import frame
 

@@ -21,8 +21,8 @@ from PIL import Image
 from grappe.data import CentreCrop, Images
 from grappe.data.images.listing import MANIFEST
 from grappe.errors import DataError, UsageError
-from grappe.verbs.data.check import check
 from grappe.verbs.data.pack import Packing, pack, smaller
+from grappe.verbs.data.walk import check
 from tests.data.images.pictures import CLASSES, archive, files, folder, jpeg, part, pixels, png
 from tests.faults.test_crash_states import states
 from tests.faults.trace import rebuild, recording

@@ -24,7 +24,7 @@ _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xCB, 0xCD, 0xCE, 0xCF}  # lossless and
 _SCAN = 0xDA
 
 
-class Header(NamedTuple):
+class ImageHeader(NamedTuple):
     """Size and form of a picture, as its file says."""
 
     kind: Literal["jpeg", "png"]
@@ -38,7 +38,7 @@ class NoPicture(ValueError):
     """A file is no picture that can be decoded; `str(error)` says why, and has no name."""
 
 
-def header_of(data: bytes) -> Header:
+def header_of(data: bytes) -> ImageHeader:
     """Parses the header of a JPEG or PNG file, whatever its name.
 
     Raises:
@@ -61,7 +61,7 @@ def header_of(data: bytes) -> Header:
     return header
 
 
-def _jpeg(data: bytes) -> Header:
+def _jpeg(data: bytes) -> ImageHeader:
     at, end = 2, len(data)
     while at + 4 <= end:
         if data[at] != 0xFF:
@@ -75,7 +75,7 @@ def _jpeg(data: bytes) -> Header:
             bits, channels = data[at + 4], data[at + 9]
             if bits != 8 or channels not in (1, 3, 4):
                 raise NoPicture(f"JPEG of {channels} channels of {bits} bits")
-            return Header(
+            return ImageHeader(
                 "jpeg", data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8], channels
             )
         if code in _OTHER_FRAMES:
@@ -86,12 +86,12 @@ def _jpeg(data: bytes) -> Header:
     raise NoPicture("damaged or cut off: its header says no size")
 
 
-def _png(data: bytes) -> Header:
+def _png(data: bytes) -> ImageHeader:
     if len(data) < 33 or data[12:16] != b"IHDR":
         raise NoPicture("damaged or cut off: a PNG without its first chunk")
     if data[24] == 16:
         raise NoPicture("PNG of 16 bits a channel, which has no one meaning in 8")
-    return Header("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
+    return ImageHeader("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
 
 
 Pixels = NDArray[np.uint8]
@@ -108,14 +108,14 @@ def simplejpeg() -> ModuleType | None:
         return None
 
 
-def scale_for(header: Header, height: int, width: int, needed: int) -> int:
+def scale_for(header: ImageHeader, height: int, width: int, needed: int) -> int:
     """Returns the largest scale in which `height` x `width` pixels of a picture still have `needed` on each side."""
     if header.kind != "jpeg":
         return 1
     return next((scale for scale in SCALES if min(height, width) >= scale * needed), 1)
 
 
-def decoded(data: bytes, header: Header, scale: int = 1, *, fast: bool = True) -> Pixels:
+def decoded(data: bytes, header: ImageHeader, scale: int = 1, *, fast: bool = True) -> Pixels:
     """Decodes a file: uint8 (ceil(H / scale), ceil(W / scale), 3), RGB.
 
     Grey is repeated, an alpha channel left out, CMYK converted as Pillow does. EXIF orientation is ignored: the
@@ -138,7 +138,7 @@ def decoded(data: bytes, header: Header, scale: int = 1, *, fast: bool = True) -
     return pixels
 
 
-def _by_simplejpeg(library: Any, data: bytes, header: Header, scale: int) -> Pixels:
+def _by_simplejpeg(library: Any, data: bytes, header: ImageHeader, scale: int) -> Pixels:
     least = (
         {}
         if scale == 1
@@ -153,7 +153,7 @@ def _by_simplejpeg(library: Any, data: bytes, header: Header, scale: int) -> Pix
         raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
 
 
-def _by_pillow(data: bytes, header: Header, scale: int) -> Pixels:
+def _by_pillow(data: bytes, header: ImageHeader, scale: int) -> Pixels:
     from PIL import Image
 
     try:

@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from grappe.data.prepare import once_at_a_time
+from grappe.data.datasets import once_at_a_time
+from grappe.data.datasets import split as share_of
 from grappe.data.sampling import Sampling
-from grappe.data.split import split as share_of
 from grappe.errors import TaskError
 from grappe.private_api.lightning import set_trainer
 from grappe.private_api.torch import module_parameters
 from grappe.task import Task
 from grappe.tasks.lightning_module import trial, unsupported
-from grappe.tasks.lightning_module.steps import Column, EachEpoch, Loaders, NoTrainer, Scoring, Steps, defines
+from grappe.tasks.lightning_module.steps import (
+    EachEpoch,
+    Loaders,
+    LoggedValue,
+    ModuleSteps,
+    NoTrainer,
+    Scoring,
+    defines,
+)
 from grappe.tasks.lightning_module.unsupported import Refusals
 
 if TYPE_CHECKING:
@@ -32,7 +40,7 @@ SCHEDULE = "_schedule_of_lightning"
 LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 
-class Source(NamedTuple):
+class LightningSource(NamedTuple):
     """The parts of a LightningModule's task."""
 
     module: LightningModule
@@ -74,12 +82,12 @@ class _Tested(NamedTuple):
 class Carried(Task):
     """A task whose parts are a LightningModule's."""
 
-    source: ClassVar[Source]
+    source: ClassVar[LightningSource]
 
-    def model(self) -> Steps:
+    def model(self) -> ModuleSteps:
         steps = max(1, self.epochs * -(-self.source.length // self.batch_size))
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
-        return Steps(module, self.source.validation, self.source.test)
+        return ModuleSteps(module, self.source.validation, self.source.test)
 
     def notes(self) -> Sequence[str]:
         if not self.source.unkept:
@@ -104,7 +112,7 @@ class Carried(Task):
 
     def collate(self, samples: Sequence[Any]) -> Any:
         tested = isinstance(samples[0], _Tested)
-        plain = [one.sample for one in samples] if tested else list(samples)
+        plain = [marked.sample for marked in samples] if tested else list(samples)
         batch = _loader(self.source.data, "train").collate_fn(plain)
         marks = torch.full((len(samples),), float(tested))
         return (batch, marks), marks
@@ -112,34 +120,33 @@ class Carried(Task):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output if output.dim() == 1 else output[:, 0]
 
-    def metrics(self) -> dict[str, Column]:
+    def metrics(self) -> dict[str, LoggedValue]:
         names = self.source.validation.logged if self.source.validation is not None else ()
-        return {name: Column(index) for index, name in enumerate(names, start=1)}
+        return {name: LoggedValue(index) for index, name in enumerate(names, start=1)}
 
     def optimizer(self, named_parameters: Any) -> Optimizer:
         """Makes the optimizer of configure_optimizers over the engine's parameters instead of the module's."""
         module = self.model().module
-        given = {}
+        passed = {}
         for name, parameter in named_parameters:
             path, _, leaf = name.removeprefix("module.").rpartition(".")
             module_parameters(module.get_submodule(path))[leaf] = parameter
-            given[id(parameter)] = parameter
+            passed[id(parameter)] = parameter
         # from_lightning has refused what is not carried over, or was told to leave it out.
-        found = unsupported.optimizers(module.configure_optimizers(), Refusals(type(module).__name__, ()))
-        assert found is not None
-        optimizer, schedule = found
-        for (
-            group
-        ) in optimizer.param_groups:  # frozen ones, and second names of tied ones, are the engine's own
-            group["params"] = [one for one in group["params"] if id(one) in given]
+        supported = unsupported.optimizers(module.configure_optimizers(), Refusals(type(module).__name__, ()))
+        assert supported is not None
+        optimizer, schedule = supported
+        # Frozen parameters, and second names of tied ones, are the engine's own.
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in passed]
         vars(optimizer)[SCHEDULE] = schedule
         return optimizer
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> Any:
-        found = vars(optimizer).get(SCHEDULE)
-        if found is None or found["interval"] == "step":
-            return found and found["scheduler"]
-        return EachEpoch(found["scheduler"], total_steps // self.epochs)
+        schedule = vars(optimizer).get(SCHEDULE)
+        if schedule is None or schedule["interval"] == "step":
+            return schedule and schedule["scheduler"]
+        return EachEpoch(schedule["scheduler"], total_steps // self.epochs)
 
 
 def from_lightning(
@@ -185,9 +192,9 @@ def from_lightning(
     if defines(data, "prepare_data"):
         with once_at_a_time():  # every process of a task's file comes here
             data.prepare_data()
-    train = unsupported.loader(_given(data, "train"), LOADERS["train"], True, refusals)
+    train = unsupported.loader(_users_loader(data, "train"), LOADERS["train"], True, refusals)
     if validation is None:
-        unsupported.loader(_given(data, "validation"), LOADERS["validation"], False, refusals)
+        unsupported.loader(_users_loader(data, "validation"), LOADERS["validation"], False, refusals)
     refusals.check()
     assert train is not None
     size = batch_size or train.batch_size or 1
@@ -196,34 +203,34 @@ def from_lightning(
     steps = epochs * -(-length // size)
     copied = _fresh(module, NoTrainer(epochs, steps))
     unsupported.optimizers(copied.configure_optimizers(), refusals)
-    found = trial.tried(copied, train, refusals, without)
+    trial_result = trial.tried(copied, train, refusals, without)
     refusals.check()
-    refusals.check_without(found.left_out)
+    refusals.check_without(trial_result.left_out)
     shuffle = not isinstance(train.sampler, SequentialSampler)
-    source = Source(
+    source = LightningSource(
         module=copy.deepcopy(module),
         data=data,
-        validation=found.validation,
-        test=found.test,
+        validation=trial_result.validation,
+        test=trial_result.test,
         length=length,
         shuffle=shuffle,
         held_out=validation,
-        unkept=found.unkept,
+        unkept=trial_result.unkept,
     )
     return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
 
 
 def _data_of(
-    module: LightningModule, given: LightningDataModule | DataLoader | Sequence[DataLoader] | None
+    module: LightningModule, data: LightningDataModule | DataLoader | Sequence[DataLoader] | None
 ) -> LightningDataModule | LightningModule | Loaders:
-    if given is None:
+    if data is None:
         return module
-    if isinstance(given, DataLoader):
-        return Loaders(given)
-    return Loaders(*given) if isinstance(given, Sequence) else given
+    if isinstance(data, DataLoader):
+        return Loaders(data)
+    return Loaders(*data) if isinstance(data, Sequence) else data
 
 
-def _task_class(name: str, source: Source, **defaults: Any) -> type[Task]:
+def _task_class(name: str, source: LightningSource, **defaults: Any) -> type[Task]:
     kinds = {"epochs": int, "batch_size": int, "seed": int, "clip": float | None}
     body = {"__annotations__": kinds, "source": source, "__doc__": f"{name}, made for Lightning.", **defaults}
     # As if it stood where from_lightning was called, as named tuples do: `grappe train FILE` finds it there.
@@ -243,7 +250,7 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
     return fresh
 
 
-def _given(data: Any, split: str) -> Any:
+def _users_loader(data: Any, split: str) -> Any:
     """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
         share = ", or hold a share of the training samples out: from_lightning(…, validation=0.1)"
@@ -257,5 +264,5 @@ def _given(data: Any, split: str) -> Any:
 
 
 def _loader(data: Any, split: str) -> Any:
-    found = _given(data, split)
-    return found[0] if isinstance(found, list | tuple) else found
+    loader = _users_loader(data, split)
+    return loader[0] if isinstance(loader, list | tuple) else loader

@@ -97,7 +97,7 @@ class Loaders:
         """Prepares nothing: the loaders have their data."""
 
 
-class Steps(nn.Module):
+class ModuleSteps(nn.Module):
     """The module's training_step as forward in training; in evaluation, the loss and the logged values.
 
     Args:
@@ -111,7 +111,7 @@ class Steps(nn.Module):
         self._validation, self._test = validation, test
         self._log = Logged()
         module.log, module.log_dict = self._log.log, self._log.log_dict
-        metrics = [one for one in module.modules() if isinstance(one, torchmetrics.Metric)]
+        metrics = [metric for metric in module.modules() if isinstance(metric, torchmetrics.Metric)]
         for metric in metrics:
             metric.sync_on_compute = False
         # Their states are neither parameters nor buffers: nothing would fill them on another device.
@@ -195,7 +195,7 @@ def _call(step: Any, batch: Any, index: int) -> Any:
     return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
-class Column(torchmetrics.Metric):
+class LoggedValue(torchmetrics.Metric):
     """The mean over rows of one column of the output [B, 1 + K]."""
 
     total: Tensor

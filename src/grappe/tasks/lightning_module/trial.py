@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from grappe.tasks.lightning_module import unsupported
-from grappe.tasks.lightning_module.steps import TEST, TRAINING, VALIDATION, Scoring, Steps, defines, loss_in
+from grappe.tasks.lightning_module.steps import (
+    TEST,
+    TRAINING,
+    VALIDATION,
+    ModuleSteps,
+    Scoring,
+    defines,
+    loss_in,
+)
 from grappe.tasks.lightning_module.unsupported import Refusals
 
 SPLIT = re.compile(r"^(val|valid|validation|test)(?=[_/])")
@@ -34,26 +42,31 @@ def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str])
     Lightning's Trainer: None, and training_step scores in its place.
     """
     samples = [train.dataset[index] for index in range(min(len(train.dataset), unsupported.ROWS))]
-    plain, batch = Steps(module).eval(), train.collate_fn(samples)
+    plain, batch = ModuleSteps(module).eval(), train.collate_fn(samples)
     left_out: set[str] = set()
-    found: dict[str, Scoring | None] = {}
+    scorings: dict[str, Scoring | None] = {}
     with torch.no_grad():
         for step in (VALIDATION, TEST):
-            found[step] = None
+            scorings[step] = None
             if step in without and defines(module, step):
                 left_out.add(step)
             elif defines(module, step):
-                found[step] = _scoring(plain, batch, step, refusals, without, left_out)
-        validation, test = found[VALIDATION], _aligned(found[TEST], found[VALIDATION], refusals)
-        steps = Steps(module, validation, test).eval()
+                scorings[step] = _scoring(plain, batch, step, refusals, without, left_out)
+        validation, test = scorings[VALIDATION], _aligned(scorings[TEST], scorings[VALIDATION], refusals)
+        steps = ModuleSteps(module, validation, test).eval()
         unsupported.mean_over_rows(steps, samples, train.collate_fn, refusals)
         unkept = _unkept(steps, batch)
-    left_out |= {one for one in unkept if one in without}
-    return Tried(validation, test, tuple(left_out), tuple(one for one in unkept if one not in left_out))
+    left_out |= {name for name in unkept if name in without}
+    return Tried(validation, test, tuple(left_out), tuple(name for name in unkept if name not in left_out))
 
 
 def _scoring(
-    plain: Steps, batch: Any, step: str, refusals: Refusals, without: Collection[str], left_out: set[str]
+    plain: ModuleSteps,
+    batch: Any,
+    step: str,
+    refusals: Refusals,
+    without: Collection[str],
+    left_out: set[str],
 ) -> Scoring | None:
     result = plain.run(batch, step)
     names = [name for name in plain.log.values if name not in without]
@@ -73,27 +86,28 @@ def _aligned(test: Scoring | None, validation: Scoring | None, refusals: Refusal
     """Returns test_step's values in the order of validation_step's, whose names they have but for val_ and test_."""
     if test is None:
         return None
-    mine = {SPLIT.sub("", name): name for name in test.logged}
+    tests = {SPLIT.sub("", name): name for name in test.logged}
     theirs = [SPLIT.sub("", name) for name in (validation.logged if validation is not None else ())]
-    if set(mine) != set(theirs):
+    if set(tests) != set(theirs):
         refusals.add(
             TEST,
             f"it logs {_words(test.logged)}, and validation_step {_words(validation.logged if validation else ())}: "
             "the metrics of both must have the same names, but for val_ and test_",
         )
         return None
-    return test._replace(logged=tuple(mine[name] for name in theirs))
+    return test._replace(logged=tuple(tests[name] for name in theirs))
 
 
-def _unkept(steps: Steps, batch: Any) -> tuple[str, ...]:
+def _unkept(steps: ModuleSteps, batch: Any) -> tuple[str, ...]:
     """Returns the names that training_step logs beside its loss: curves have the loss alone."""
     loss = loss_in(steps.run(batch, TRAINING))
     return tuple(name for name, value in steps.log.values.items() if not _is_loss(value, loss))
 
 
 def _is_loss(value: Any, loss: Tensor | None) -> bool:
-    known = isinstance(value, Tensor | float) and loss is not None
-    return known and bool(torch.isclose(torch.as_tensor(value).to(loss), loss.detach()).all())
+    if loss is None or not isinstance(value, Tensor | float):
+        return False
+    return bool(torch.isclose(torch.as_tensor(value).to(loss), loss.detach()).all())
 
 
 def _words(names: Collection[str]) -> str:

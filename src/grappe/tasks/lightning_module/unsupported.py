@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from grappe.errors import TaskError, nearest
-from grappe.tasks.lightning_module.steps import TEST, TRAINING, VALIDATION, Steps
+from grappe.tasks.lightning_module.steps import TEST, TRAINING, VALIDATION, ModuleSteps
 
 CARRIED = frozenset({
     "forward", "training_step", "validation_step", "test_step", "configure_optimizers", "configure_model",
@@ -70,10 +70,9 @@ class Refusals:
         """Raises TaskError if the user leaves out something that is not there: a mistyped name, say."""
         for name in self._without:
             if name not in self._features and name not in logged:
-                known = sorted({*self._features, *logged})
                 raise TaskError(
                     f"from_lightning({self._name}, without=[{name!r}]): there is no such feature to leave out: "
-                    f"{nearest(name, known)}"
+                    f"{nearest(name, sorted({*self._features, *logged}))}"
                 )
 
 
@@ -92,24 +91,24 @@ def overridden(owner: Any, base: type, refusals: Refusals) -> None:
                 refusals.add(name, "this hook is not called")
 
 
-def loader(found: Any, what: str, training: bool, refusals: Refusals) -> DataLoader | None:
+def loader(data: Any, what: str, training: bool, refusals: Refusals) -> DataLoader | None:
     """Returns a DataLoader that grappe can replace by its own; None, and a refusal, if it cannot."""
-    if isinstance(found, list | tuple) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, DataLoader):
-        refusals.add(what, f"it gives {type(found).__name__}, and not one torch DataLoader", needed=training)
+    if isinstance(data, list | tuple) and len(data) == 1:
+        data = data[0]
+    if not isinstance(data, DataLoader):
+        refusals.add(what, f"it gives {type(data).__name__}, and not one torch DataLoader", needed=training)
         return None
-    if isinstance(found.dataset, IterableDataset):
+    if isinstance(data.dataset, IterableDataset):
         refusals.add(what, "its IterableDataset cannot be shuffled, cut or resumed exactly", needed=training)
         return None
-    sampler = found.sampler
-    if found.batch_size is None or type(found.batch_sampler) is not torch.utils.data.BatchSampler:
+    sampler = data.sampler
+    if data.batch_size is None or type(data.batch_sampler) is not torch.utils.data.BatchSampler:
         refusals.add("batch_sampler", f"{what} has one of its own; grappe makes the batches")
     elif not _is_plain(sampler):
         refusals.add("sampler", f"{what} draws its samples with {type(sampler).__name__}")
-    if training and found.drop_last:
+    if training and data.drop_last:
         refusals.add("drop_last")
-    return found
+    return data
 
 
 def _is_plain(sampler: Any) -> bool:
@@ -148,30 +147,30 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
     return configured, {"scheduler": scheduler, "interval": schedule.get("interval", "epoch")}
 
 
-def mean_over_rows(steps: Steps, samples: list[Any], collate: Any, refusals: Refusals) -> None:
+def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any, refusals: Refusals) -> None:
     """Refuses values that are not means over their batch: losses, and those that evaluation keeps.
 
     A batch's value must be the mean of its two halves' values, weighted by size. Dropout is off during this test.
     """
     cut, size = len(samples) // 2, len(samples)
     for step in (TRAINING, VALIDATION, *([TEST] if steps.has_test else [])):
-        whole = _values(steps, collate(samples), step)
+        full = _values(steps, collate(samples), step)
         other_seed = _values(steps, collate(samples), step, seed=1)
         next_batch = _values(steps, collate(samples), step, index=1)
         first = _values(steps, collate(samples[:cut]), step)
         second = _values(steps, collate(samples[cut:]), step)
-        for name, value in whole.items():
+        for name, value in full.items():
             halves = (first[name] * cut + second[name] * (size - cut)) / size
             if not value.equal(other_seed[name]):
                 refusals.add(name, "it draws random numbers of its own, which do not belong to a sample")
             elif not value.equal(next_batch[name]):
                 refusals.add(name, "it depends on batch_idx, which is another one here")
             elif not torch.isclose(value, halves.to(value.dtype), rtol=CLOSE, atol=1e-6):
-                found = f"{value.item():.6g} over {size} samples, {halves.item():.6g} from their halves"
-                refusals.add(name, f"it is not the mean over its batch: {found}")
+                values = f"{value.item():.6g} over {size} samples, {halves.item():.6g} from their halves"
+                refusals.add(name, f"it is not the mean over its batch: {values}")
 
 
-def _values(steps: Steps, batch: Any, step: str, index: int = 0, seed: int = 0) -> dict[str, Tensor]:
+def _values(steps: ModuleSteps, batch: Any, step: str, index: int = 0, seed: int = 0) -> dict[str, Tensor]:
     """Returns the loss, under its step's name, and the logged values, under their own names."""
     torch.manual_seed(seed)
     loss, logged = steps.step(batch, step, index=index)

@@ -14,7 +14,6 @@ from grappe.data.images.dataset import Images
 from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.images.views import shortened
 from grappe.errors import DataError, UsageError
-from grappe.verbs.data.meter import Meter
 from grappe.verbs.data.shard_writer import (
     Shard,
     packing,
@@ -23,7 +22,7 @@ from grappe.verbs.data.shard_writer import (
     write_manifest,
     write_shard,
 )
-from grappe.verbs.data.threads import in_threads
+from grappe.verbs.data.walk import ProgressMeter, in_threads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ def pack(
     description = _description(source, data, form)
     written, there = [], 0
     with packing(to, description):
-        meter = Meter("packing", len(data))
+        meter = ProgressMeter("packing", len(data))
         for number, first in enumerate(range(0, len(data), form.per_shard)):
             ids = range(first, min(first + form.per_shard, len(data)))
             shard = shard_there(to, number, len(ids))
@@ -127,7 +126,7 @@ def smaller(data: bytes, form: Packing) -> bytes:
     return stream.getvalue()
 
 
-def _members(data: Images, ids: range, form: Packing, meter: Meter) -> Iterator[tuple[str, bytes]]:
+def _members(data: Images, ids: range, form: Packing, meter: ProgressMeter) -> Iterator[tuple[str, bytes]]:
     labels = data.targets()
 
     def made(index: int) -> bytes:

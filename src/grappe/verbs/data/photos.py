@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from grappe.errors import UsageError
 from grappe.launch import files
-from grappe.verbs.data.meter import Meter
+from grappe.verbs.data.walk import ProgressMeter
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +70,7 @@ def make_photos(to: Path, images: int = 1000, seed: int = 0) -> Cut:
     splits = {"train": images, "validation": -(-images // _VALIDATION)}
     to.mkdir(parents=True)
     for split, count in splits.items():
-        meter = Meter(f"cutting {split}", count)
+        meter = ProgressMeter(f"cutting {split}", count)
         (to / split).mkdir()
         for name, _ in areas:
             (to / split / name).mkdir()

@@ -74,7 +74,7 @@ def samples_of(task: Task, split: str, folder: Path) -> ExportSamples:
     """
     from grappe.data.arrays import in_memory
     from grappe.data.collate import augments
-    from grappe.data.prepare import dataset_of, prepare
+    from grappe.data.datasets import dataset_of, prepare
     from grappe.verbs.predict.inputs import split_reader
 
     prepare(task, folder)

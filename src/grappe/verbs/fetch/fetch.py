@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from grappe import tasks
@@ -15,9 +18,8 @@ from grappe.errors.foreign_text import printable
 from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.task import Download
-from grappe.verbs.data.meter import Meter
+from grappe.verbs.data.walk import ProgressMeter
 from grappe.verbs.fetch.transfer import SCHEMES, received
-from grappe.verbs.fetch.unpack import take_out
 
 _MEGABYTE = 1_000_000
 
@@ -85,7 +87,7 @@ def _fetch_file(
         return Fetched(name=name, size=download.size, was_there=True)
     place.mkdir(parents=True, exist_ok=True)
     partial = place / f".{name}.part"
-    meter = Meter(f"fetching {name}", max(1, download.size // _MEGABYTE), show, unit="MB")
+    meter = ProgressMeter(f"fetching {name}", max(1, download.size // _MEGABYTE), show, unit="MB")
     with received(download, partial, lambda done: meter.at(done // _MEGABYTE), schemes) as archive:
         meter.end()
         _check_sum(download, partial)
@@ -134,3 +136,29 @@ def _size(file: Path) -> int | None:
 
 def _name(download: Download) -> str:
     return PurePosixPath(urlsplit(download.url).path).name
+
+
+def take_out(archive: BinaryIO, download: Download, place: Path) -> None:
+    """Writes the members of a tar archive below `place`, each whole or not at all.
+
+    Raises:
+        DataError: it is no such archive, or lacks a member of that name and size.
+    """
+    missing = dict(download.members)
+    try:
+        with tarfile.open(fileobj=archive, mode="r:*") as tar:
+            for member in tar:
+                if not member.isreg() or missing.get(member.name) != member.size:
+                    continue
+                stream = tar.extractfile(member)
+                assert stream is not None
+                target = place / member.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                files.replace(target, stream.read(), durable=True)
+                del missing[member.name]
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
+    if missing:
+        raise DataError(
+            f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes"
+        )

@@ -123,7 +123,7 @@ def foresee(
         TaskError: the task cannot be traced.
         UsageError: no plan can be foreseen, or the site is not known.
     """
-    from grappe.data.prepare import prepare
+    from grappe.data.datasets import prepare
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen

@@ -191,7 +191,7 @@ def _curve(request: LRFindRequest, task: Task, world: World) -> LossCurve:
     from grappe import engines
     from grappe.checkpoint.initial import built
     from grappe.data import loader
-    from grappe.data.prepare import dataset_of, prepare
+    from grappe.data.datasets import dataset_of, prepare
     from grappe.engines.base import EngineSetup
 
     prepare(task, request.data, world)

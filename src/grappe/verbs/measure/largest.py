@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grappe.data.prepare import prepare
+from grappe.data.datasets import prepare
 from grappe.errors import GrappeError
 from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank

@@ -154,7 +154,7 @@ def with_fields(task: TaskReference, **values: int) -> TaskReference:
 
 def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
     """Runs one process of a measured training; process 0 returns a point of one trial. Collective."""
-    from grappe.data.prepare import dataset_of
+    from grappe.data.datasets import dataset_of
     from grappe.launch.world import choose_device
     from grappe.verbs.measure import flops
 

@@ -20,10 +20,10 @@ from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory
 from grappe.data.collate import augment, augments, collated
+from grappe.data.datasets import dataset_of, prepare
 from grappe.data.draw import mix, sample_keys
 from grappe.data.images.dataset import Images
 from grappe.data.images.decode import NoPicture, decoded, header_of
-from grappe.data.prepare import dataset_of, prepare
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, UsageError
 from grappe.errors.foreign_text import printable

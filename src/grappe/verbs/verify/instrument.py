@@ -16,7 +16,7 @@ from grappe.data.arrays import Arrays, in_memory
 from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
 from grappe.data.counts import counts_of
-from grappe.data.prepare import dataset_of
+from grappe.data.datasets import dataset_of
 from grappe.data.sampling import Sampling
 from grappe.data.seeded import missing
 from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers

@@ -28,15 +28,14 @@ from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import SampleIds
 from grappe.data.collate import augment, collated
+from grappe.data.datasets import drawn_samples, prepare
 from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, sample_keys
 from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
 from grappe.data.permute import permute
-from grappe.data.prepare import prepare
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
-from grappe.data.training_order import drawn_samples
 from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank

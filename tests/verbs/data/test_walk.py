@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from grappe.verbs.data.meter import Meter, Ticker
+from grappe.verbs.data.walk import ProgressMeter, Ticker
 
 
 def test_a_line_says_how_far_it_is(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown: list[str] = []
-    meter = Meter("checking", 1000, shown.append)
+    meter = ProgressMeter("checking", 1000, shown.append)
     ticker = Ticker(shown.append)
     meter.at(1)
     ticker("soon")

@@ -1,0 +1,219 @@
+"""Datasets of a task: prepared once a node, split, checked, and the order of their training samples."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from grappe.data.arrays import in_memory, one_by_one
+from grappe.data.draw import mix
+from grappe.data.order import SampleOrder
+from grappe.data.permute import permute
+from grappe.data.sampling import DrawnSamples, Sampling
+from grappe.errors import DataError, GrappeError, TaskError
+from grappe.errors.user_code import at, line_of, user_call
+from grappe.task import Task, overrides
+from grappe.words import host_name
+
+if TYPE_CHECKING:
+    from grappe.launch.world import World
+
+
+LOCK = ".grappe-prepare.lock"
+
+
+def dataset_of(task: Task, split: str, folder: Path) -> Any:
+    """The samples of `split`.
+
+    Raises:
+        TaskError: the task's data() fails, or gives what is no map-style dataset.
+    """
+    dataset = user_call(task, "data", split, folder)
+    check(dataset, split, task)
+    return one_by_one(dataset) if overrides(task, "collate") else dataset
+
+
+def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
+    """Raises DataError on all processes where one has other numbers of samples, by split. Collective."""
+    gathered = world.gather((host_name(), dict(lengths)))
+    first_host, first = gathered[0]
+    for rank, (host, theirs) in enumerate(gathered):
+        for split, count in theirs.items():
+            if count != first[split]:
+                raise DataError(
+                    f"process {rank} on {host} has {count:,} {split} samples, process 0 on {first_host} has "
+                    f"{first[split]:,}: a file or shard is missing on one of them. Stage or copy the data anew"
+                )
+
+
+def prepare(task: Task, folder: Path, world: World | None = None) -> None:
+    """Lets one process of each node prepare the data, one after the other where they share a disk. Collective.
+
+    Raises:
+        TaskError: the task's prepare() fails, on every process.
+    """
+    if not overrides(task, "prepare"):
+        return
+    problem: GrappeError | None = None
+    if world is None or world.process.local_rank == 0:
+        try:
+            with _locked(folder):
+                user_call(task, "prepare", folder)
+        except GrappeError as error:
+            problem = error
+    problems = [problem] if world is None else world.gather(problem)
+    if world is not None:
+        problem = world.share(next((reported for reported in problems if reported is not None), None))
+    if problem is not None:
+        raise problem if world is None else TaskError(str(problem))
+
+
+@contextlib.contextmanager
+def once_at_a_time() -> Iterator[None]:
+    """Context that this user's processes of this machine enter one after the other."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    with _locked(Path(state) / "grappe"):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Context that processes of all nodes enter one after the other, where their disk has locks and can be written."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a folder that all read and none may write has its data
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def check(dataset: object, split: str, task: Task) -> int:
+    """Returns the dataset's length.
+
+    Raises:
+        TaskError: the dataset is not map-style, or is empty.
+    """
+    name = type(task).__name__
+    if isinstance(dataset, IterableDataset):
+        raise TaskError(
+            f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
+            "samples are asked for by index, and each process would read the whole stream. Give a map-style dataset "
+            "(__len__ and __getitem__); write a stream out once, in prepare(): docs/data.md says how"
+        )
+    _refuse_other_kinds(f"{name}.data({split!r})", dataset, at(task, "data"))
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:
+        line = line_of(error)
+        place = f" ({line})" if line else at(type(dataset), "__len__")
+        raise TaskError(
+            f"{name}.data({split!r}) has no length: {error}{place}. __len__ must return how many samples there are"
+        ) from error
+    if length == 0:
+        place = at(type(dataset), "__len__") or at(task, "data")
+        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split{place}")
+    return length
+
+
+def _refuse_other_kinds(what: str, data: Any, place: str) -> None:
+    """Raises TaskError where `data` is no map-style dataset; `what` gave it, at `place`."""
+    if isinstance(data, DataLoader):
+        raise TaskError(
+            f"{what} gave a DataLoader: give its dataset, `return loader.dataset`; grappe makes the batches, by the "
+            f"task's batch_size, its collate() and the plan's workers{place}"
+        )
+    if type(data).__name__ in ("DataFrame", "Series") and hasattr(data, "iloc"):
+        raise TaskError(
+            f"{what} gave a {type(data).__name__}, whose columns do not say what is input and what is target: "
+            f"`return grappe.Arrays(frame[[…]], frame['…'])`{place}"
+        )
+    if isinstance(data, tuple | list) and len(data) == 2 and all(_is_column(column) for column in data):
+        raise TaskError(
+            f"{what} gave a pair of arrays, not pairs of samples: `return grappe.Arrays(inputs, targets)`{place}"
+        )
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        advice = "Is a `return` missing?" if data is None else "list(…) makes one of what can be iterated"
+        raise TaskError(
+            f"{what} gave {type(data).__name__}: it needs __len__ and __getitem__. {advice}{place}"
+        )
+
+
+def _is_column(column: Any) -> bool:
+    return getattr(column, "ndim", 0) > 0 and hasattr(column, "dtype") and len(column) != 2
+
+
+def training_order(task: Task, dataset: Dataset) -> SampleOrder:
+    """Returns the order of the training samples, as the task's seed and `sampling` say."""
+    drawn = drawn_samples(task, dataset)
+    length = len(dataset) if drawn is None else drawn.samples  # type: ignore[arg-type]
+    return SampleOrder(seed=task.seed, length=length, batch_size=task.batch_size, sampling=drawn)
+
+
+def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
+    """Returns what an epoch has as the task's `sampling` says; None: each sample once.
+
+    Raises:
+        TaskError: sampling() fails, or does not fit the dataset.
+    """
+    if not overrides(task, "sampling"):
+        return None
+    sampling = user_call(task, "sampling", dataset)
+    if sampling is None:
+        return None
+    if not isinstance(sampling, Sampling):
+        raise TaskError(
+            f"{type(task).__name__}.sampling() returned {type(sampling).__name__}: return a grappe.Sampling, or None"
+            + at(task, "sampling")
+        )
+    return DrawnSamples(sampling, len(dataset))  # type: ignore[arg-type]
+
+
+_SPLIT = 0x7370  # a word of the key, so that the order is no epoch's
+
+
+def split(
+    dataset: Dataset, part: str, *, validation: float = 0.1, test: float = 0.0, seed: int = 0
+) -> Dataset:
+    """Returns a part of a dataset, for `Task.data`: `return grappe.split(dataset, split, validation=0.1)`.
+
+    The samples are drawn by `seed` and the dataset's length alone, so every process and every start has the same; the
+    task's own seed does not move them. Arrays stay where they are, memory-mapped ones too.
+
+    Args:
+        part: "train", "validation" or "test".
+        validation: the share of the samples that are for validation, 0 to 1; at least one sample.
+        test: the share for the test.
+
+    Raises:
+        TaskError: a share is out of its range, or a part has no sample.
+    """
+    length = len(dataset)  # type: ignore[arg-type]
+    if not (0 < validation < 1 and 0 <= test < 1 and validation + test < 1):
+        raise TaskError(
+            f"split(): validation={validation} and test={test} must be shares of all samples, and leave some to train "
+            "on"
+        )
+    if part == "test" and not test:
+        raise TaskError("split(): there is no test part: give its share, as in test=0.1")
+    sizes = {
+        "validation": max(1, round(validation * length)),
+        "test": max(1, round(test * length)) if test else 0,
+    }
+    sizes["train"] = length - sum(sizes.values())
+    if part not in sizes:
+        raise TaskError(f"split(): there is no part {part!r}: train, validation, test")
+    if sizes["train"] < 1:
+        raise TaskError(f"split(): {length} samples are too few for these parts")
+    order = permute(np.arange(length, dtype=np.int64), key=mix(seed, _SPLIT), length=length)
+    ends = np.cumsum([sizes["validation"], sizes["test"]])
+    drawn = dict(zip(("validation", "test", "train"), np.split(order, ends), strict=True))[part]
+    rows = np.sort(drawn)  # neighbours on a disk are read together
+    arrays = in_memory(dataset)
+    return Subset(dataset, rows.tolist()) if arrays is None else arrays.rows(rows)

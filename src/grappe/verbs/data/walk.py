@@ -1,0 +1,202 @@
+"""Walks over all images of a source: makes its index, checks each image, works on them by threads, shows progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from grappe.data.images.dataset import Reader
+from grappe.data.images.decode import NoPicture, decoded, header_of, simplejpeg
+from grappe.data.images.index import Index, open_index, quarantined, write_quarantine
+from grappe.errors import DataError
+from grappe.launch.terminal import progress
+from grappe.launch.world import cores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexed:
+    """Result of indexing."""
+
+    kind: str
+    images: int
+    classes: int
+    left_out: int
+    """Files that are no images by their names."""
+    quarantined: int
+    file: Path
+    size: int
+    """Of the index in bytes."""
+    seconds: float
+
+
+def index(
+    source: Path, *, labels: Path | None = None, numbering: Path | None = None, again: bool = False
+) -> Indexed:
+    """Reads the headers of a source once; a second call finds the index that the first has written.
+
+    Raises:
+        DataError: the source is missing, damaged, or of another form.
+    """
+    began = time.monotonic()
+    source = source.absolute()
+    index, file = open_index(source, labels, numbering, again=again, report=Ticker())
+    return Indexed(
+        kind=index.kind,
+        images=len(index),
+        classes=len(index.classes),
+        left_out=index.left_out,
+        quarantined=len(quarantined(source, index)),
+        file=file,
+        size=file.stat().st_size,
+        seconds=time.monotonic() - began,
+    )
+
+
+_MOST_BAD = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Result of a check."""
+
+    images: int
+    bad: tuple[tuple[str, str], ...]
+    """Name and reason of each that cannot be decoded."""
+    quarantine: Path | None
+    """The list that was written; None: all can be decoded."""
+    sees_all: bool
+    """Whether the decoder sees damage that leaves a picture, as simplejpeg does."""
+
+
+def check(source: Path, *, labels: Path | None = None, numbering: Path | None = None) -> Checked:
+    """Decodes every image of a source whole, and writes the list of those that cannot be beside it.
+
+    Raises:
+        DataError: the source is missing or damaged as a whole, a file changes meanwhile, or more than half of the
+            images cannot be decoded: then something else is wrong.
+    """
+    source = source.absolute()
+    index = open_index(source, labels, numbering, report=Ticker())[0]
+    bad = _bad(source, index)
+    if len(bad) > _MOST_BAD * len(index):
+        place = next(iter(bad))
+        raise DataError(
+            f"{source}: {len(bad):,} of {len(index):,} images cannot be decoded, {Reader(source, index).name(place)} "
+            f"for one ({bad[place]}): no list is written, since this is no collection of JPEG and PNG files"
+        )
+    reader = Reader(source, index)
+    return Checked(
+        images=len(index),
+        bad=tuple((reader.name(place), reason) for place, reason in sorted(bad.items())),
+        quarantine=write_quarantine(source, index, bad),
+        sees_all=simplejpeg() is not None,
+    )
+
+
+def _bad(source: Path, index: Index) -> dict[int, str]:
+    """The reason why an image cannot be decoded, by its place."""
+    reader = Reader(source, index)
+
+    def reason(place: int) -> str:
+        data = reader.read(place)
+        try:
+            decoded(data, header_of(data))
+        except NoPicture as error:
+            return str(error)
+        return ""
+
+    bad: dict[int, str] = {}
+    meter = ProgressMeter("checking", len(index))
+    for place, why in enumerate(in_threads(reason, range(len(index)))):
+        if why:
+            bad[place] = why
+        meter.at(place + 1, f"{len(bad):,} bad" if bad else "")
+    meter.end()
+    return bad
+
+
+_TERMINAL_SECONDS = 0.2
+_LOG_SECONDS = 10.0
+_BAR = 24  # characters
+
+
+class ProgressMeter:
+    """A line on standard error, written anew as images are done; in a log, a line every ten seconds."""
+
+    def __init__(
+        self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
+    ) -> None:
+        self._verb, self._total, self._show, self._unit = verb, total, show, unit
+        self._began = self._shown = time.monotonic()
+        self._pause = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
+
+    def at(self, done: int, note: str = "") -> None:
+        """Tells that `done` of them are done."""
+        now = time.monotonic()
+        if now - self._shown < self._pause:
+            return
+        self._shown = now
+        rate = done / (now - self._began)
+        left = (self._total - done) / rate if rate else 0.0
+        share = done / self._total
+        bar = "#" * round(share * _BAR)
+        self._show(
+            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, "
+            f"{rate:,.0f}/s, {_spoken(left)} left" + (f", {note}" if note else "")
+        )
+
+    def end(self) -> None:
+        """Takes the line away."""
+        self._show("")
+
+
+class Ticker:
+    """Passes on words about a walk of unknown length, no oftener than anyone can read."""
+
+    def __init__(self, show: Callable[[str], None] = progress) -> None:
+        self._show = show
+        self._pause = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
+        self._shown = time.monotonic()
+
+    def __call__(self, words: str) -> None:
+        """Shows `words`, unless others were shown a moment ago."""
+        now = time.monotonic()
+        if now - self._shown >= self._pause:
+            self._shown = now
+            self._show(words)
+
+
+def _spoken(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+_AHEAD = 8  # of each thread: images differ in size
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yields the results of `work` for each item, in order; a thread for each core works ahead of the reader.
+
+    Decoders give the interpreter free while they work, so threads are as quick as processes.
+    """
+    threads = cores()
+    waiting: deque[Future[R]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > threads * _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
