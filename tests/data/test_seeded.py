@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from grappe.data.arrays import Copies, one_by_one
+from grappe.data.arrays import RepeatedDataset, one_by_one
 from grappe.data.order import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
@@ -160,7 +160,7 @@ ROWS = torch.arange(6).view(3, 2)
         TensorDataset(ROWS),
         one_by_one(TensorDataset(ROWS, ROWS)),
         Subset([0, 5, 6, 7], [1, 2, 3]),
-        Copies([5, 6, 7]),
+        RepeatedDataset([5, 6, 7]),
     ],
 )
 def test_what_cannot_draw_is_not_seeded(monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:
