@@ -21,13 +21,17 @@ def in_limited_process(work: Callable[[], str]) -> str:
     Raises:
         TaskError: the process took longer, or more memory; and what `work` raises.
     """
+    from grappe.foresight.search import too_slow
     from grappe.launch.fork import LimitReached, Limits, run_in_fork
+
+    def too_long(*_: object) -> None:
+        raise too_slow(SECONDS)
 
     def limited() -> str:
         forget_forkserver()
         os.dup2(2, 1)  # what the task prints is no part of a script
         sys.stdout = sys.stderr
-        signal.signal(signal.SIGALRM, _too_long)
+        signal.signal(signal.SIGALRM, too_long)
         signal.alarm(SECONDS)
         return work()
 
@@ -38,9 +42,3 @@ def in_limited_process(work: Callable[[], str]) -> str:
         raise TaskError(
             f"tracing the model takes more than {MEMORY_BYTES / 1e9:g} GB of memory here, which grappe foresee may take"
         ) from error
-
-
-def _too_long(*_: object) -> None:
-    from grappe.foresight.search import too_slow
-
-    raise too_slow(SECONDS)

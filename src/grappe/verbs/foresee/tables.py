@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -39,27 +38,19 @@ def memory_table(forecasts: Sequence[Foreseen], budget: MemoryBudget | None) -> 
                 name, str(forecast.batch), *["-"] * (len(MEMORY_COLUMNS) - 2 + (budget is not None))
             )
             continue
-        states = forecast.needs.states
+        needs, states = forecast.needs, forecast.needs.states
         cells = [
             format_bytes(states.parameters),
             format_bytes(states.gradients),
             format_bytes(states.optimizer),
-            _peak(forecast),
+            _range(needs.least, needs.peak) or f"more than {format_bytes(states.total)}",
         ]
-        cells.append(_range(forecast.needs.evaluation_least, forecast.needs.evaluation) or "?")
-        cells.append("?" if forecast.needs.checkpoint is None else format_bytes(forecast.needs.checkpoint))
+        cells.append(_range(needs.evaluation_least, needs.evaluation) or "?")
+        cells.append("?" if needs.checkpoint is None else format_bytes(needs.checkpoint))
         table.add_row(
             name, str(forecast.batch), *cells, *([FITS[forecast.fits]] if budget is not None else [])
         )
     return table
-
-
-def _peak(forecast: Foreseen) -> str:
-    assert forecast.needs is not None
-    return (
-        _range(forecast.needs.least, forecast.needs.peak)
-        or f"more than {format_bytes(forecast.needs.states.total)}"
-    )
 
 
 def _range(least: int | None, most: int | None) -> str:
@@ -148,7 +139,11 @@ def write(times: PlanTimes, file: Path) -> None:
     content = {
         "kind": "times",
         "gpu": times.gpu,
-        "plans": [_as_json(timed) for timed in times.plans],
+        "plans": [
+            dataclasses.asdict(timed)
+            | {"time": timed.time and {**dataclasses.asdict(timed.time), "total": timed.time.total}}
+            for timed in times.plans
+        ],
         "notes": times.notes,
     }
     try:
@@ -175,11 +170,6 @@ def check_out(file: Path) -> None:
 
 def _unwritable(file: Path, why: str | None) -> UsageError:
     return UsageError(f"{file} cannot be written: {why}: give another with --out")
-
-
-def _as_json(timed: TimedPlan) -> dict[str, Any]:
-    time = None if timed.time is None else {**dataclasses.asdict(timed.time), "total": timed.time.total}
-    return {**dataclasses.asdict(timed), "time": time}
 
 
 def _close(times: PlanTimes, chosen: TimedPlan, aim: Aim) -> str:

@@ -141,6 +141,8 @@ def steps_done(run: Path | None) -> int:
 
 def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) -> bool:
     """Returns whether a run took the same steps as the query's, on such a device."""
+    from grappe.foresight.devices import device_named, device_reported
+
     if not same_task(query.task, description) or description.get("source") != source_hash(query.task):
         return False
     requested, fields = field_texts(query.task), description.get("fields")
@@ -159,34 +161,20 @@ def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) 
         return False
     if len(costs_of(description)) != plan.processes:
         return False
-    return _on_gpus(query, run, description) if query.layout.gpus else _on_cpus(query, run, description)
-
-
-def _on_gpus(query: RunQuery, run: Run, description: Mapping[str, Any]) -> bool:
-    """Returns whether a run was on GPUs of the site's kind: there, or on such a GPU elsewhere."""
-    from grappe.foresight.devices import device_named, device_reported
-
-    if description.get("device") != "cuda":
-        return False
-    if _was_on(run, query.site):
-        return True
-    device = device_reported(str(costs_of(description)[0].get("device")))
-    return device is not None and query.site.node is not None and device is device_named(query.site.node.gpu)
-
-
-def _on_cpus(query: RunQuery, run: Run, description: Mapping[str, Any]) -> bool:
-    """Returns whether a run was on CPUs of the site's kind, with the threads that the job's processes will have."""
+    jobs = submitted(run.folder)
+    was_on_site = bool(jobs) and jobs[-1].get("site") == query.site.name
+    if query.layout.gpus:  # of the site's kind: there, or such a GPU elsewhere
+        device = device_reported(str(costs_of(description)[0].get("device")))
+        node = query.site.node
+        same = device is not None and node is not None and device is device_named(node.gpu)
+        return description.get("device") == "cuda" and (was_on_site or same)
+    # CPUs of the site's kind, with the threads that the job's processes will have.
     if description.get("device") != "cpu" or description.get("threads") != (
         query.plan.threads or query.layout.cores
     ):
         return False
     same = str(description.get("processor")).startswith(f"{processor_name()}, ")  # with any instructions
-    return _was_on(run, query.site) or (query.here and same)
-
-
-def _was_on(run: Run, site: Site) -> bool:
-    jobs = submitted(run.folder)
-    return bool(jobs) and jobs[-1].get("site") == site.name
+    return was_on_site or (query.here and same)
 
 
 def _measured(run: Run, description: Mapping[str, Any], step: float, options: Options) -> MeasuredRun | None:
