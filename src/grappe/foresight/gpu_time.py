@@ -22,7 +22,7 @@ from grappe.foresight.partition import (
     updated_parts,
 )
 from grappe.foresight.schedules import Kind, orders_of, simulate
-from grappe.foresight.trace import LOSS, Ledger, Operator, Trace, tensors_of
+from grappe.foresight.trace import LOSS, Ledger, Operator, tensors_of
 from grappe.plan import Plan
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.precision import LossScale
@@ -139,7 +139,11 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     update = _updates(fake_model, plan)[0]
     busy = plan.microbatches * kernel_seconds(device, trace.operators, plan.precision)
     busy += kernel_seconds(device, update, plan.precision)
-    host = STEP + plan.microbatches * (_host(trace) + split_modules(fake_model, plan) * SPLIT)
+    loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
+    launches = sum(
+        _launch(operator, "forward" if operator.mark <= loss else "backward") for operator in trace.operators
+    )
+    host = STEP + plan.microbatches * (launches + split_modules(fake_model, plan) * SPLIT)
     host += _launches(update, "update")
     compute = max(busy, host)
     # What comes next waits for each message of a module that is split.
@@ -277,14 +281,6 @@ def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
     return [
         update_operators(fake_model.task, fake_model.mode, named) for named in updated_parts(fake_model, plan)
     ]
-
-
-def _host(trace: Trace) -> float:
-    """Computes the seconds in which the host launches a microbatch's kernels."""
-    loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
-    return sum(
-        _launch(operator, "forward" if operator.mark <= loss else "backward") for operator in trace.operators
-    )
 
 
 def _launches(operators: Iterable[Operator], phase: str) -> float:

@@ -131,22 +131,21 @@ def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path
         )
         with torch.no_grad(), profiler:
             for number, call in enumerate(request.calls):
-                kept.append(_run(call, f"kernel {number}"))
+                function, output = call.on_ones(), None
+                # In bf16 fake tensors may have a type that kernels do not take.
+                with contextlib.suppress(RuntimeError):
+                    function()  # oneDNN keeps what it makes for a first call
+                    with torch.profiler.record_function(f"kernel {number}"):
+                        output = function()
+                storages = [
+                    leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+                ]
+                kept.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+                del function, output, storages
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     return [max(0, _peak(events, f"kernel {number}") - size) for number, size in enumerate(kept)]
-
-
-def _run(call: Call, name: str) -> int:
-    """Runs a call under `name`; returns the bytes of its output."""
-    function, output = call.on_ones(), None
-    with contextlib.suppress(RuntimeError):  # in bf16 fake tensors may have a type that kernels do not take
-        function()  # oneDNN keeps what it makes for a first call
-        with torch.profiler.record_function(name):
-            output = function()
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _peak(events: Sequence[dict[str, Any]], name: str) -> int:

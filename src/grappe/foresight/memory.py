@@ -326,13 +326,9 @@ class FsdpMemory:
             sum(sum(sizes.values()) for sizes in held)
             + self._reducing
             + self._shards
-            + self._lingering
+            + max((size for _, size in self._late), default=0)
             - self._traced
         )
-
-    @property
-    def _lingering(self) -> int:
-        return max((size for _, size in self._late), default=0)
 
     def at(self, mark: Mark) -> int:
         self._most = self.now

@@ -34,15 +34,14 @@ def processes(fake_model: FakeModel, plan: Plan) -> Iterator[list[ParameterShard
     for own in stage_parameters(fake_model, plan):
         for tensor in tensor_parts(fake_model, plan):
             for rank in sorted({0, plan.shard - 1}):
-                yield [
-                    _part(
-                        dataclasses.replace(parameter, shape=tensor.get(parameter.name, parameter.shape)),
-                        parameter,
-                        plan,
-                        rank,
-                    )
-                    for parameter in own
-                ]
+                parts = []
+                for parameter in own:
+                    split = dataclasses.replace(parameter, shape=tensor.get(parameter.name, parameter.shape))
+                    numbers = split.size // split.item
+                    if plan.shard > 1 and split.shape:
+                        numbers = numbers // max(1, split.shape[0]) * rows_of(split, plan.shard, rank)
+                    parts.append(ParameterShard(parameter=parameter, numbers=numbers))
+                yield parts
 
 
 def first_parameters(fake_model: FakeModel, plan: Plan) -> list[Parameter]:
@@ -115,13 +114,6 @@ def precision_of(plan: Plan) -> str:
 def threads_of(plan: Plan) -> int:
     """Returns the threads of a process on this machine."""
     return plan.threads or own_cores(ProcessRank(size=plan.processes, local_size=plan.processes))
-
-
-def _part(split: Parameter, parameter: Parameter, plan: Plan, rank: int) -> ParameterShard:
-    numbers = split.size // split.item
-    if plan.shard > 1 and split.shape:
-        numbers = numbers // max(1, split.shape[0]) * rows_of(split, plan.shard, rank)
-    return ParameterShard(parameter=parameter, numbers=numbers)
 
 
 def stage_parameters(fake_model: FakeModel, plan: Plan) -> list[list[Parameter]]:

@@ -146,7 +146,15 @@ def fitting(
     """
     begun = time.monotonic()
     for times, memory in ((1, budget), *((times, more or budget) for times in MORE)):
-        for other in _others(plan, times):
+        for ways in candidates([plan.replicate * plan.shard * times]):
+            other = dataclasses.replace(
+                plan,
+                replicate=ways.replicate,
+                shard=ways.shard,
+                zero=ways.zero,
+                microbatches=max(plan.microbatches, ways.microbatches),
+                recompute=plan.recompute or ways.recompute,
+            )
             if other == plan:
                 continue
             if time.monotonic() - begun > SECONDS:
@@ -160,15 +168,3 @@ def fitting(
 def too_slow(seconds: int) -> TaskError:
     """Makes the error of a trace that takes longer than a command may wait."""
     return TaskError(f"data() and tracing the model take more than {seconds} s here: try grappe foresee")
-
-
-def _others(plan: Plan, times: int) -> Iterator[Plan]:
-    for other in candidates([plan.replicate * plan.shard * times]):
-        yield dataclasses.replace(
-            plan,
-            replicate=other.replicate,
-            shard=other.shard,
-            zero=other.zero,
-            microbatches=max(plan.microbatches, other.microbatches),
-            recompute=plan.recompute or other.recompute,
-        )

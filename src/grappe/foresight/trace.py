@@ -349,14 +349,14 @@ def _left(ledger: Ledger, output: Any) -> Any:
 
 def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> None:
     """Hooks each parameter: marks when its gradient is ready, and frees it."""
+
+    def take_gradient(number: int, parameter: Tensor) -> None:
+        parameter.grad = None
+        ledger.mark(GRADIENT, number)
+
     for number, parameter in numbered:
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_take_gradient, ledger, number))
-
-
-def _take_gradient(ledger: Ledger, number: int, parameter: Tensor) -> None:
-    parameter.grad = None
-    ledger.mark(GRADIENT, number)
+            parameter.register_post_accumulate_grad_hook(functools.partial(take_gradient, number))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
