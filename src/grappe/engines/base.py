@@ -25,10 +25,6 @@ COMMON = frozenset(
 )
 
 
-def _never() -> float:
-    return 0.0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSetup:
     """The inputs that an engine is made from."""
@@ -39,7 +35,7 @@ class EngineSetup:
     weights: Weights
     """The model's initial parameters and buffers."""
     total_steps: int
-    stop_requested: Callable[[], float] = _never
+    stop_requested: Callable[[], float] = lambda: 0.0
     """Returns more than 0 when all processes should stop after this step (signal or time limit)."""
     observers: Observers = dataclasses.field(default_factory=Observers)
     """The callbacks that the engine calls at its steps' phases, at its making of the optimizer, and after each loss."""

@@ -180,7 +180,9 @@ class WholeGradients:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         runner = self._runner
         if self._unwrapped is not None:
-            runner.reduction = self._unwrapped.wrap(functools.partial(self._dry_run, batch))
+            runner.reduction = self._unwrapped.wrap(
+                lambda forward, roots: runner.dry_run(batch, within(self._precision, forward), roots)
+            )
             self._unwrapped = None
         runner.begin(batch)
         last = batch.microbatches[-1]
@@ -189,9 +191,6 @@ class WholeGradients:
                 self._switch(micro is last)
             runner.run(batch, micro, _backward)
         return runner.sums()
-
-    def _dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
-        self._runner.dry_run(batch, within(self._precision, forward), roots)
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient. Collective if parameters are sharded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from grappe.data.order import cut
 from grappe.data.rows import at_rows
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.microbatch import MicrobatchRunner, nothing_changed
-from grappe.engines.shared.state import ModelState, SavedState, State, export, trained_parameters
+from grappe.engines.shared.state import ModelState, State, export, trained_parameters
 from grappe.errors import GrappeError, PlanError
 from grappe.launch.fork import run_in_fork
-from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
 from grappe.parallel.parallelize import parallelize
@@ -78,7 +76,11 @@ class PipelinedGradients:
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
         if self._anybody(not self._model.relay.knows(micros[0])):
-            self._learn(micros[0])
+            # Every stage must know its input's shapes before a schedule is made for them.
+            with buffers_restored(self._model.module):
+                for _ in self._model.relay.forward([micros[0]]):
+                    pass
+            self._model.reshard()
         seed_dropout(self._setup.task.seed, batch.step, world, self._place)
         self._batch, self._loss_runner.total = batch._replace(microbatches=micros), None
         if isinstance(self._loss_runner.losses, WholeBatchLosses):
@@ -110,13 +112,6 @@ class PipelinedGradients:
             dist.all_reduce(square, group=group)
             return square.sqrt().float()
         return gradient_norm(self._parameters, group)
-
-    def _learn(self, micro: Microbatch) -> None:
-        """Runs a microbatch of a new shape through all stages, so that every stage knows its input's shapes."""
-        with buffers_restored(self._model.module):
-            for _ in self._model.relay.forward([micro]):
-                pass
-        self._model.reshard()
 
     def _anybody(self, flag_here: bool) -> bool:
         """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""
@@ -182,14 +177,14 @@ class StagedModel:
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
     ) -> StagedState:
         """Returns the TrainState of all stages."""
-        own = ModelState(
+        return StagedState(
+            self.relay.group,
             model=self.module,
             optimizer=optimizer,
             schedule=schedule,
             world=self._setup.world,
             loss_scale=loss_scale,
         )
-        return StagedState(own, self.module, self.relay.group, self._setup.world)
 
     def reshard(self) -> None:
         """Frees gathered parameters."""
@@ -221,59 +216,45 @@ class StagedModel:
         return next(gathered for gathered in world.gather(scores) if gathered is not None)
 
 
-class StagedState:
+class StagedState(ModelState):
     """The TrainState of all stages together.
 
     Args:
         group: the processes that hold the model's stages.
     """
 
-    def __init__(self, own: ModelState, module: nn.Module, group: dist.ProcessGroup, world: World) -> None:
-        self._own, self._module, self._group, self._world = own, module, group, world
+    def __init__(self, group: dist.ProcessGroup, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._group = group
 
     def state(self) -> State:
         """Returns this process's tensors, and every stage's JSON. Collective."""
-        state = self._own.state()
+        state = super().state()
         merged: dict[str, Any] = {}
         for values in self._world.gather(state.values["optimizer"]):
             merged.update(values)
         return State(tensors=state.tensors, local=state.local, values={**state.values, "optimizer": merged})
 
-    def restore(self, saved: SavedState) -> None:
-        """Restores a state that `state` returned."""
-        self._own.restore(saved)
-
-    def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
-        return self._own.evaluated_weights()
-
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""
         ranks = dist.get_process_group_ranks(self._group)
         own_place = self._world.coordinates()["pipeline"][0]
-        listed = self._world.gather([name for name, _ in _named_tensors(self._module)])
+        names = [*dict(self._model.named_parameters()), *dict(self._model.named_buffers())]
+        listed = self._world.gather(names)
         for place, rank in enumerate(ranks):
             if place == own_place:
-                for name, tensor in export(self._module, self._world):
+                for name, tensor in export(self._model, self._world):
                     if place and self._world.rank == rank and ranks[0] == 0:
                         dist.send_object_list([tensor.shape, tensor.dtype], dst=0, group=self._world.control)
                         dist.send(tensor.contiguous(), dst=0, group=self._world.control)
                     yield name, tensor
             elif self._world.rank == 0:
                 for name in listed[rank]:
-                    yield name, self._received(rank)
-
-    def _received(self, rank: int) -> Tensor:
-        box: list[Any] = [None, None]
-        dist.recv_object_list(box, src=rank, group=self._world.control)
-        tensor = torch.empty(box[0], dtype=box[1])
-        dist.recv(tensor, src=rank, group=self._world.control)
-        return tensor
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+                    box: list[Any] = [None, None]
+                    dist.recv_object_list(box, src=rank, group=self._world.control)
+                    tensor = torch.empty(box[0], dtype=box[1])
+                    dist.recv(tensor, src=rank, group=self._world.control)
+                    yield name, tensor
 
 
 def _microbatches(batches: Iterator[Batch], waiting: deque[Batch]) -> Iterator[Microbatch]:
@@ -332,8 +313,9 @@ def even(micros: Sequence[Microbatch], rows: int) -> tuple[Microbatch, ...]:
     padded = tuple(_padded(micro, rows) for micro in micros)
     shapes = {key_of(micro.inputs) for micro in padded}
     if len(shapes) > 1:
+        several = ", ".join(sorted({str(list(leaf[0])) for key in shapes for leaf in key[1:]}))
         raise PlanError(
-            f"a pipeline's microbatches must have one shape, and a step had {_words(shapes)}: "
+            f"a pipeline's microbatches must have one shape, and a step had {several}: "
             "let collate() pad every sample to the same length"
         )
     return padded
@@ -349,10 +331,6 @@ def _pieces(plan: Plan, samples: int, part: int) -> list[int]:
     first, last = cut(samples, plan.data_parallel, part)
     bounds = (cut(last - first, plan.microbatches, number) for number in range(plan.microbatches))
     return [b - a for a, b in bounds]
-
-
-def _words(keys: set[tuple]) -> str:
-    return ", ".join(sorted({str(list(leaf[0])) for key in keys for leaf in key[1:]}))
 
 
 def _padded(micro: Microbatch, rows: int) -> Microbatch:

@@ -40,6 +40,9 @@ class LARS(Optimizer):
         TaskError: a number is out of its range.
     """
 
+    _limited = False
+    """Whether a parameter's rate is never above the learning rate."""
+
     def __init__(
         self,
         params: Any,
@@ -50,8 +53,8 @@ class LARS(Optimizer):
         trust_coefficient: float = 0.001,
         adapt: bool = True,
     ) -> None:
-        check("LARS", lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
-        check_below_one("LARS", momentum=momentum)
+        check(type(self).__name__, lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
+        check_below_one(type(self).__name__, momentum=momentum)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -74,19 +77,24 @@ class LARS(Optimizer):
             rates = [1.0] * len(parameters)
             if group["adapt"]:
                 weights, gradients = norm_pairs(parameters, slopes)
-                rates = ratio(group["trust_coefficient"] * weights, gradients + decay * weights).unbind()
+                above, below = group["trust_coefficient"] * weights, gradients + decay * weights
+                # Divided by lr before the minimum: 1 is also the rate of what has no norm.
+                rates = (
+                    ratio(above, below * group["lr"]).clamp_max(1.0) if self._limited else ratio(above, below)
+                )
             for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 weight, velocity = local_part(parameter), local_part(state["momentum_buffer"])
                 gradient = slope.add(weight, alpha=decay)
-                velocity.mul_(group["momentum"]).add_(gradient.mul_(group["lr"] * rate))
-                weight.sub_(velocity)
+                inner, outer = (rate, group["lr"]) if self._limited else (group["lr"] * rate, 1.0)
+                velocity.mul_(group["momentum"]).add_(gradient.mul_(inner))
+                weight.sub_(velocity, alpha=outer)
         return loss
 
 
-class LARC(Optimizer):
+class LARC(LARS):
     """Layer-wise adaptive rate control: LARS whose rate for a parameter is never above the learning rate.
 
     For each parameter w with gradient g, learning rate lr, weight decay b, momentum m and trust coefficient c::
@@ -105,6 +113,8 @@ class LARC(Optimizer):
         TaskError: a number is out of its range.
     """
 
+    _limited = True
+
     def __init__(
         self,
         params: Any,
@@ -115,42 +125,14 @@ class LARC(Optimizer):
         trust_coefficient: float = 0.02,
         adapt: bool = True,
     ) -> None:
-        check("LARC", lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
-        check_below_one("LARC", momentum=momentum)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves each parameter that has a gradient. Collective where parameters are sharded."""
-        loss = closure_loss(closure)
-        for group in self.param_groups:
-            parameters = with_gradient(group)
-            if not parameters:
-                continue
-            decay = group["weight_decay"]
-            slopes = [local_gradient(parameter) for parameter in parameters]
-            rates = [1.0] * len(parameters)
-            if group["adapt"]:
-                weights, gradients = norm_pairs(parameters, slopes)
-                # Divided by lr before the minimum: 1 is also the rate of what has no norm.
-                above, below = group["trust_coefficient"] * weights, (gradients + decay * weights)
-                rates = ratio(above, below * group["lr"]).clamp_max(1.0).unbind()
-            for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                weight, velocity = local_part(parameter), local_part(state["momentum_buffer"])
-                gradient = slope.add(weight, alpha=decay)
-                velocity.mul_(group["momentum"]).add_(gradient.mul_(rate))
-                weight.sub_(velocity, alpha=group["lr"])
-        return loss
+        super().__init__(
+            params,
+            lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            adapt=adapt,
+        )
 
 
 class LAMB(Optimizer):

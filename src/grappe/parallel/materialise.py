@@ -49,6 +49,13 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded:
     """
     if device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
         give_memory(model, device, offloaded=offloaded)
+    check_weights(model, weights)
+    for name, tensor in named_tensors(model).items():
+        read_into(tensor, weights, name)
+
+
+def check_weights(model: nn.Module, weights: Weights) -> None:
+    """Raises TaskError if a parameter or buffer has no value in `weights`, or another shape."""
     for name, tensor in named_tensors(model).items():
         if name not in weights:
             raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
@@ -57,7 +64,6 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded:
                 f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights: "
                 "does model() make the same one whenever it is called?"
             )
-        read_into(tensor, weights, name)
 
 
 def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = False) -> None:

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from grappe.checkpoint.weights import Weights, named_tensors, read_into
+from grappe.checkpoint.weights import Weights, read_into
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.deepspeed import disk, library, optimizer, settings
 from grappe.engines.deepspeed.settings import Settings
 from grappe.engines.deepspeed.state import Partitioned, PartitionedState, WholeState
 from grappe.engines.shared.microbatch import evaluate
-from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
+from grappe.engines.shared.state import TrainState, trained_parameters
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
-from grappe.parallel.materialise import fill, on_meta
+from grappe.parallel.materialise import check_weights, fill, on_meta
 from grappe.private_api.torch import module_buffers, module_parameters
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
@@ -109,7 +109,7 @@ class DeepSpeedModel:
             "loss_scale": loss_scale,
         }
         if not self.stage:
-            return WholeState(ModelState(**parts), self.optimizer)
+            return WholeState(**parts)
         return PartitionedState(Partitioned(self.module, wrapped, self.stage, world.rank), **parts)
 
     def forward(self, inputs: Any) -> Any:
@@ -160,20 +160,9 @@ def partitioned(model: nn.Module, weights: Weights, device: torch.device, settin
     """
     import deepspeed
 
-    _check(model, weights)
+    check_weights(model, weights)
     deepspeed.zero.Init(module=_OneByOne(model, weights, device), config_dict_or_path=settings)
     _fill_buffers(model, weights, device)
-
-
-def _check(model: nn.Module, weights: Weights) -> None:
-    for name, tensor in named_tensors(model).items():
-        if name not in weights:
-            raise TaskError(f"the model has '{name}', the weights do not: are they another model's?")
-        if weights.shape(name) != tuple(tensor.shape):
-            raise TaskError(
-                f"'{name}' is {list(tensor.shape)} in the model and {list(weights.shape(name))} in the weights: "
-                "does model() make the same one whenever it is called?"
-            )
 
 
 class _OneByOne(nn.Module):

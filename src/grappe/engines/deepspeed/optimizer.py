@@ -43,11 +43,19 @@ def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, s
         return optimizer, f"torch's {name}"
     if plan.offload != "none":
         if library.built_everywhere("CPUAdamBuilder", world):
-            return _cpu_adam(optimizer), f"DeepSpeed's CPU Adam for the task's {name}"
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            adam = _kernel(DeepSpeedCPUAdam, optimizer, "adamw_mode")
+            adam.register_step_pre_hook(_fresh_powers)
+            return adam, f"DeepSpeed's CPU Adam for the task's {name}"
         return optimizer, f"torch's {name} (DeepSpeed's CPU Adam cannot be compiled here)"
     if world.device.type == "cuda":
         if library.built_everywhere("FusedAdamBuilder", world):
-            return _fused_adam(optimizer), f"DeepSpeed's fused Adam for the task's {name}"
+            from deepspeed.ops.adam import FusedAdam
+
+            return _kernel(
+                FusedAdam, optimizer, "adam_w_mode"
+            ), f"DeepSpeed's fused Adam for the task's {name}"
         return optimizer, f"torch's {name} (DeepSpeed's fused Adam needs nvcc, of torch's CUDA version)"
     return optimizer, f"torch's {name}"
 
@@ -110,25 +118,15 @@ def _decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
 
 
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    kept = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
-    return [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
-
-
-def _cpu_adam(optimizer: Optimizer) -> Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
+def _kernel(make: Any, optimizer: Optimizer, decoupled: str) -> Optimizer:
+    """Makes DeepSpeed's kernel with the groups and options of an Adam; `decoupled`: its argument for AdamW's decay."""
+    options = ("lr", "betas", "eps", "weight_decay")
+    kept = ("params", *options, "initial_lr")
+    groups = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
     first = optimizer.param_groups[0]
-    adam = DeepSpeedCPUAdam(
-        _groups(optimizer),
-        lr=first["lr"],
-        betas=first["betas"],
-        eps=first["eps"],
-        weight_decay=first["weight_decay"],
-        adamw_mode=_decoupled(optimizer, first),
+    return make(
+        groups, **{name: first[name] for name in options}, **{decoupled: _decoupled(optimizer, first)}
     )
-    adam.register_step_pre_hook(_fresh_powers)
-    return adam
 
 
 def _fresh_powers(optimizer: Any, *_: Any) -> None:
@@ -142,17 +140,3 @@ def _fresh_powers(optimizer: Any, *_: Any) -> None:
     beta, second = first["betas"]
     settings = (first["lr"], beta, second, first["eps"], first["weight_decay"], optimizer.adam_w_mode, False)
     kernel.create_adam(number, *settings)
-
-
-def _fused_adam(optimizer: Optimizer) -> Optimizer:
-    from deepspeed.ops.adam import FusedAdam
-
-    first = optimizer.param_groups[0]
-    return FusedAdam(
-        _groups(optimizer),
-        lr=first["lr"],
-        betas=first["betas"],
-        eps=first["eps"],
-        weight_decay=first["weight_decay"],
-        adam_w_mode=_decoupled(optimizer, first),
-    )

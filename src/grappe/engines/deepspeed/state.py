@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.checkpoint.weights import MODEL, ModelWeights, Weights
+from grappe.checkpoint.weights import MODEL, ModelWeights
 from grappe.engines.deepspeed.optimizer import counting_as
 from grappe.engines.shared.state import (
     OPTIMIZER,
@@ -84,7 +84,14 @@ class Partitioned:
     def restore(self, saved: SavedState) -> None:
         """Restores the results of `values` and `plain`, on the same or another number of processes. Collective."""
         if not saved.model_loaded:
-            self._restore_parameters(ModelWeights(saved.tensors))
+            weights = ModelWeights(saved.tensors)
+            for name, parameter in self._model.named_parameters():
+                value = weights.read(name).to(parameter.device)
+                with self.gathered(parameter, changed=True), torch.no_grad():
+                    if self._stage < 3 or self._rank == 0:
+                        parameter.copy_(value)
+                if parameter.requires_grad:
+                    self._set(parameter, value, None)
         split, counters = saved_keys(saved, {name: _shape(p) for name, p in self._trained()})
         if not split and not counters:
             return
@@ -100,44 +107,24 @@ class Partitioned:
         value = value.to(parameter.device, torch.float32)
         if self._stage == 3:
             # Its own safe_set_full_… fail where a parameter's numbers cannot be divided by the processes.
-            value = self._part(parameter, value)
-            if self._swapped(parameter):
-                self._set_swapped(parameter, value, key)
+            size = parameter.partition_numel()  # pyrefly: ignore
+            part = value.new_zeros(size)  # padded with zeros as DeepSpeed does
+            values = value.flatten()[size * self._rank : size * (self._rank + 1)]
+            part[: len(values)] = values
+            group, *_ = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
+            if private.is_swapped(self._wrapped, group):
+                # safe_set_local_… would compare it with a parameter that is not in memory.
+                state, group = private.state_partition(self._wrapped, parameter, key)
+                state.data.copy_(part)
+                private.swap_out(self._wrapped, group)
             elif key is None:
-                utils.safe_set_local_fp32_param(parameter, value)
+                utils.safe_set_local_fp32_param(parameter, part)
             else:
-                utils.safe_set_local_optimizer_state(parameter, value, key)
+                utils.safe_set_local_optimizer_state(parameter, part, key)
         elif key is None:
             utils.safe_set_full_fp32_param(parameter, value)
         else:
             utils.safe_set_full_optimizer_state(parameter, value, key)
-
-    def _swapped(self, parameter: nn.Parameter) -> bool:
-        group, *_ = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
-        return private.is_swapped(self._wrapped, group)
-
-    def _set_swapped(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """Sets a state on the disk; safe_set_local_… would compare it with a parameter that is not in memory."""
-        part, group = private.state_partition(self._wrapped, parameter, key)
-        part.data.copy_(value)
-        private.swap_out(self._wrapped, group)
-
-    def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """Returns this process's part of a whole tensor, padded with zeros as DeepSpeed does."""
-        size = parameter.partition_numel()
-        part = value.new_zeros(size)
-        values = value.flatten()[size * self._rank : size * (self._rank + 1)]
-        part[: len(values)] = values
-        return part
-
-    def _restore_parameters(self, weights: Weights) -> None:
-        for name, parameter in self._model.named_parameters():
-            value = weights.read(name).to(parameter.device)
-            with self.gathered(parameter, changed=True), torch.no_grad():
-                if self._stage < 3 or self._rank == 0:
-                    parameter.copy_(value)
-            if parameter.requires_grad:
-                self._set(parameter, value, None)
 
     def _make_states(self, split: list[str], counters: dict[str, Any]) -> None:
         """Makes the optimizer state of zeros that the given optimizer would make in its first step."""
@@ -232,27 +219,12 @@ def _meta(parameter: nn.Parameter) -> Tensor:
     return torch.empty(_shape(parameter), dtype=parameter.dtype, device="meta")
 
 
-class WholeState:
+class WholeState(ModelState):
     """A ModelState whose optimizer may be DeepSpeed's own."""
-
-    def __init__(self, own: ModelState, optimizer: Optimizer) -> None:
-        self._own, self._optimizer = own, optimizer
-
-    def state(self) -> State:
-        """Returns the state to save."""
-        return self._own.state()
 
     def restore(self, saved: SavedState) -> None:
         """Restores a state that `state` returned."""
-        self._own.restore(counting_as(saved, self._optimizer))
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole parameters and buffers. Collective."""
-        return self._own.export()
-
-    def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Inside, parameters have the values that the optimizer wants evaluated and saved."""
-        return self._own.evaluated_weights()
+        super().restore(counting_as(saved, self._optimizer))
 
 
 class PartitionedState:

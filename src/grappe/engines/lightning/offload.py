@@ -35,10 +35,16 @@ class Offloaded:
     """The parts of the deepspeed engine (model, state, evaluation) in Lightning's loop."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        self._setup = setup
         plan, world = setup.plan, setup.world
         self._held = held = DeepSpeedModel(setup, LossScale(plan.precision))
         self.train_state = held.train_state
+
+        def checked_norm() -> Tensor | None:
+            held.reached.check()
+            if setup.task.clip is None:
+                return None
+            return torch.as_tensor(held.engine.get_global_grad_norm(), device=world.device)
+
         self.steps = LightningSteps(
             setup,
             model=held.module,
@@ -50,14 +56,8 @@ class Offloaded:
             switch=held.engine.set_gradient_accumulation_boundary,
             loss_context=autocast(plan.precision, world.device),
             clip=lambda: None,  # DeepSpeed clips when it steps
-            after_update=self._checked_norm,
+            after_update=checked_norm,
         )
-
-    def _checked_norm(self) -> Tensor | None:
-        self._held.reached.check()
-        if self._setup.task.clip is None:
-            return None
-        return torch.as_tensor(self._held.engine.get_global_grad_norm(), device=self._setup.world.device)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -162,7 +162,7 @@ class Spread:
             model=model, optimizer=optimizer, schedule=schedule, world=world
         )
         norm = functools.partial(gradient_norm, parameters)
-        self._clipping = clipping(task, plan, LossScale(plan.precision), parameters, norm)
+        clip = clipping(task, plan, LossScale(plan.precision), parameters, norm)
         # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is made to sum.
         summed = uses_shard(plan) or world.data_group is None
         self.steps = LightningSteps(
@@ -174,12 +174,9 @@ class Spread:
             gradient_divisor=float(plan.microbatches * (1 if summed else world.data_size)),
             switch=reduction_switch(model, plan),
             loss_context=contextlib.nullcontext(),  # Lightning's own is around it
-            clip=self._clip,
+            clip=lambda: None if clip is None else clip()[0],
             after_update=lambda: None,
         )
-
-    def _clip(self) -> Tensor | None:
-        return None if self._clipping is None else self._clipping()[0]
 
     def training(self) -> contextlib.AbstractContextManager[Any]:
         """Context of all steps; does nothing."""

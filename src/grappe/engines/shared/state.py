@@ -183,8 +183,9 @@ class ModelState:
             if state:
                 self._optimizer.state[parameter] = state
             if counted:
-                groups = self._optimizer.param_groups
-                next(group for group in groups if _holds(group, parameter)).update(counted)
+                for group in self._optimizer.param_groups:
+                    if any(member is parameter for member in group["params"]):
+                        group.update(counted)
 
 
 def _counters(group: dict[str, Any]) -> dict[str, Any]:
@@ -194,10 +195,6 @@ def _counters(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if isinstance(value, bool | int | float) and key not in SCHEDULED
     }
-
-
-def _holds(group: dict[str, Any], parameter: nn.Parameter) -> bool:
-    return any(member is parameter for member in group["params"])
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
