@@ -24,7 +24,7 @@ from benchmarks.commands import ROOT, output
 from benchmarks.figures import machine, spread, table
 from benchmarks.saving import CONTENDERS, EVERY, network
 from grappe.checkpoint import tensor_file
-from grappe.checkpoint.retention import Retention
+from grappe.checkpoint.format import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
 from grappe.launch.world import ProcessRank, World

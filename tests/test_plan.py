@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from grappe import engines
 from grappe.errors import PlanError
 from grappe.fields import docs
-from grappe.plan import Plan, as_plan
+from grappe.plan import STRATEGIES, Plan, as_plan
 
 
 @settings(deadline=None)
@@ -115,3 +116,36 @@ def test_a_plan_that_does_not_fit_says_how_it_would(text: str, processes: int, w
 def test_an_engine_is_asked_only_for_what_it_has(text: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         engines.check(Plan.parse(text))
+
+
+PLANS = re.compile(r"\b((?:engine|shard|replicate)=[a-z0-9:,=_A-Z]+)")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_is_refused_with_what_took_its_place(name: str) -> None:
+    for text in (name, f"strategy={name}", f"replicate=2,{name}"):
+        with pytest.raises(PlanError) as refused:
+            Plan.parse(text)
+        assert STRATEGIES[name] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_plans_that_are_named_exist(name: str) -> None:
+    for text in PLANS.findall(STRATEGIES[name]):
+        plan = Plan.parse(re.sub(r"=[NM]\b", "=2", text).replace("FOLDER", "/tmp").rstrip(",:"))
+        engines.check_name(plan.engine)
+
+
+def test_lightnings_own_registry_is_covered() -> None:
+    registry = pytest.importorskip("lightning.pytorch.strategies").StrategyRegistry
+    names = [name for name in registry.available_strategies() if "xla" not in name and "tpu" not in name]
+    assert len(names) >= 10
+    for name in names:
+        with pytest.raises(PlanError, match="is a strategy of Lightning's"):
+            Plan.parse(name)
+
+
+def test_keys_of_plans_are_no_strategies() -> None:
+    assert Plan.parse("engine=deepspeed,shard=2").shard == 2
+    with pytest.raises(PlanError, match="as in replicate=2"):
+        Plan.parse("strategy=mine")

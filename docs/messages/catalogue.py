@@ -12,7 +12,7 @@ from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
-from grappe.language.template import pieces
+from grappe.language.catalogue import pieces
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src" / "grappe" / "language"

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from grappe.checkpoint import lease as module
-from grappe.checkpoint.format import list_checkpoints
+from grappe.checkpoint.format import Retention, list_checkpoints
 from grappe.checkpoint.lease import FILE, STALE_SECONDS, Lease
-from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World

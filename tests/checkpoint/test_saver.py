@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import latest, list_checkpoints
-from grappe.checkpoint.retention import Retention, leftovers
+from grappe.checkpoint.format import Retention, latest, leftovers, list_checkpoints
 from grappe.checkpoint.saver import Saver, Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError

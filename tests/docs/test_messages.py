@@ -13,7 +13,7 @@ from docs.messages.flow import Program
 from docs.messages.others import help_texts
 
 from grappe.language import catalogue_of
-from grappe.language.template import Template
+from grappe.language.catalogue import Template
 from grappe.private_api.gettext import messages_of
 
 COMPILED = Path(__file__).parents[2] / "src" / "grappe" / "language" / "fr.mo"

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from grappe.checkpoint.commit import read_json, write_json
-from grappe.checkpoint.format import STATE, latest, list_checkpoints
+from grappe.checkpoint.format import STATE, Retention, latest, list_checkpoints
 from grappe.checkpoint.initial import _save
-from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import MODEL

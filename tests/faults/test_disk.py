@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import latest, list_checkpoints
-from grappe.checkpoint.retention import Retention, leftovers
+from grappe.checkpoint.format import Retention, latest, leftovers, list_checkpoints
 from grappe.checkpoint.saver import Saver
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World

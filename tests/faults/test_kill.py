@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import Checkpoint, latest, list_checkpoints
-from grappe.checkpoint.retention import Retention, leftovers
+from grappe.checkpoint.format import Checkpoint, Retention, latest, leftovers, list_checkpoints
 from grappe.checkpoint.saver import Saver
 from grappe.launch.world import ProcessRank, World
 

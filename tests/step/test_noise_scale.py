@@ -17,7 +17,7 @@ from grappe.errors import UsageError
 from grappe.profiling.phases import UPDATE
 from grappe.step.noise_scale import Noise, NoiseScale, refuse
 from grappe.training.options import Options
-from grappe.training.watchers.noise import sentence
+from grappe.training.watchers.curves import sentence
 
 SAMPLES, WIDTH, SPREAD = 4096, 8, 3.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.checkpoint.retention import leftovers
+from grappe.checkpoint.format import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan

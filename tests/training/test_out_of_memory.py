@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
-from grappe.errors.refused_memory import is_out_of_memory
+from grappe.errors.causes import is_out_of_memory
 from grappe.errors.user_code import user_call
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.search import MemoryBudget

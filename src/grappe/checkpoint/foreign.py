@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grappe.checkpoint.format import refuse_package
 from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.checkpoint.weights import InMemory, Under, Weights
 from grappe.errors import RunError
-from grappe.errors.native_code import refuse_package
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"

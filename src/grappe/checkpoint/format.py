@@ -1,17 +1,20 @@
-"""Finds checkpoints on disk, chooses one of them, and reads them: tensors in safetensors, all else in JSON."""
+"""Finds, chooses, reads and removes checkpoints on disk: tensors in safetensors, all else in JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
+import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.checkpoint.commit import MANIFEST, read_json, step_name, verify
-from grappe.errors import RunError
+from grappe.checkpoint.commit import MANIFEST, read_json, step_name, strangers, verify
+from grappe.errors import RunError, UsageError
 from grappe.launch import files
-from grappe.launch.files import IN_CHECKPOINT, IN_RUN
+from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN
 
 if TYPE_CHECKING:
     from grappe.checkpoint.tensor_file import TensorFiles
@@ -208,3 +211,74 @@ def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
 def _others(folder: Path) -> str:
     steps = ", ".join(str(checkpoint.step) for checkpoint in list_checkpoints(folder))
     return f"There is: --checkpoint {steps}" if steps else "There is none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Number of newest checkpoints to keep, besides the one with the lowest validation loss."""
+
+    last: int = 3
+
+    def clean(self, folder: Path, committed: int) -> list[Path]:
+        """Removes old checkpoints, once the checkpoint of step `committed` is on disk; returns the removed folders.
+
+        Checkpoints of later steps did not verify when the training resumed from an earlier step: they are not counted,
+        so that they cannot displace intact ones.
+        """
+        removed = []
+        candidates = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= committed]
+        for checkpoint in superfluous(candidates, self.last):
+            with contextlib.suppress(OSError, RunError):  # tried again at the next commit
+                if remove(checkpoint.folder):
+                    removed.append(checkpoint.folder)
+        return removed
+
+
+def remove(checkpoint: Path) -> bool:
+    """Removes a checkpoint's folder; returns False, and leaves it alone, where it holds what no save has put there."""
+    if strangers(checkpoint):
+        return False
+    # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
+    doomed = checkpoint.with_name(f".old-{checkpoint.name}.{secrets.token_hex(8)}")
+    files.rename(checkpoint, doomed, IN_PART)
+    files.remove_tree(doomed, IN_PART)
+    return True
+
+
+def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
+    """Returns those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
+    best = min(checkpoints, key=validation_loss, default=None)
+    return [old for old in checkpoints[last:] if old is not best or validation_loss(old) == math.inf]
+
+
+LEFT = re.compile(r"\.(step-\d{6,}|old-step-\d{6,})\.\w+", re.ASCII)
+
+
+def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
+    """Lists the folders that interrupted saves left on disk: those that hold nothing but files of a save.
+
+    Raises:
+        RunError: `folder` is a link.
+    """
+    now = time.time()
+    left = []
+    with contextlib.suppress(OSError):  # no such folder, or somebody else removes them just now
+        for name in files.names(folder):
+            entry = folder / name
+            ours = LEFT.fullmatch(name) and files.kind(entry) == "folder" and not strangers(entry)
+            if ours and now - entry.lstat().st_mtime >= older_than_seconds:
+                left.append(entry)
+    return left
+
+
+PACKAGE = ".pt2"
+
+
+def refuse_package(file: Path) -> None:
+    """Raises UsageError where `file` is named as a package of torch.export or AOTInductor."""
+    if file.suffix.lower() == PACKAGE:
+        raise UsageError(
+            f"{file}: grappe opens no {PACKAGE} file. It is native code (or a pickle), and opening it runs what is in "
+            "it. Give the run that it was exported from, or weights alone: grappe export RUN --to FOLDER --format "
+            "safetensors"
+        )

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Fingerprint, Origin, commit, read_json, strangers, write_json, write_new
-from grappe.checkpoint.format import STATE, step_folder
-from grappe.checkpoint.retention import Retention
+from grappe.checkpoint.format import STATE, Retention, step_folder
 from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
 from grappe.launch import files

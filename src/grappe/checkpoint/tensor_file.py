@@ -23,7 +23,7 @@ from torch import Tensor
 
 from grappe.checkpoint.commit import Fingerprint, write_all
 from grappe.errors import OutOfMemory, RunError
-from grappe.errors.refused_memory import is_out_of_memory
+from grappe.errors.causes import is_out_of_memory
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT
 

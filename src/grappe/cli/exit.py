@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from cyclopts import App, CycloptsError
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
-from grappe.errors.imports import broken_package
-from grappe.errors.refused_process import refused_process
+from grappe.errors.causes import broken_package, refused_process
 from grappe.language.choice import chosen_language, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment

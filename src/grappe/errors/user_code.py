@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
-from grappe.errors.refused_memory import is_out_of_memory
+from grappe.errors.causes import is_out_of_memory
 from grappe.errors.remedies import OVERWRITTEN, WITHOUT_GRADIENT, remedy
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -26,8 +26,7 @@ from grappe.errors import (
     is_of_disk,
     of_file,
 )
-from grappe.errors.imports import broken_package
-from grappe.errors.refused_process import refused_process
+from grappe.errors.causes import broken_package, refused_process
 from grappe.language.choice import VARIABLE
 from grappe.launch import files
 from grappe.launch.files import IN_PART

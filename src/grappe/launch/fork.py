@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grappe import errors
 from grappe.errors import GrappeError, OutOfMemory, TaskError, user_code
-from grappe.errors.refused_memory import is_out_of_memory
+from grappe.errors.causes import is_out_of_memory
 from grappe.launch.orphan import end_with_forking_parent
 
 DONE = "done"  # written by the child, as an exit code alone may be the task's own

@@ -24,7 +24,7 @@ import cloudpickle
 
 from grappe import errors
 from grappe.errors import GrappeError, ProcessDied, RunError, TaskError
-from grappe.errors.refused_memory import limits_set
+from grappe.errors.causes import limits_set
 from grappe.launch import child, files
 from grappe.launch.child import Report, Terminal
 from grappe.launch.files import IN_PART

@@ -12,7 +12,7 @@ end_with_starter()
 import sys  # noqa: E402 - nothing comes before
 from types import TracebackType  # noqa: E402
 
-from grappe.errors.refused_process import refused_process  # noqa: E402
+from grappe.errors.causes import refused_process  # noqa: E402
 from grappe.launch.terminal import complain  # noqa: E402
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.checkpoint.initial import check_model
 from grappe.errors import TaskError
-from grappe.errors.imports import broken_package
+from grappe.errors.causes import broken_package
 from grappe.errors.user_code import at
 from grappe.task import Task
 

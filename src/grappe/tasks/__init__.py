@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from grappe import fields
 from grappe.errors import GrappeError, TaskError, nearest, user_code
-from grappe.errors.imports import broken_package
+from grappe.errors.causes import broken_package
 from grappe.task import Task
 
 T = TypeVar("T")

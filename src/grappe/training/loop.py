@@ -5,32 +5,45 @@ Numbers of a step are read one step late, when the device has computed them, so 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
+
 from grappe.checkpoint.format import Checkpoint
 from grappe.checkpoint.saver import SAMPLES, Saver
-from grappe.checkpoint.weights import Weights
+from grappe.checkpoint.weights import AVERAGE, Weights, read_into
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.engines.base import Engine, SavedState
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
-from grappe.errors.user_code import is_users, sentence
+from grappe.errors.remedies import OVERWRITTEN, remedy
+from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, sentence
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
+from grappe.step.loss import loss_of
 from grappe.step.reduction import HostCopy, StepResult
 from grappe.step.scores import Scores
+from grappe.step.task_contract import model_of
 from grappe.step.training_scores import SliceSums, TrainingScores
 from grappe.task import Task
-from grappe.training.average import WeightAverage
-from grappe.training.first_step import refusing_late_parameters
 from grappe.training.headspace import Headspace
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -402,3 +415,136 @@ def samples_seen(info: RunInfo, step: int) -> int:
     """Returns the position in the data behind `step`: training samples seen, over all epochs."""
     epoch, within = divmod(step, info.steps_per_epoch)
     return epoch * info.samples + within * info.batch_size
+
+
+ANOMALY = re.compile("Traceback of forward call")
+
+
+@contextlib.contextmanager
+def naming_overwritten(task: Task, loader: BatchLoader, plan: Plan) -> Iterator[None]:
+    """Context in which the error of what was overwritten before backward names the line that made it.
+
+    The forward is repeated for that, by this process alone, so only where the plan has the whole model on a process.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        line = None
+        if OVERWRITTEN.search(str(error)) and plan.replicate == plan.processes:
+            with contextlib.suppress(Exception):  # without a line the message is what it was
+                line = _line_overwritten(task, loader)
+        if line is None:
+            raise
+        raise TaskError(
+            f"backward needs the result of this line, which is changed in place afterwards ({line}). "
+            f"{remedy(str(error))}"
+        ) from error
+
+
+def _line_overwritten(task: Task, loader: BatchLoader) -> Line | None:
+    inputs, targets = loader.example_batch()
+    model = model_of(task).cpu()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ):
+        warnings.simplefilter("always")
+        values = loss_of(task, task.forward(model, inputs), targets).values
+        with contextlib.suppress(RuntimeError):
+            values.sum().backward()
+    text = next((str(warning.message) for warning in caught if ANOMALY.search(str(warning.message))), "")
+    lines = [Line(file, int(number), name) for file, number, name in FRAME.findall(text)]
+    return next((line for line in reversed(lines) if is_users_file(line.file)), None)
+
+
+@contextlib.contextmanager
+def refusing_late_parameters() -> Iterator[None]:
+    """Context of a forward in which the user's code may make no parameter: no optimizer would know it, none save it."""
+
+    def refuse(module: nn.Module, name: str, parameter: Any) -> None:
+        stack = traceback.extract_stack()[:-1]
+        made = next(
+            (frame for frame in reversed(stack) if not frame.filename.endswith("modules/module.py")), None
+        )
+        if (
+            parameter is None
+            or name in dict(module.named_parameters(recurse=False))
+            or made is None
+            or not is_users_file(made.filename)
+        ):
+            return
+        line = Line(made.filename, made.lineno or 0, made.name)
+        raise TaskError(
+            f"{type(module).__name__} makes the parameter '{name}' in its forward, where the optimizer does not learn "
+            f"of it: make it in __init__() ({line})"
+        )
+
+    handle = register_module_parameter_registration_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class WeightAverage:
+    """Averages what this process has of each trained parameter: average <- decay average + (1 - decay) weight.
+
+    It begins with the first weights. Each number is averaged by itself, so a plan changes nothing.
+    """
+
+    def __init__(self, decay: float | None) -> None:
+        self._decay = decay
+        self.kept = decay is not None
+        """True if there is an average: the task's `ema`."""
+        self._weights: dict[str, nn.Parameter] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    def watch(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Begins with the weights as they are; for `Observers.optimizer`."""
+        if self.kept:
+            self._weights = dict(named)
+            self._averages = {name: parameter.detach().clone() for name, parameter in named}
+
+    def restore(self, tensors: Weights) -> None:
+        """Restores the averages from a checkpoint; parameters without one start from the current weights."""
+        for name, average in self._averages.items():
+            average.copy_(self._weights[name].detach())
+            if AVERAGE + name in tensors:
+                read_into(average, tensors, AVERAGE + name)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Updates the average after a step."""
+        assert self._decay is not None, "no average is kept"
+        if not self._averages:  # a pipeline's stage that is frozen
+            return
+        averages = [_local(average) for average in self._averages.values()]
+        weights = [_local(weight) for weight in self._weights.values()]
+        # Not lerp: parts of a tensor would be rounded otherwise than the whole.
+        foreach_mul_(averages, self._decay)
+        foreach_add_(averages, weights, alpha=1 - self._decay)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the averaged tensors to save: sharded as the weights are."""
+        return {AVERAGE + name: average for name, average in self._averages.items()}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the model has the averages as its weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, held in self._averages.items():
+            weight, average = _local(self._weights[name].detach()), _local(held)
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -16,10 +16,9 @@ import torch
 import grappe
 from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.foreign_training import Begin
-from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
+from grappe.checkpoint.format import Checkpoint, leftovers, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.retention import leftovers
 from grappe.errors import GrappeError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import GrappeError, OutOfMemory
-from grappe.errors.refused_memory import is_out_of_memory
+from grappe.errors.causes import is_out_of_memory
 from grappe.plan import Plan
 from grappe.task import Task
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from grappe.checkpoint.format import Checkpoint, latest
+from grappe.checkpoint.format import Checkpoint, Retention, latest
 from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.retention import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch

@@ -13,10 +13,8 @@ from typing import Any
 
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
-from grappe.checkpoint.format import Choice, select
-from grappe.checkpoint.retention import leftovers
+from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
 from grappe.errors import RunError
-from grappe.errors.native_code import refuse_package
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from grappe import engines
 from grappe.checkpoint.foreign_training import Begin
-from grappe.checkpoint.retention import Retention
+from grappe.checkpoint.format import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
@@ -38,10 +38,8 @@ from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.observers import Observers
 from grappe.step.training_scores import TrainingScores
 from grappe.task import Task, overrides
-from grappe.training.average import WeightAverage
-from grappe.training.first_step import naming_overwritten
 from grappe.training.headspace import headspace
-from grappe.training.loop import Session, Training
+from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
 from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
@@ -52,8 +50,8 @@ from grappe.training.sample_log import SampleLog
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
+from grappe.training.watchers.curves import NoiseWatcher
 from grappe.training.watchers.meter import Meter, used
-from grappe.training.watchers.noise import NoiseWatcher
 from grappe.training.watchers.watcher_list import GradientsHook, WatcherList
 
 

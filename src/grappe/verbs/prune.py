@@ -7,9 +7,8 @@ from pathlib import Path
 from rich.table import Table
 
 from grappe.checkpoint.commit import strangers, verify
-from grappe.checkpoint.format import list_checkpoints
+from grappe.checkpoint.format import leftovers, list_checkpoints, remove, superfluous
 from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.retention import leftovers, remove, superfluous
 from grappe.errors import RunError
 from grappe.launch import files
 from grappe.launch.files import IN_PART

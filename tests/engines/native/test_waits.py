@@ -28,7 +28,7 @@ from grappe.step.noise_scale import NoiseScale
 from grappe.step.observers import Observers
 from grappe.step.reduction import HostCopy
 from grappe.step.training_scores import TrainingScores
-from grappe.training.average import WeightAverage
+from grappe.training.loop import WeightAverage
 from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in
 
 WARM, STEPS = 2, 3

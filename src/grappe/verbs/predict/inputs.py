@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from grappe.checkpoint.format import refuse_package
 from grappe.data.arrays import in_memory
 from grappe.data.collate import augment, augments, collated
 from grappe.data.datasets import dataset_of, prepare
@@ -27,7 +28,6 @@ from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, UsageError
 from grappe.errors.foreign_text import printable
-from grappe.errors.native_code import refuse_package
 from grappe.private_api.torch import tree_map
 from grappe.task import SPLITS, Task
 

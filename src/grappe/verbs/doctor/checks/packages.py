@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 
-from grappe.errors.imports import broken_package
+from grappe.errors.causes import broken_package
 from grappe.verbs.doctor.checks import Finding, Machine, error
 
 IMPORTED = ("torchvision", "torchaudio", "torchmetrics")

@@ -1,7 +1,8 @@
-"""A torchvision that does not fit torch: commands and the doctor say so in one line."""
+"""A process or thread that the system does not start is told from other errors."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,33 @@ from pathlib import Path
 import pytest
 
 from grappe.cli.exit import BUG
-from grappe.errors.imports import broken_package
+from grappe.errors.causes import broken_package, refused_process
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        RuntimeError("can't start new thread"),
+        RuntimeError("Resource temporarily unavailable"),
+    ],
+)
+def test_it_is_said_in_one_line(error: Exception) -> None:
+    said = refused_process(error)
+    assert said is not None and "ulimit -u" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "a file"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("shapes differ"),
+        ValueError("can't start new thread"),
+    ],
+)
+def test_other_errors_are_none(error: Exception) -> None:
+    assert refused_process(error) is None
 
 
 @pytest.fixture
