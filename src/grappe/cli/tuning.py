@@ -167,7 +167,7 @@ def trial_table(
     """
     from rich.table import Table
 
-    from grappe.verbs.tune.schedule import parts
+    from grappe.verbs.tune.schedule import rung_parts
 
     names = list(study.search.space)
     time = ["seconds"] if seconds is not None else []
@@ -179,7 +179,7 @@ def trial_table(
         if trial.number in running:
             what = "running"
         elif trial.state == "paused":
-            what = f"stopped after {parts(study.search)[len(trial.rungs) - 1]}"
+            what = f"stopped after {rung_parts(study.search)[len(trial.rungs) - 1]}"
         elif trial.state == "complete":
             what = "best" if trial is best else ""
         elif trial.state == "failed":

@@ -12,7 +12,7 @@ import pytest
 from grappe.errors import RunError, UsageError
 from grappe.training.run import Run
 from grappe.verbs.report.report import gather, html, report, thinned
-from grappe.verbs.tune.sampler import importance
+from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import of_texts
 from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
 from tests import chromium

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 
 import pytest
 
-from grappe.verbs.tune.schedule import RungJob, Schedule, fewest_trials, has_result, parts
+from grappe.errors import UsageError
+from grappe.verbs.tune.schedule import (
+    STARTUP,
+    RungJob,
+    Schedule,
+    check_sampler,
+    draw,
+    fewest_trials,
+    grid,
+    has_result,
+    rung_parts,
+)
+from grappe.verbs.tune.space import read_space
 from grappe.verbs.tune.study import SearchDefinition, Trial
+from tests.verbs.tune.line import Line
 
 SEARCH = SearchDefinition(
     task="digits", fields={}, fixed_fields={}, space={"lr": "0.1..1.0"}, plan="", metric="loss", maximize=False,
     sampler="random", seed=0, parallel=3, threads=1,
 )  # fmt: skip
 HALVING = dataclasses.replace(SEARCH, halving=3, rungs=3)
+SPACE, _ = read_space(Line, {"lr": "0.001..1:log", "width": "1..64", "batch_size": "8|16"})
 
 
 def value(number: int, rung: int) -> float:
@@ -86,7 +101,7 @@ def test_of_three_one_goes_on() -> None:
     assert 3 <= reached[2] <= 5
     best = min(played.trials.values(), key=lambda one: value(one.number, 2))
     assert len(best.rungs) == 3
-    cost = [float(part) for part in parts(HALVING)]
+    cost = [float(part) for part in rung_parts(HALVING)]
     spent = sum(cost[len(one.rungs) - 1] for one in played.trials.values()) / 27
     assert spent < 0.35
 
@@ -104,10 +119,61 @@ def test_more_trials_keep_what_the_first_have_come_to() -> None:
 
 
 def test_parts_and_results() -> None:
-    assert [str(part) for part in parts(HALVING)] == ["1/9", "1/3", "1"]
-    assert [str(part) for part in parts(SEARCH)] == ["1"]
+    assert [str(part) for part in rung_parts(HALVING)] == ["1/9", "1/3", "1"]
+    assert [str(part) for part in rung_parts(SEARCH)] == ["1"]
     assert fewest_trials(3, 3) == 9
     trial = Trial(number=0, fields={}, state="paused", rungs=(0.5,))
     assert has_result(trial, 0)
     assert not has_result(trial, 1)
     assert has_result(dataclasses.replace(trial, state="failed"), 1)
+
+
+def objective(fields: dict[str, str]) -> float:
+    return abs(float(fields["lr"]) - 0.1) + abs(int(fields["width"]) - 32) / 64
+
+
+def drawn_by_tpe(lag: int, trials: int = 30) -> list[Trial]:
+    search = dataclasses.replace(SEARCH, sampler="tpe", seed=3)
+    told: list[Trial] = []
+    for number in range(trials):
+        known = max(0, number - lag + 1)
+        fields = draw(search, SPACE, number, told[:known], told[known:])
+        failed = number == 4
+        told.append(Trial(number=number, fields=fields, value=None if failed else objective(fields)))
+    return told
+
+
+def test_tpe_draws_the_same_whoever_asks_and_learns() -> None:
+    first = drawn_by_tpe(lag=4)
+    assert drawn_by_tpe(lag=4) == first
+    assert drawn_by_tpe(lag=1)[STARTUP + 5 :] != first[STARTUP + 5 :]
+    early = sorted(objective(one.fields) for one in first[:STARTUP])
+    late = sorted(objective(one.fields) for one in first[STARTUP:])
+    assert late[len(late) // 2] < early[len(early) // 2]
+
+
+def test_random_trials_do_not_depend_on_each_other() -> None:
+    drawn = [draw(SEARCH, SPACE, number, (), ()) for number in range(200)]
+    assert draw(dataclasses.replace(SEARCH, maximize=True), SPACE, 7, (), ()) == drawn[7]
+    assert draw(dataclasses.replace(SEARCH, seed=1), SPACE, 7, (), ()) != drawn[7]
+    rates = sorted(float(one["lr"]) for one in drawn)
+    assert 0.001 <= rates[0] < 0.002 and 0.5 < rates[-1] <= 1.0
+    assert 0.015 < rates[100] < 0.07  # by ratio
+    assert {one["batch_size"] for one in drawn} == {"8", "16"}
+
+
+def test_a_grid_has_every_combination_and_wants_values() -> None:
+    space, _ = read_space(Line, {"width": "1..3", "batch_size": "8|16"})
+    assert [tuple(cell.values()) for cell in grid(space)] == [
+        (width, batch) for width in ("1", "2", "3") for batch in ("8", "16")
+    ]
+    with pytest.raises(UsageError, match=r"for example 'lr=0.001\|0.01\|0.1\|1.0'"):
+        grid(SPACE)
+
+
+def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    check_sampler("random")
+    check_sampler("grid")
+    with pytest.raises(UsageError, match=r"pip install 'grappe\[tune\]', or take --sampler random"):
+        check_sampler("tpe")

@@ -16,7 +16,7 @@ from grappe.launch import files
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 from grappe.verbs.foresee.run_forecast import foreseen_run
-from grappe.verbs.tune.sampler import importance
+from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
 from grappe.verbs.tune.study import best_of, open_study

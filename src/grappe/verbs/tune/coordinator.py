@@ -17,8 +17,7 @@ from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.tune import sampler
-from grappe.verbs.tune.schedule import RungJob, Schedule, has_result, parts
+from grappe.verbs.tune.schedule import RungJob, Schedule, draw, has_result, learns, rung_parts
 from grappe.verbs.tune.space import PLAN, Space
 from grappe.verbs.tune.study import Study, Trial
 from grappe.verbs.tune.trainings import OF_THE_MACHINE, NotNow, Trainings, TrialEnd, first_line
@@ -65,8 +64,8 @@ class Coordinator:
         self._trainings, self._parallel, self._total, self._watch = trainings, parallel, total, watch
         self._lease = Lease(study.folder)
         self._trials: dict[int, Trial] = {}
-        self._parts = [float(part) for part in parts(study.search)]
-        self._waits = len(self._parts) > 1 or sampler.learns(study.search.sampler)
+        self._parts = [float(part) for part in rung_parts(study.search)]
+        self._waits = len(self._parts) > 1 or learns(study.search.sampler)
         self._schedule = Schedule(study.search, total=total, waits=self._waits)
         self._due: list[RungJob] = []
         self._jobs: dict[int, RungJob] = {}
@@ -88,26 +87,23 @@ class Coordinator:
         try:
             self._trials = {trial.number: trial for trial in self._study.trials}
             with self._trainings:
-                self._loop()
+                self._start_more()
+                self._notify()
+                while self._jobs or (self._waiting and not self._stopping):
+                    ends = self._trainings.poll(POLL_SECONDS)
+                    for end in ends:
+                        try:
+                            self._record_result(end)
+                        except OF_THE_MACHINE as error:
+                            self._end_by(error)
+                    if self._error is None and (ends or self._waiting):
+                        self._start_more()
+                    self._notify()
         finally:
             self._lease.release()
         if self._error is not None:
             raise self._error
         return self._schedule.over and not self._due
-
-    def _loop(self) -> None:
-        self._start_more()
-        self._notify()
-        while self._jobs or (self._waiting and not self._stopping):
-            ends = self._trainings.poll(POLL_SECONDS)
-            for end in ends:
-                try:
-                    self._record_result(end)
-                except OF_THE_MACHINE as error:
-                    self._end_by(error)
-            if self._error is None and (ends or self._waiting):
-                self._start_more()
-            self._notify()
 
     @property
     def _stopping(self) -> bool:
@@ -192,16 +188,7 @@ class Coordinator:
         if trial is None:
             observed = [earlier for earlier in job.observed if earlier.state != "open"]
             pending = [earlier for earlier in job.observed if earlier.state == "open"]
-            search = self._study.search
-            fields = sampler.draw(
-                search.sampler,
-                self._space,
-                search.seed,
-                job.number,
-                observed,
-                pending,
-                maximize=search.maximize,
-            )
+            fields = draw(self._study.search, self._space, job.number, observed, pending)
             trial = Trial(number=job.number, fields=fields)
             self._write(trial)
         return trial
@@ -224,18 +211,15 @@ class Coordinator:
         elif end.outcome == "error":
             assert end.error is not None
             self._end_by(end.error)
-        elif not self._stopping:
-            self._retry_later(trial, end.reason or missed)
-
-    def _retry_later(self, trial: Trial, reason: str) -> None:
-        """Leaves a killed trial open, to be resumed, unless it gets nowhere."""
-        checkpoints = list_checkpoints(self._study.run_folder(trial.number) / "checkpoints")
-        step = checkpoints[0].step if checkpoints else 0
-        last_step, kills = self._kills.get(trial.number, (step, 0))
-        kills = kills + 1 if step <= last_step else 1
-        self._kills[trial.number] = (step, kills)
-        if kills >= KILLS:
-            self._write(failed(trial, f"{reason} {KILLS} times, with no new checkpoint in between"))
+        elif not self._stopping:  # killed: it stays open, to be resumed, unless it gets nowhere
+            checkpoints = list_checkpoints(self._study.run_folder(trial.number) / "checkpoints")
+            step = checkpoints[0].step if checkpoints else 0
+            last_step, kills = self._kills.get(trial.number, (step, 0))
+            kills = kills + 1 if step <= last_step else 1
+            self._kills[trial.number] = (step, kills)
+            if kills >= KILLS:
+                reason = end.reason or missed
+                self._write(failed(trial, f"{reason} {KILLS} times, with no new checkpoint in between"))
 
     def _write(self, trial: Trial) -> None:
         self._lease.check()

@@ -133,7 +133,20 @@ class SlurmTrainings:
         if time.monotonic() < self._refused_until:
             raise NotNow(self._refusal)
         try:
-            [submitted] = submit(self._submission(number, request))
+            fields = tuple(f"{name}={text}" for name, text in request.task.texts.items())
+            waits = ",".join(filter(None, [self._options.dependency, "singleton"]))
+            submission = Submission(
+                command=TRAIN,
+                task=request.task.name,
+                arguments=(request.task.name, *fields, *option_words(request.options)),
+                plans=(str(request.plan),),
+                fields=fields,
+                run=request.run,
+                data=str(request.data),
+                options=request.options,
+                job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
+            )
+            [submitted] = submit(submission)
         except SlurmError as error:
             refusal = str(error)
             if not _may_pass(refusal, queued=bool(self._queue or self._jobs)):
@@ -142,22 +155,6 @@ class SlurmTrainings:
             self._refused_until = time.monotonic() + self._every
             raise NotNow(self._refusal) from error
         self._jobs[number] = TrialJob(submitted.job, request.run)
-
-    def _submission(self, number: int, request: Request) -> Submission:
-        assert request.run is not None
-        fields = tuple(f"{name}={text}" for name, text in request.task.texts.items())
-        waits = ",".join(filter(None, [self._options.dependency, "singleton"]))
-        return Submission(
-            command=TRAIN,
-            task=request.task.name,
-            arguments=(request.task.name, *fields, *option_words(request.options)),
-            plans=(str(request.plan),),
-            fields=fields,
-            run=request.run,
-            data=str(request.data),
-            options=request.options,
-            job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
-        )
 
     def poll(self, timeout: float) -> list[TrialEnd]:
         """Reads the runs' folders each second, and asks Slurm each minute."""
@@ -215,7 +212,7 @@ class SlurmTrainings:
 
     def _end_of(self, number: int, job: TrialJob) -> TrialEnd | None:
         """Returns how a trial's job has ended; None: it has not."""
-        code = job.exit_code()
+        code, end = job.exit_code(), None
         if code is None:
             if not job.missing_since:
                 return None
@@ -225,8 +222,17 @@ class SlurmTrainings:
                 return None
             # The folder may be behind on a network's file system; and a job may end between two questions.
             code = job.exit_code()
-            if code is None:
-                return _end_by_slurm(number, job, end)
+        if code is None:
+            state = end.state if end is not None else "GONE"
+            reasons = {
+                "OUT_OF_MEMORY": f"OutOfMemory: its job {job.id} took more than --mem",
+                "DEADLINE": f"its job {job.id} could not begin in time",
+            }
+            if not files.kind(job.run / "logs" / f"job-{job.id}.out"):
+                reasons["CANCELLED"] = f"its job {job.id} was cancelled before it began"
+            if state in reasons:
+                return TrialEnd(number=number, outcome="failed", reason=reasons[state])
+            return TrialEnd(number=number, outcome="killed", reason=f"its job {job.id} ended as {state}")
         return _end_by_code(number, job, code)
 
 
@@ -251,19 +257,6 @@ def _end_by_code(number: int, job: TrialJob, code: int) -> TrialEnd:
         error = kind(f"job {job.id} of {job.run}: {message}")
         return TrialEnd(number=number, outcome="error", error=error)
     return TrialEnd(number=number, outcome="failed", reason=f"{kind.__name__}: {message}"[:LONGEST_REASON])
-
-
-def _end_by_slurm(number: int, job: TrialJob, end: slurm.End | None) -> TrialEnd:
-    state = end.state if end is not None else "GONE"
-    began = files.kind(job.run / "logs" / f"job-{job.id}.out")
-    reasons = {
-        "OUT_OF_MEMORY": f"OutOfMemory: its job {job.id} took more than --mem",
-        "DEADLINE": f"its job {job.id} could not begin in time",
-        **({} if began else {"CANCELLED": f"its job {job.id} was cancelled before it began"}),
-    }
-    if state in reasons:
-        return TrialEnd(number=number, outcome="failed", reason=reasons[state])
-    return TrialEnd(number=number, outcome="killed", reason=f"its job {job.id} ended as {state}")
 
 
 def _id(entry: Entry) -> str:

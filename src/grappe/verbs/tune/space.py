@@ -77,8 +77,18 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
         if name not in kinds:
             raise UsageError(f"task {cls.__name__} has no '{name}': {nearest(name, kinds)}")
         axis = _axis(name, text, kinds[name])
-        if name == PLAN:
-            _check_plans(cls, text, axis)
+        if name == PLAN and PLAN in hints(cls):
+            if axis is not None:
+                raise UsageError(
+                    f"plan={text}: plan is what a search calls the plan, so this field cannot be searched"
+                )
+        elif name == PLAN:
+            if not isinstance(axis, Choices):
+                raise UsageError(
+                    f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B"
+                )
+            for plan in axis.texts:
+                Plan.parse(plan)
         if axis is None:
             fixed[name] = text
         else:
@@ -130,19 +140,6 @@ def as_texts(space: Mapping[str, str | Sequence[Any]]) -> dict[str, str]:
             raise UsageError(f"{name}: a value that is searched can neither be empty nor contain |: {texts}")
         written[name] = "|".join(texts)
     return written
-
-
-def _check_plans(cls: type, text: str, axis: Axis | None) -> None:
-    if PLAN in hints(cls):
-        if axis is not None:
-            raise UsageError(
-                f"plan={text}: plan is what a search calls the plan, so this field cannot be searched"
-            )
-        return
-    if not isinstance(axis, Choices):
-        raise UsageError(f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B")
-    for plan in axis.texts:
-        Plan.parse(plan)
 
 
 def _axis(name: str, text: str, kind: Any) -> Axis | None:

@@ -18,11 +18,10 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
-from grappe.verbs.tune import sampler as samplers
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
-from grappe.verbs.tune.schedule import fewest_trials
+from grappe.verbs.tune.schedule import check_sampler, fewest_trials, grid
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
-from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
+from grappe.verbs.tune.space import PLAN, Choices, as_texts, read_space
 from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings
 
@@ -110,11 +109,11 @@ def search(
         jobs: of each trial's Slurm job; None: trials are trained in processes of this machine.
         query_every: seconds between queries to Slurm.
     """
+    from grappe import engines
+
     options = options or Options()
-    _refuse_options(options, search_options)
-    if jobs is not None:
-        _refuse_as_jobs(options, jobs)
-    samplers.check(search_options.sampler)
+    _refuse_options(options, search_options, jobs)
+    check_sampler(search_options.sampler)
     task_reference = TaskReference.of(task)
     space, fixed = read_space(type(task_reference.resolve()), texts)
     task_reference = with_fields(task_reference, fixed)
@@ -124,13 +123,34 @@ def search(
         raise UsageError(
             f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each"
         )
-    _refuse_plans(plans)
-    metrics = ["loss", *task_reference.resolve().metrics()]
+    for each in plans:
+        if each.per_device > 1 and each.device != "cpu":
+            raise UsageError(
+                "per_device: a search places trials on GPUs itself, one process each: leave it out"
+            )
+        engines.check(each)
+    task_value = task_reference.resolve()
+    metrics = ["loss", *task_value.metrics()]
     if search_options.metric not in metrics:
         raise UsageError(
             f"--metric {search_options.metric}: the task has no such metric: {nearest(search_options.metric, metrics)}"
         )
-    total = _total_trials(search_options, space)
+    total = search_options.trials
+    if search_options.sampler == "grid":
+        cells = len(grid(space))
+        if total is not None and total > cells:
+            raise UsageError(
+                f"--trials={total}: the grid has {cells} cells; leave --trials out for all of them"
+            )
+        total = total or cells
+    total = total or TRIALS
+    halving, rungs = search_options.halving, search_options.rung_count
+    fewest = fewest_trials(halving or 1, rungs)
+    if total < fewest:
+        raise UsageError(
+            f"--halving={halving} with {rungs} rungs takes {fewest} trials until one is trained to its "
+            f"end, and these are {total}: more --trials, or fewer --rungs"
+        )
     if jobs is not None and task_reference.value is not None:
         raise UsageError(
             "jobs start when this program may have ended: give the task by its file, task.py:Name"
@@ -141,7 +161,30 @@ def search(
 
         processes = search_options.parallel * max(each.processes for each in plans)
         threads = max(1, cores() // processes)
-    definition = _definition(task_reference, space, plan, search_options, options, threads)
+    other_fields = {name: value for name, value in field_texts(task_value).items() if name not in space}
+    usual = defaults(type(task_value))
+    definition = SearchDefinition(
+        task=task_reference.name,
+        fields=other_fields,
+        fixed_fields={
+            name: "none" if value is None else str(value)
+            for name, value in other_fields.items()
+            if value != usual.get(name)
+        },
+        space={name: str(axis) for name, axis in space.items()},
+        plan=str(plan),
+        metric=search_options.metric,
+        maximize=bool(search_options.maximize),
+        sampler=search_options.sampler,
+        seed=search_options.seed,
+        parallel=search_options.parallel,
+        threads=threads,
+        steps=options.steps,
+        patience=options.patience,
+        evaluate_every=options.evaluate_every,
+        halving=halving,
+        rungs=rungs,
+    )
     name = task_reference.name
     study = make_study(
         folder or new_folder(Path("runs"), f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"),
@@ -165,42 +208,7 @@ def search(
     return study, coordinator.run()
 
 
-def _definition(
-    task_reference: TaskReference,
-    space: Space,
-    plan: Plan,
-    search_options: SearchOptions,
-    options: Options,
-    threads: int | None,
-) -> SearchDefinition:
-    task = task_reference.resolve()
-    others = {name: value for name, value in field_texts(task).items() if name not in space}
-    usual = defaults(type(task))
-    return SearchDefinition(
-        task=task_reference.name,
-        fields=others,
-        fixed_fields={
-            name: "none" if value is None else str(value)
-            for name, value in others.items()
-            if value != usual.get(name)
-        },
-        space={name: str(axis) for name, axis in space.items()},
-        plan=str(plan),
-        metric=search_options.metric,
-        maximize=bool(search_options.maximize),
-        sampler=search_options.sampler,
-        seed=search_options.seed,
-        parallel=search_options.parallel,
-        threads=threads,
-        steps=options.steps,
-        patience=options.patience,
-        evaluate_every=options.evaluate_every,
-        halving=search_options.halving,
-        rungs=search_options.rung_count,
-    )
-
-
-def _refuse_options(options: Options, search_options: SearchOptions) -> None:
+def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOptions | None) -> None:
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
     if options.part is not None:
@@ -211,20 +219,8 @@ def _refuse_options(options: Options, search_options: SearchOptions) -> None:
         )
     if options.steps_only:
         raise UsageError("--steps-only has no evaluation, which a search needs: leave it out")
-
-
-def _refuse_plans(plans: Sequence[Plan]) -> None:
-    from grappe import engines
-
-    for plan in plans:
-        if plan.per_device > 1 and plan.device != "cpu":
-            raise UsageError(
-                "per_device: a search places trials on GPUs itself, one process each: leave it out"
-            )
-        engines.check(plan)
-
-
-def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
+    if jobs is None:
+        return
     if options.time_limit is not None:
         raise UsageError(
             "--time-limit is of this machine; each trial's job has its own, and requeues itself: --time"
@@ -236,23 +232,3 @@ def _refuse_as_jobs(options: Options, jobs: JobOptions) -> None:
         raise UsageError(
             "--chain: each trial's job is one, which requeues itself or is submitted again: leave it out"
         )
-
-
-def _total_trials(search_options: SearchOptions, space: Space) -> int:
-    trials, halving, rungs = search_options.trials, search_options.halving, search_options.rung_count
-    if search_options.sampler != "grid":
-        total = trials or TRIALS
-    else:
-        cells = len(samplers.grid(space))
-        if trials is not None and trials > cells:
-            raise UsageError(
-                f"--trials={trials}: the grid has {cells} cells; leave --trials out for all of them"
-            )
-        total = trials or cells
-    fewest = fewest_trials(halving or 1, rungs)
-    if total < fewest:
-        raise UsageError(
-            f"--halving={halving} with {rungs} rungs takes {fewest} trials until one is trained to its "
-            f"end, and these are {total}: more --trials, or fewer --rungs"
-        )
-    return total
