@@ -8,8 +8,8 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -103,19 +103,32 @@ class OperatorTrace(TorchDispatchMode):
     """Mode that records the operators of forward and backward, below autograd and autocast.
 
     Args:
-        device_seconds: after the trace, returns kernels' seconds by number of call; None: operators are timed by the
-            host's clock, as a CPU's are over when they return.
+        on_gpu: whether a profiler gives the seconds of each call's kernels; if not, operators are timed by the host's
+            clock, as a CPU's are over when they return.
     """
 
-    def __init__(
-        self, chronometer: Chronometer, device_seconds: Callable[[], Mapping[int, float]] | None = None
-    ) -> None:
+    def __init__(self, chronometer: Chronometer, *, on_gpu: bool = False) -> None:
         super().__init__()
-        self._chronometer, self._device_seconds = chronometer, device_seconds
+        self._chronometer, self._profiler = chronometer, None
+        if on_gpu:
+            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            self._profiler = torch.profiler.profile(activities=kinds)
         self._left, self._gap = time.perf_counter(), 0.0
         self.calls: list[OperatorCall] = []
         self._ends: list[int] = []
         self._users: dict[str, bool] = {}
+
+    def __enter__(self) -> Self:
+        if self._profiler is not None:
+            torch.cuda.synchronize()
+            self._profiler.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if self._profiler is not None:
+            torch.cuda.synchronize()
+            self._profiler.__exit__(exc_type, exc_val, exc_tb)
 
     def end_step(self) -> None:
         """Ends a step."""
@@ -137,7 +150,7 @@ class OperatorTrace(TorchDispatchMode):
             self._left = time.perf_counter()
             return output
         gap, self._gap = self._gap, 0.0
-        if self._device_seconds is None:
+        if self._profiler is None:
             began = time.perf_counter()
             output = func(*args, **keywords)
         else:
@@ -185,7 +198,7 @@ class OperatorTrace(TorchDispatchMode):
         Args:
             dispatch: from `measure_dispatch`.
         """
-        device = None if self._device_seconds is None else self._device_seconds()
+        device = None if self._profiler is None else kernels_by_call(self._profiler.events())
         calls = [
             call._replace(kernel=kernel(call, dispatch) if device is None else device.get(number, 0.0))
             for number, call in enumerate(self.calls)
@@ -269,28 +282,6 @@ def summed(steps: Sequence[Sequence[OperatorCall]], dispatch: float, *, on_devic
         read_lines=costs((line, calls, sum(host[line])) for line, calls in reads.items()),
         copy_lines=costs((line, len(each), sum(each)) for line, each in copies.items()),
     )
-
-
-class KernelTimes:
-    """A profiler that runs with an operator trace on a GPU; gives the seconds of each traced call's kernels."""
-
-    def __init__(self) -> None:
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        self._profiler = torch.profiler.profile(activities=kinds)
-
-    def start(self) -> None:
-        """Begins to record."""
-        torch.cuda.synchronize()
-        self._profiler.__enter__()
-
-    def stop(self) -> None:
-        """Ends the recording, once the GPU has finished."""
-        torch.cuda.synchronize()
-        self._profiler.__exit__(None, None, None)
-
-    def seconds(self) -> dict[int, float]:
-        """Returns the seconds of kernels by the number of the call that started them."""
-        return kernels_by_call(self._profiler.events())
 
 
 def kernels_by_call(events: Any) -> dict[int, float]:

@@ -20,7 +20,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.launch.world import choose_device
 from grappe.plan import Plan
-from grappe.profiling.operators import KernelTimes, OperatorTrace, measure_dispatch
+from grappe.profiling.operators import OperatorTrace, measure_dispatch
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
 from grappe.sites.advice import unfit_precision
 from grappe.task import Task
@@ -185,14 +185,10 @@ class TraceWatcher(ClockWatcher):
         self._before = [0.0] * len(PHASES)
         self._dispatch = 0.0
         self._trace: OperatorTrace | None = None
-        self._kernels: KernelTimes | None = None
-        self._folder = Path()
-        self._rank = self._steps_per_epoch = 0
-        self._device = "cpu"
+        self._info: Any = None
 
     def started(self, info: Any) -> None:
-        self._folder, self._rank, self._device = info.folder, info.rank, info.device
-        self._steps_per_epoch = info.steps_per_epoch
+        self._info = info
 
     def stepped(self, record: Record) -> None:
         self._steps += 1
@@ -202,19 +198,12 @@ class TraceWatcher(ClockWatcher):
         if traced_steps == 0:
             self._before = self.chronometer.spent()[1]
             self._dispatch = measure_dispatch(self.chronometer)
-            if self._device == "cuda":
-                self._kernels = KernelTimes()
-                self._trace = OperatorTrace(self.chronometer, self._kernels.seconds)
-                self._kernels.start()
-            else:
-                self._trace = OperatorTrace(self.chronometer)
+            self._trace = OperatorTrace(self.chronometer, on_gpu=self._info.device == "cuda")
             self._trace.__enter__()
         elif self._trace is not None and traced_steps > 0:
             self._trace.end_step()
             if traced_steps == TRACED_STEPS:
                 self._trace.__exit__(None, None, None)
-                if self._kernels is not None:
-                    self._kernels.stop()
 
     def ended(self, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -230,9 +219,9 @@ class TraceWatcher(ClockWatcher):
             checkpoint=totals[PHASES[CHECKPOINT]] - self._before[CHECKPOINT],
             gradients=sum(size for _, size in sizes),
             largest=max(sizes, key=lambda size: size[1], default=("", 0)),
-            steps_per_epoch=self._steps_per_epoch,
+            steps_per_epoch=self._info.steps_per_epoch,
         )
-        files.replace(_trace_file(self._folder, self._rank), msgspec.json.encode(trace), IN_RUN)
+        files.replace(_trace_file(self._info.folder, self._info.rank), msgspec.json.encode(trace), IN_RUN)
 
 
 def _median_step(marks: Sequence[tuple[int, Sequence[float]]], phase: int) -> float:

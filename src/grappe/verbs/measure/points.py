@@ -226,20 +226,8 @@ def efficiency(point: Measurement, first: Measurement) -> float:
 
 def as_json(point: Measurement, first: Measurement) -> dict[str, Any]:
     """Converts a point to JSON, for files and for the report."""
-    content: dict[str, Any] = {
-        name: getattr(point, name)
-        for name in [
-            "plan",
-            "batch",
-            "processes",
-            "slices",
-            "device",
-            "cores",
-            "threads",
-            "workers",
-            "origin",
-        ]
-    }
+    names = ("plan", "batch", "processes", "slices", "device", "cores", "threads", "workers", "origin")
+    content: dict[str, Any] = {name: getattr(point, name) for name in names}
     if point.failure:
         return {**content, "failure": point.failure}
     phases = list(point.trials[0].processes[0].phases)

@@ -32,27 +32,21 @@ FACTOR = 10.0
 """What is tolerated is ten times what the same sums in another order differ by, or FLOOR."""
 
 
+@dataclasses.dataclass(kw_only=True)
 class TrialRunner:
-    """Runs trainings of a few steps of one task, references and trials.
+    """Runs trainings of a few steps of one task, references and trials."""
 
-    Args:
-        task: a TaskReference.
-        folder: an empty folder, for weights.
-        note: callback, called with a short description of the next training.
-    """
+    task: Any
+    """A TaskReference."""
+    data: Path
+    steps: int
+    folder: Path
+    """An empty folder, for weights."""
+    run: StartProcesses
+    note: Callable[[str], None]
+    """Called with a short description of the next training."""
 
-    def __init__(
-        self,
-        *,
-        task: Any,
-        data: Path,
-        steps: int,
-        folder: Path,
-        run: StartProcesses,
-        note: Callable[[str], None],
-    ) -> None:
-        self.task, self.data, self.steps = task, data, steps
-        self._folder, self._run, self._note = folder, run, note
+    def __post_init__(self) -> None:
         self._references: dict[Any, Reference] = {}
         self._requests: dict[Path, ReferenceRequest] = {}
         self._closer: dict[Path, Reference] = {}
@@ -91,13 +85,13 @@ class TrialRunner:
             recorded,
         )
         if key not in self._references:
-            folder = self._folder / f"reference-{len(self._references)}"
+            folder = self.folder / f"reference-{len(self._references)}"
             folder.mkdir()
             request = ReferenceRequest(
                 task=self.task, data=self.data, steps=self.steps, folder=folder,
                 instrumentation=instrumentation, plan=plain, slices=slices, pieces=pieces, recorded=recorded,
             )  # fmt: skip
-            self._note(f"one plain process{_switched_off(instrumentation)}")
+            self.note(f"one plain process{_switched_off(instrumentation)}")
             self._references[key] = self._trained(request)
             self._requests[folder] = request
         return self._references[key]
@@ -105,7 +99,7 @@ class TrialRunner:
     def _trained(self, request: ReferenceRequest) -> Reference:
         # The launcher starts a plain process: precision is applied inside.
         worker = "grappe.verbs.verify.trained_by_hand:worker"
-        return self._run(worker, request, Plan(device=request.plan.device))
+        return self.run(worker, request, Plan(device=request.plan.device))
 
     def compare(
         self, reference: Reference, steps: Sequence[TrialStep], without: Collection[str] = ()
@@ -115,9 +109,9 @@ class TrialRunner:
         if not difference.in_weights_only:
             return difference
         if reference.folder not in self._closer:
-            folder = self._folder / f"{reference.folder.name}-perturbed"
+            folder = self.folder / f"{reference.folder.name}-perturbed"
             folder.mkdir()
-            self._note("one plain process, with parameters moved by their last bit")
+            self.note("one plain process, with parameters moved by their last bit")
             request = dataclasses.replace(self._requests[reference.folder], folder=folder, perturbed=True)
             self._closer[reference.folder] = self._trained(request)
         return compare(reference, steps, tolerance=self._closer[reference.folder], without=without)
@@ -130,8 +124,8 @@ class TrialRunner:
             task=self.task, plan=plan, data=self.data, steps=self.steps, reference=reference.folder,
             instrumentation=instrumentation, draws=bool(reference.draws),
         )  # fmt: skip
-        self._note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}")
-        return self._run("grappe.verbs.verify.trained_by_plan:worker", request, plan)
+        self.note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}")
+        return self.run("grappe.verbs.verify.trained_by_plan:worker", request, plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
@@ -139,10 +133,10 @@ class TrialRunner:
             task=self.task,
             data=self.data,
             steps=self.steps,
-            folder=self._folder,
+            folder=self.folder,
             instrumentation=instrumentation,
         )
-        return self._run("grappe.verbs.verify.trained_by_hand:load", request, Plan(device=plan.device))
+        return self.run("grappe.verbs.verify.trained_by_hand:load", request, Plan(device=plan.device))
 
 
 SWITCH_NAMES = {

@@ -235,22 +235,22 @@ class ReferenceModel:
     """Trains a model by hand; each further data slice has a model of its own, with the same parameters.
 
     Args:
-        plan: gives the precision, and whether each piece has a random stream of its own.
+        request: its plan gives the precision, and whether each piece has a random stream of its own.
+        total: the number of steps, for the schedule.
         channels_last: whether images are laid out channels last, to change only the rounding.
     """
 
     def __init__(
         self,
         task: Task,
-        plan: Plan,
+        request: ReferenceRequest,
         weights: Weights,
         device: torch.device,
-        *,
-        slices: int,
         total: int,
+        *,
         channels_last: bool = False,
     ) -> None:
-        self._task, self._exact, self._device = task, bool(plan.exact), device
+        self._task, self._exact, self._device = task, bool(request.plan.exact), device
         self._channels_last = channels_last
         self.model = task.model().to(device).train()
         if channels_last:
@@ -259,7 +259,7 @@ class ReferenceModel:
             for name, tensor in named_tensors(self.model).items():
                 tensor.copy_(weights.read(name))
         self._models = [self.model]
-        for _ in range(slices - 1):  # with the same parameters, and buffers of their own
+        for _ in range(request.slices - 1):  # with the same parameters, and buffers of their own
             other = copy.deepcopy(self.model)
             modules = dict(other.named_modules())
             for name, module in self.model.named_modules():
@@ -270,7 +270,7 @@ class ReferenceModel:
         self._optimizer = optimizer_of(task, named)
         begin_training(self._optimizer)
         self._schedule = schedule_of(task, self._optimizer, total)
-        self._autocast = autocast(plan.precision, device)
+        self._autocast = autocast(request.plan.precision, device)
 
     def step(self, number: int, batch: ReferenceBatch, parts: int = 1, sums: int = 1) -> tuple[float, float]:
         """Takes a step; returns the loss, and the gradient's norm before clipping.
@@ -550,12 +550,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
     coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
-    def new_model(*, channels_last: bool = False) -> ReferenceModel:
-        return ReferenceModel(
-            task, request.plan, weights, world.device, slices=request.slices, total=batches.total,
-            channels_last=channels_last,
-        )  # fmt: skip
-
+    new_model = functools.partial(ReferenceModel, task, request, weights, world.device, batches.total)
     model = new_model()
     rounding_trial = None
     if not request.recorded:

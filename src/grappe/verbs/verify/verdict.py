@@ -17,6 +17,7 @@ from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, TrialRunner, compare
 from grappe.verbs.verify.trained_by_hand import RecordedBatch, Reference
 from grappe.verbs.verify.trained_by_plan import TrialStep
+from grappe.words import and_more
 
 VerdictWord = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
 SHOWN = 3
@@ -109,10 +110,9 @@ class _Judgement:
     ) -> PlanVerdict:
         tensors = self._difference.drifting
         if verdict in ("same", "same but for these") and tensors:
-            more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
             notes = [
                 *notes,
-                f"not judged: {', '.join(tensors[:SHOWN])}{more}, which one process that takes each batch's samples in "
+                f"not judged: {and_more(tensors, SHOWN)}, which one process that takes each batch's samples in "
                 f"another order moves by more than {BOUND / FACTOR:.1%}: little but rounding, of a gradient that Adam "
                 "scales up, say",
             ]
@@ -343,9 +343,7 @@ def _shift(reference: Reference, number: int, step: TrialStep) -> int:
 
 
 def _listed(ids: Sequence[int] | Counter[int]) -> str:
-    shown = [str(sample) for sample in list(ids)[:SHOWN]]
-    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-    return f"sample{'s' if len(ids) > 1 else ''} {', '.join(shown)}{more}"
+    return f"sample{'s' if len(ids) > 1 else ''} {and_more(list(ids), SHOWN)}"
 
 
 def ablations(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from grappe.launch.world import cores, own_cores
 from grappe.verbs.doctor.checks import Finding, Machine, warning
+from grappe.words import count_of
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -17,7 +18,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     limit = machine.environment.get("OMP_NUM_THREADS", "")
     if limit.isdigit() and int(limit) > own:
         yield warning(
-            f"OMP_NUM_THREADS={limit}, and each process has {own} core{'s' if own > 1 else ''}",
+            f"OMP_NUM_THREADS={limit}, and each process has {count_of(own, 'core')}",
             why="threads that wait for each other's cores made training 40 times slower here",
             do=f"unset it, or set it to {own}",
         )
@@ -27,13 +28,13 @@ def of_cores(usable: int, own: int, threads: int, workers: int, requested: int |
     """Returns findings for a process that may use `usable` cores, of which `mine` are its own."""
     if threads > own:
         yield warning(
-            f"threads={threads}, and each process has {own} core{'s' if own > 1 else ''}",
+            f"threads={threads}, and each process has {count_of(own, 'core')}",
             why="threads that wait for each other's cores made training 40 times slower here",
             do=f"use threads={own}, or ask for more cores",
         )
     elif workers > own:
         yield warning(
-            f"workers={workers} for each process, which has {own} core{'s' if own > 1 else ''}",
+            f"workers={workers} for each process, which has {count_of(own, 'core')}",
             why="loading competes with training for cores",
             do=f"use workers={max(0, own - 1)}, or ask for more cores",
         )

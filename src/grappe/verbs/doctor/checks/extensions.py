@@ -14,6 +14,7 @@ from pathlib import Path
 from grappe.launch import command
 from grappe.verbs.doctor.checks import Finding, Machine, note, warning
 from grappe.verbs.doctor.checks.compiler import of_site
+from grappe.words import and_more
 
 EACH_SECONDS, ALL_SECONDS = 5.0, 20.0
 """For a library, and for all of them: each takes some milliseconds, and processors may be waiting."""
@@ -58,8 +59,7 @@ def of_files(files: Sequence[Path], own: Collection[Path], load: str) -> Iterato
         else:
             yield from of_answer(file, text, load, torch.__version__, warning if file in own else note)
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        yield note(f"{left[0]}{more} is not looked at: ldd takes too long")
+        yield note(f"{and_more(left, 1)} is not looked at: ldd takes too long")
 
 
 def runs_files(library: str, version: str) -> bool:

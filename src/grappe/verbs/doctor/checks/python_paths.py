@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from grappe.verbs.doctor.checks import Finding, Machine, note, warning
+from grappe.words import and_more
 
 SHOWN = 5
 WATCHED = ("torch", "numpy", "lightning", "deepspeed", "torchmetrics", "torchvision", "grappe")
@@ -91,5 +92,4 @@ def of_conda(environment: Mapping[str, str], prefix: str) -> Iterator[Finding]:
 
 
 def _some(names: Set[str]) -> str:
-    ordered = sorted(names, key=lambda name: (name not in WATCHED, name))
-    return ", ".join(ordered[:SHOWN]) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")
+    return and_more(sorted(names, key=lambda name: (name not in WATCHED, name)), SHOWN)

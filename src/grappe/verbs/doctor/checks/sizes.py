@@ -8,6 +8,7 @@ from typing import Any
 from grappe import tasks
 from grappe.errors import GrappeError
 from grappe.verbs.doctor.checks import Finding, Machine, error, note
+from grappe.words import and_more
 
 STEP = 8
 SHOWN = 4
@@ -50,8 +51,7 @@ def of_sizes(model: Any, rows: int) -> Iterator[Finding]:
             continue
         odd += [f"{name} ({size})" for size in sizes if size % STEP]
     if odd:
-        more = f", and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
-        yield note(f"sizes that are no multiple of {STEP}: {', '.join(odd[:SHOWN])}{more}",
+        yield note(f"sizes that are no multiple of {STEP}: {and_more(odd, SHOWN)}",
                    why="tensor cores work on multiples of 8", do="pad them, where the task allows it")  # fmt: skip
     if rows % STEP:
         yield note(
