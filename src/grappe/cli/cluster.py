@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from grappe.cli.application import app
-from grappe.cli.arguments import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder, preflight
+from grappe.cli.application import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder, app, preflight
 from grappe.cli.exit import show, usage_error
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say

@@ -12,8 +12,7 @@ from cyclopts import Parameter
 
 from grappe.cli import cluster, images, measuring, tuning
 from grappe.cli import exit as entry_point
-from grappe.cli.application import app
-from grappe.cli.arguments import (
+from grappe.cli.application import (
     OPTIONS,
     SWITCH,
     BaseFolder,
@@ -24,13 +23,13 @@ from grappe.cli.arguments import (
     RunFolder,
     RunTask,
     TaskName,
+    app,
     preflight,
 )
-from grappe.cli.exit import show
+from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import progress, say
 from grappe.training.options import Options
-from grappe.words import plain_table
 
 Trained = Annotated[
     bool,
@@ -108,13 +107,7 @@ def train(
 
 
 @app.command
-def drill(
-    task: TaskName,
-    /,
-    *fields: FieldText,
-    plan: PlanText = "",
-    data: DataFolder = None,
-) -> int:
+def drill(task: TaskName, /, *fields: FieldText, plan: PlanText = "", data: DataFolder = None) -> int:
     """Kill a small training of a task, on purpose, and show what was lost."""
     texts = preflight([plan], task, fields)
     from grappe.launch.safe_console import SafeConsole
@@ -156,13 +149,10 @@ def evaluate(
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
-    table = plain_table("", "")
-    table.add_row("checkpoint", scores.checkpoint)
-    table.add_row("samples", f"{scores.samples:,} of {split}, each once")
-    table.add_row("loss", f"{scores.loss:.6f}")
-    for name, value in scores.metrics.items():
-        table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value))
-    show(table)
+    facts = [("checkpoint", scores.checkpoint), ("samples", f"{scores.samples:,} of {split}, each once")]
+    for name, value in (("loss", scores.loss), *scores.metrics.items()):
+        facts.append((name, f"{value:.6f}" if isinstance(value, float) else str(value)))
+    show_facts(facts)
     return EXIT_OK
 
 
@@ -328,16 +318,17 @@ def export(
         progress=progress,
     )
     progress("")
-    proof, table = done.proof, plain_table("", "")
-    table.add_row("written", str(done.folder))
-    table.add_row("checkpoint", done.checkpoint)
-    sizes = ", ".join(map(str, proof.batch_sizes))
-    table.add_row("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time")
-    table.add_row("largest difference", f"{proof.largest_difference:.1e} of a row")
-    if format == "program":
-        table.add_row("C++ program", f"not built: {done.cpp}" if done.cpp else "built and proven")
-    table.add_row("how to use it", f"{done.folder}/README.md")
-    show(table)
+    proof, sizes = done.proof, ", ".join(map(str, done.proof.batch_sizes))
+    built = f"not built: {done.cpp}" if done.cpp else "built and proven"
+    facts = [
+        ("written", done.folder),
+        ("checkpoint", done.checkpoint),
+        ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
+        ("largest difference", f"{proof.largest_difference:.1e} of a row"),
+        *([("C++ program", built)] if format == "program" else []),
+        ("how to use it", f"{done.folder}/README.md"),
+    ]
+    show_facts(facts)
     return EXIT_OK
 
 
@@ -353,12 +344,8 @@ def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
 
     folder = data_folder(data)
     done = verb(task, folder)
-    table = plain_table("", "")
-    for file in done:
-        words = "was there" if file.was_there else f"{file.size / 1e6:,.1f} MB"
-        table.add_row(file.name, words)
-    table.add_row("folder", str(folder.absolute()))
-    show(table)
+    sizes = [(file.name, "was there" if file.was_there else f"{file.size / 1e6:,.1f} MB") for file in done]
+    show_facts([*sizes, ("folder", folder.absolute())])
     return EXIT_OK
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
@@ -16,6 +17,7 @@ from grappe.language.choice import chosen_language, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, say, show_any_text
+from grappe.words import plain_table
 
 EXIT_SIGINT = 130
 BUG = "a bug in grappe"
@@ -118,3 +120,11 @@ def show(content: Any) -> None:
 
     if is_main_process():
         wide_console(sys.stdout, soft_wrap=isinstance(content, str)).print(content)
+
+
+def show_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Prints a table of two columns without a header: what it is, and its value."""
+    table = plain_table("", "")
+    for name, value in facts:
+        table.add_row(name, str(value))
+    show(table)

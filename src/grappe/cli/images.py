@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from grappe.cli.arguments import SWITCH
-from grappe.cli.exit import show
+from grappe.cli.application import SWITCH
+from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_OK, UsageError
 from grappe.launch.terminal import say
 from grappe.words import plain_table
-
-if TYPE_CHECKING:
-    from grappe.verbs.data.walk import Checked
 
 Source = Annotated[
     Path,
@@ -59,16 +56,15 @@ def index(
 
     done = verb(source, labels=labels, numbering=numbering, again=again)
     progress("")
-    table = plain_table("", "")
-    table.add_row("source", f"{source} ({done.kind})")
-    table.add_row("images", f"{done.images:,} of {done.classes:,} classes")
+    facts = [
+        ("source", f"{source} ({done.kind})"),
+        ("images", f"{done.images:,} of {done.classes:,} classes"),
+    ]
     if done.left_out:
-        table.add_row("other files", f"{done.left_out:,}, left out: no .jpg, .jpeg or .png")
+        facts.append(("other files", f"{done.left_out:,}, left out: no .jpg, .jpeg or .png"))
     if done.quarantined:
-        table.add_row("in quarantine", f"{done.quarantined:,}, left out")
-    table.add_row("index", f"{done.file} ({_size(done.size)})")
-    table.add_row("took", f"{done.seconds:.1f} s")
-    show(table)
+        facts.append(("in quarantine", f"{done.quarantined:,}, left out"))
+    show_facts([*facts, ("index", f"{done.file} ({_size(done.size)})"), ("took", f"{done.seconds:.1f} s")])
     return EXIT_OK
 
 
@@ -81,21 +77,14 @@ def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = No
         say(f"{name}: {reason}")
     if len(done.bad) > _SHOWN:
         say(f"… and {len(done.bad) - _SHOWN:,} more")
-    show(_checked(done))
-    return EXIT_OK
-
-
-def _checked(done: Checked) -> object:
-    table = plain_table("", "")
-    table.add_row("images", f"{done.images:,}")
-    table.add_row("bad", f"{len(done.bad):,}")
+    facts = [("images", f"{done.images:,}"), ("bad", f"{len(done.bad):,}")]
     if done.quarantine is not None:
-        table.add_row("quarantine", f"{done.quarantine}: datasets leave these out")
+        facts.append(("quarantine", f"{done.quarantine}: datasets leave these out"))
     if not done.sees_all:
-        table.add_row(
-            "decoder", "Pillow, which passes over some damage: pip install simplejpeg, or 'grappe[images]'"
-        )
-    return table
+        pillow = "Pillow, which passes over some damage: pip install simplejpeg, or 'grappe[images]'"
+        facts.append(("decoder", pillow))
+    show_facts(facts)
+    return EXIT_OK
 
 
 def pack(
@@ -121,13 +110,11 @@ def pack(
 
     form = Packing(short=short, quality=quality, per_shard=per_shard)
     done = verb(source, to, form, labels=labels, numbering=numbering)
-    table = plain_table("", "")
     there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
     shards = "shard" if len(done.shards) == 1 else "shards"
-    table.add_row("written", f"{done.folder}: {len(done.shards):,} {shards}{there}")
-    table.add_row("images", f"{done.images:,}, short side at most {short}")
-    table.add_row("size", f"{_size(done.bytes)} of {_size(done.source_bytes)}")
-    show(table)
+    written = ("written", f"{done.folder}: {len(done.shards):,} {shards}{there}")
+    images = ("images", f"{done.images:,}, short side at most {short}")
+    show_facts([written, images, ("size", f"{_size(done.bytes)} of {_size(done.source_bytes)}")])
     return EXIT_OK
 
 
@@ -155,10 +142,8 @@ def stage(
     done = copied(source, to, report)
     for meter in meters:
         meter.end()
-    table = plain_table("", "")
-    table.add_row("staged", str(done.place))
-    table.add_row("files", f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} copied now")
-    show(table)
+    files = f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} copied now"
+    show_facts([("staged", done.place), ("files", files)])
     return EXIT_OK
 
 
@@ -214,12 +199,10 @@ def make_photos(
     from grappe.verbs.data.photos import make_photos as verb
 
     done = verb(to, images, seed)
-    table = plain_table("", "")
-    table.add_row(
-        "written", f"{done.folder}: {', '.join(f'{n:,} {split}' for split, n in done.images.items())}"
+    written = f"{done.folder}: {', '.join(f'{n:,} {split}' for split, n in done.images.items())}"
+    show_facts(
+        [("written", written), ("classes", f"{done.classes}: halves of {', '.join(done.photographs)}")]
     )
-    table.add_row("classes", f"{done.classes}: halves of {', '.join(done.photographs)}")
-    show(table)
     return EXIT_OK
 
 

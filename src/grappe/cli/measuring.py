@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from grappe.cli.arguments import (
+from grappe.cli.application import (
     OPTIONS,
     SWITCH,
     DataFolder,
@@ -49,10 +49,7 @@ def register(app: App) -> None:
 
 
 def foresee(
-    task: Annotated[
-        str,
-        Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name."),
-    ],
+    task: Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")],
     /,
     *fields: FieldText,
     plan: Annotated[
@@ -124,10 +121,7 @@ def measure(
     *fields: FieldText,
     plan: Annotated[
         list[str] | None,
-        Parameter(
-            negative="",
-            help="A plan to measure; repeatable. The first is the baseline.",
-        ),
+        Parameter(negative="", help="A plan to measure; repeatable. The first is the baseline."),
     ] = None,
     options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
     no_advice: Annotated[
@@ -193,13 +187,7 @@ def measure(
         verb.gather(gather)
         if gather
         else verb.measure(
-            task,
-            plans,
-            options=options,
-            advise=not no_advice,
-            data=data,
-            fields=texts,
-            note=complain,
+            task, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain
         )
     )
     for part in (

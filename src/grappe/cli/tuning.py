@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli.arguments import OPTIONS, DataFolder, PlanText, preflight
+from grappe.cli.application import OPTIONS, DataFolder, PlanText, preflight
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say

@@ -85,10 +85,7 @@ def is_needed(plan: Plan) -> bool:
 
 def variables(folder: Path) -> dict[str, str]:
     """Returns the variables by which the daemon and its clients find each other, separate from other users'."""
-    return {
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
-    }
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
 
 
 def start(folder: Path, environment: MutableMapping[str, str]) -> None:

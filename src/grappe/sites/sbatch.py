@@ -55,35 +55,10 @@ SAYS_SO = {
     **{name: f"--{name}" for name in VALUES},
 }
 """Options of sbatch for which grappe has an option."""
-OURS = frozenset(
-    [
-        "batch",
-        "chdir",
-        "error",
-        "export",
-        "export-file",
-        "get-user-env",
-        "gid",
-        "help",
-        "ignore-pbs",
-        "input",
-        "kill-on-invalid-dep",
-        "no-requeue",
-        "open-mode",
-        "output",
-        "parsable",
-        "quiet",
-        "requeue",
-        "signal",
-        "test-only",
-        "uid",
-        "usage",
-        "verbose",
-        "version",
-        "wait",
-        "wrap",
-    ]
-)
+OURS = frozenset(re.findall(r"\S+", """
+    batch chdir error export export-file get-user-env gid help ignore-pbs input kill-on-invalid-dep
+    no-requeue open-mode output parsable quiet requeue signal test-only uid usage verbose version wait wrap
+"""))  # fmt: skip
 """Options of sbatch on which the job's script depends."""
 
 

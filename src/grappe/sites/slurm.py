@@ -124,13 +124,7 @@ def entries(text: str) -> list[Entry]:
         job, *name, state, reason, start, left, nodes = line.split("|")
         jobs.append(
             Entry(
-                job=job,
-                name="|".join(name),
-                state=state,
-                reason=reason,
-                start=start,
-                left=left,
-                nodes=nodes,
+                job=job, name="|".join(name), state=state, reason=reason, start=start, left=left, nodes=nodes
             )
         )
     return jobs
