@@ -143,7 +143,7 @@ def latencies(folder: Path) -> dict[str, list[float]]:
     from grappe.verbs.export.cpp import open_package
     from grappe.verbs.export.folder import sha256
     from grappe.verbs.export.program import program_of
-    from grappe.verbs.export.samples import samples_of
+    from grappe.verbs.export.proof import samples_of
 
     torch.set_num_threads(1)
     task, package = Digits(), folder / "out/model.pt2"

@@ -75,7 +75,7 @@ ELSEWHERE = {
     "verbs/doctor/checks/torch_build.py": "/proc/driver",
     "verbs/drill/drill.py": "damages a run of its own on purpose",
     "verbs/export/cpp.py": "the source's own files; C++ files that the user names",
-    "verbs/export/samples.py": "np.save to a file that grappe.launch.files has made",
+    "verbs/export/proof.py": "np.save to a file that grappe.launch.files has made",
     "verbs/fetch/transfer.py": "an https address",
     "verbs/fetch/fetch.py": "the folder of datasets, which the user names, and folders in it; tarfile, on an open file",
     "verbs/submit/jobs.py": "lists runs",

@@ -20,7 +20,7 @@ from grappe.verbs.export.cpp import open_package
 from grappe.verbs.export.export import export
 from grappe.verbs.export.folder import complete_or_nothing
 from grappe.verbs.export.program import input_names, output_names, program_of, trace
-from grappe.verbs.export.samples import samples_of
+from grappe.verbs.export.proof import samples_of
 from grappe.verbs.load import load
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train

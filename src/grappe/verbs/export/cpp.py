@@ -22,8 +22,7 @@ from grappe.launch import command, files
 from grappe.private_api import torch_inductor
 from grappe.verbs.export.folder import crc32, interface, proven, sha256, title
 from grappe.verbs.export.program import ExportJob, WrittenModel, custom_operators, in_batches, trace
-from grappe.verbs.export.proof import TOLERANCE, Runner
-from grappe.verbs.export.samples import TYPES, ExportSamples, write_npy
+from grappe.verbs.export.proof import TOLERANCE, TYPES, ExportSamples, Runner, write_npy
 
 PACKAGE = "model.pt2"
 SOURCES = ("CMakeLists.txt", "main.cpp", "npy.h", "json.h", "checksum.h")

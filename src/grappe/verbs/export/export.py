@@ -25,8 +25,7 @@ from grappe.verbs.export.cpp import write_program
 from grappe.verbs.export.folder import check_target, complete_or_nothing, write_manifest
 from grappe.verbs.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
 from grappe.verbs.export.program import Exporter, ExportJob, input_names, output_names, program_of
-from grappe.verbs.export.proof import TOLERANCE, Proof, prove
-from grappe.verbs.export.samples import TYPES, samples_of, write_npy
+from grappe.verbs.export.proof import TOLERANCE, TYPES, Proof, prove, samples_of, write_npy
 from grappe.verbs.load import data_of, load
 from grappe.verbs.predict.predict import predict
 

@@ -17,8 +17,7 @@ from grappe.errors.user_code import line_of
 from grappe.private_api.torch import TreeSpec, leaf_names, tree_leaves, tree_unflatten
 from grappe.private_api.torch_inductor import quiet
 from grappe.task import Task
-from grappe.verbs.export.proof import Runner
-from grappe.verbs.export.samples import ExportSamples
+from grappe.verbs.export.proof import ExportSamples, Runner
 
 NAME = re.compile(r"[A-Za-z0-9_ .:+/-]{1,100}")  # stands in C++, JSON and file names as it is
 LIBTORCH = frozenset({"aten", "prim", "prims", "higher_order", "mkldnn", "onednn", "quantized"})
