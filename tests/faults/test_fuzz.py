@@ -38,7 +38,7 @@ from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import evaluate, follow, logs, prune, runs
 from grappe.verbs.catalogue import site_facts, site_list
-from grappe.verbs.curves import write_csv
+from grappe.verbs.follow import write_csv
 from grappe.verbs.load import choose, load
 from grappe.verbs.predict.predict import as_json, predict
 from grappe.verbs.report.report import gather, html

@@ -12,7 +12,7 @@ import pytest
 from grappe.errors import RunError
 from grappe.training.run import Run
 from grappe.verbs import follow as verb
-from grappe.verbs.curves import write_csv
+from grappe.verbs.follow import write_csv
 
 
 def step(number: int, loss: float | None = 1.0) -> str:

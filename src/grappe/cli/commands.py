@@ -96,9 +96,7 @@ def train(
         watchers=checked_watchers(watch or ()),
     )
     if smoke:
-        from grappe.verbs.smoke import smoke as check
-
-        show(check(request))
+        show(verb.smoke(request))
         return EXIT_OK
     result = verb.run_training(request)
     if result.status == "finished before":

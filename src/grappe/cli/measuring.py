@@ -254,7 +254,7 @@ def curves(
     out: Annotated[Path | None, Parameter(help="A file. Default: the standard output.")] = None,
 ) -> int:
     """Print the curves of runs as CSV: one line per step, one line per evaluation."""
-    from grappe.verbs.curves import write_csv
+    from grappe.verbs.follow import write_csv
 
     if not runs:
         raise UsageError("no run given: grappe runs lists them")

@@ -1,13 +1,14 @@
-"""grappe follow: shows a run's progress in the terminal; without a terminal, one line per evaluation."""
+"""grappe follow and grappe curves: shows a run's progress as it is written; writes the curves of runs as CSV."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import csv
 import json
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +16,7 @@ from rich.console import Group
 from rich.live import Live
 
 from grappe.errors import RunError
-from grappe.errors.foreign_text import number
+from grappe.errors.foreign_text import number, spreadsheet_cell
 from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
@@ -27,6 +28,8 @@ POLL_SECONDS = 0.5
 SILENT_SECONDS = 120.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
+MOST_COLUMNS = 10_000
+FIRST_COLUMNS = ("run", "kind", "step", "epoch", "samples", "loss")
 ENDED = ("finished", "stopped", "paused", "interrupted")
 
 
@@ -182,3 +185,29 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
             if over:
                 return over
             sleep(POLL_SECONDS)
+
+
+def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
+    """Writes the curves of runs to `stream`; returns the number of lines, without the heading.
+
+    Raises:
+        RunError: one of the folders is no run.
+    """
+    runs = [Run(place) for place in places]
+    names = dict.fromkeys(FIRST_COLUMNS)
+    for run in runs:
+        for record in run.records():
+            names |= dict.fromkeys(record)
+            if len(names) > MOST_COLUMNS:
+                raise RunError(
+                    f"{run.folder}: its curves have more than {MOST_COLUMNS:,} names, and are damaged"
+                )
+    writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
+    writer.writerow({name: spreadsheet_cell(name) for name in names})
+    lines = 0
+    for run in runs:
+        for record in run.records():
+            cells = {"run": run.folder.name, **record}
+            writer.writerow({name: spreadsheet_cell(value) for name, value in cells.items()})
+            lines += 1
+    return lines

@@ -1,11 +1,13 @@
-"""grappe train: trains a task under a plan, or resumes a run."""
+"""grappe train: trains a task under a plan, or resumes a run; --smoke tries both in two steps."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.launch.folders import scratch
 from grappe.launch.start import start
 from grappe.plan import Plan, as_plan
 from grappe.task import Task
@@ -15,6 +17,7 @@ from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.logger import check as check_logger
+from grappe.words import plan_name
 
 
 def train(
@@ -78,3 +81,24 @@ def run_training(request: Request) -> Result:
                 run=finished.folder, status="finished before", step=finished.read_description().get("step", 0)
             )
     return start("grappe.training.worker:worker", request, request.plan, run=request.run, saves=True)
+
+
+def smoke(request: Request) -> str:
+    """Takes one step and saves, then resumes for a second step, in a temporary folder.
+
+    Returns:
+        A line that lists the successful parts.
+
+    Raises:
+        GrappeError: a part failed.
+        UsageError: the request begins behind step 0.
+    """
+    if request.with_optimizer or request.epochs_done:
+        raise UsageError("--smoke takes steps 1 and 2: leave --with-optimizer and --epochs-done out")
+    with scratch("smoke") as folder:
+        first = dataclasses.replace(request, run=folder / "run", options=Options(steps=1))
+        run_training(first)
+        second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))
+    return (
+        f"smoke: step, evaluation, save and resume work under {plan_name(request.plan)} ({second.step} steps)"
+    )
