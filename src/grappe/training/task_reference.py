@@ -52,6 +52,20 @@ class TaskReference:
         check_signatures(task)
         return task
 
+    def with_values(self, **values: int) -> TaskReference:
+        """Returns the task with other values of some of its fields."""
+        if self.value is not None:
+            return dataclasses.replace(self, value=dataclasses.replace(self.value, **values))
+        return dataclasses.replace(
+            self, texts={**self.texts, **{name: str(value) for name, value in values.items()}}
+        )
+
+    def with_batch(self, batch: int, times: int = 1) -> TaskReference:
+        """Returns the task with `times` its batch size, or times `batch` where that is not 0."""
+        if not batch and times == 1:
+            return self
+        return self.with_values(batch_size=(batch or self.resolve().batch_size) * times)
+
     @classmethod
     def of(cls, task: Task | type[Task] | str, texts: Mapping[str, str] | None = None) -> TaskReference:
         """Makes a reference from a task, its class, or its name."""

@@ -187,7 +187,6 @@ def _on_cores(
     """Runs some steps of the plans that matter, one after the other."""
     from grappe.launch.terminal import progress
     from grappe.verbs.foresee.measured_step import check_runs_here, measured_step
-    from grappe.verbs.measure.measure import with_batch
 
     start, tried = time.monotonic(), 0
     timed = {id(forecast): TimedPlan(foreseen=forecast) for forecast in forecasts}
@@ -202,7 +201,7 @@ def _on_cores(
                 continue
             tried += 1
             progress(f"running a few steps of {plan_name(forecast.plan)}")
-            task = with_batch(reference, forecast.batch, 1)
+            task = reference.with_batch(forecast.batch)
             time_of = measured_step(task, plan, data, seconds=max(left, SECONDS_OF_A_PLAN))
         except GrappeError as error:
             why = str(error)

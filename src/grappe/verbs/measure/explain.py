@@ -39,7 +39,6 @@ from grappe.verbs.measure.breakdown import (
     break_down,
     remedies,
 )
-from grappe.verbs.measure.measure import with_fields
 from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.words import first_line, plan_name
 
@@ -109,7 +108,7 @@ def explain(
             plan, run = Plan.parse(point.plan), folder / str(number)
             training = dataclasses.replace(
                 request,
-                task=with_fields(request.task, batch_size=point.batch, epochs=epochs),
+                task=request.task.with_values(batch_size=point.batch, epochs=epochs),
                 plan=plan,
                 run=run,
                 base=folder,

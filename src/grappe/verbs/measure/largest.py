@@ -19,7 +19,6 @@ from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
-from grappe.verbs.measure.measure import with_batch
 from grappe.words import plan_name
 
 STEPS = 3  # the optimizer's state comes with the first, the second has it and the gradients
@@ -83,7 +82,7 @@ def largest_batch(
         """Returns whether a few steps of `batch` samples succeed."""
         training = dataclasses.replace(
             request,
-            task=with_batch(request.task, batch, 1),
+            task=request.task.with_batch(batch),
             plan=plan,
             run=folder / f"largest-{batch}",
             base=folder,

@@ -104,7 +104,7 @@ def _measured(
             title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
             training = dataclasses.replace(
                 request,
-                task=with_batch(request.task, batch, plan.data_parallel if weak else 1),
+                task=request.task.with_batch(batch, plan.data_parallel if weak else 1),
                 plan=plan,
                 run=folder / f"{origin}-{index}-{turn}",
                 base=folder,
@@ -134,22 +134,6 @@ def _point(plan: Plan, batch: int, runs: Sequence[Measurement], failure: str) ->
             plan=str(plan), batch=batch, processes=plan.processes, slices=plan.data_parallel, failure=failure
         )
     return dataclasses.replace(runs[0], trials=[trial for run in runs for trial in run.trials])
-
-
-def with_batch(task: TaskReference, batch: int, times: int) -> TaskReference:
-    """Returns the task with `times` its batch size, or times `batch` where that is not 0."""
-    if not batch and times == 1:
-        return task
-    return with_fields(task, batch_size=(batch or task.resolve().batch_size) * times)
-
-
-def with_fields(task: TaskReference, **values: int) -> TaskReference:
-    """Returns the task with other values of some of its fields."""
-    if task.value is not None:
-        return dataclasses.replace(task, value=dataclasses.replace(task.value, **values))
-    return dataclasses.replace(
-        task, texts={**task.texts, **{name: str(value) for name, value in values.items()}}
-    )
 
 
 def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
