@@ -145,7 +145,7 @@ def refuse_sparse(task: Task, model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def explained(task: Task, what: str) -> Iterator[None]:
+def explaining_trace_errors(task: Task, what: str) -> Iterator[None]:
     """Context that explains why a model cannot do `what` on fake tensors."""
     try:
         yield
@@ -209,27 +209,19 @@ class FakeModel:
         self.task, self._kernels, self._data, self._records = task, kernels, data, records
         self.mode: Any = fake_tensors()
         with naming_user_line(task):
-            self._batch = Batches(task, data, self.mode)
-        with explained(task, "be made"):
+            self.batches = Batches(task, data, self.mode)
+        with explaining_trace_errors(task, "be made"):
             self.plain = on_meta(task)
-            model = self._made()
+            model = self._build_model()
             refuse_sparse(task, model)
             homes = sharded_with(model, task.units(model))
             self.buffers = sum(buffer.nbytes for buffer in model.buffers())
-        with explained(task, "be stepped by its optimizer"), self.mode:
-            optimizer = optimizer_of(
-                task,
-                [
-                    (name, parameter)
-                    for name, parameter in model.named_parameters()
-                    if parameter.requires_grad
-                ],
-            )
+        with explaining_trace_errors(task, "be stepped by its optimizer"), self.mode:
+            named = list(model.named_parameters())
+            optimizer = optimizer_of(task, [pair for pair in named if pair[1].requires_grad])
             self.has_modes = has_modes(optimizer)
-            self.parameters, self.together = stepped(
-                optimizer, list(model.named_parameters()), homes, foreach
-            )
-        self.samples = self._batch.samples
+            self.parameters, self.together = stepped(optimizer, named, homes, foreach)
+        self.samples = self.batches.samples
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def trace(
@@ -248,28 +240,28 @@ class FakeModel:
             slices: what it depends on besides itself.
         """
         plan = Plan(recompute=recompute, tensor=tensor, replicate=slices.ways)
-        batch = self._cut(self._batch, rows, slices)
+        batch = self._cut(self.batches, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            inside, describes = list(self.task.units(model)), self._kernels is not None
+            units = list(self.task.units(model))
             switch_off_caches(model, plan)
-            checkpoint_activations(inside or [model], plan)
+            checkpoint_activations(units or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
             with self.mode:
                 return traced(
                     self.task,
                     model,
-                    inside,
+                    units,
                     batch,
                     precision,
                     plan,
                     world,
-                    describes=describes,
+                    describes=self.runs_kernels,
                     records=self._records,
                 )
 
-        return self._completed(self._run(plan, "run", run), threads)
+        return self._with_kernels(self._run(plan, "run", run), threads)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def evaluation(
@@ -281,19 +273,17 @@ class FakeModel:
         slices: Slices = ALONE,
     ) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        plan, batch = (
-            Plan(tensor=tensor, replicate=slices.ways),
-            self._cut(self._validation, rows, slices),
-        )
+        plan = Plan(tensor=tensor, replicate=slices.ways)
+        batch = self._cut(self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            inside, describes = list(self.task.units(model.eval())), self._kernels is not None
+            units, describes = list(self.task.units(model.eval())), self.runs_kernels
             with self.mode, torch.no_grad():
                 return traced(
-                    self.task, model, inside, batch, precision, plan, world, describes=describes, trains=False
+                    self.task, model, units, batch, precision, plan, world, describes=describes, trains=False
                 )
 
-        return self._completed(self._run(plan, "be evaluated", run), threads)
+        return self._with_kernels(self._run(plan, "be evaluated", run), threads)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def passes(
@@ -309,11 +299,11 @@ class FakeModel:
         Args:
             slices: what a microbatch depends on besides itself.
         """
-        batch = self._batch.of(rows)
+        batch = self.batches.of(rows)
         stages = self._stages(plan, cut)
         alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
         world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
-        with explained(self.task, "run"), world_of as world, self.mode:
+        with explaining_trace_errors(self.task, "run"), world_of as world, self.mode:
             if slices.synchronised and world.data_group is not None:
                 for stage in stages:
                     synchronise_batchnorm(stage, world.data_group)
@@ -326,29 +316,27 @@ class FakeModel:
                     batch,
                     plan,
                     place,
-                    describes=self._kernels is not None,
+                    describes=self.runs_kernels,
                     records=self._records,
                 )
                 for place in range(plan.pipeline)
             ]
-        return tuple(self._completed(trace, threads) for trace in traces)
+        return tuple(self._with_kernels(trace, threads) for trace in traces)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def evaluated_stages(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
         """Traces an evaluation of `rows` validation samples in each stage of a pipeline."""
         batch = self._validation.of(rows)
         stages = self._stages(plan, cut)
-        with explained(self.task, "be evaluated"), self.mode:
+        with explaining_trace_errors(self.task, "be evaluated"), self.mode:
             for stage in stages:
                 stage.eval()
             bounds = Boundaries(stages, batch)
             traces = [
-                traced_evaluation(
-                    self.task, stages, number, bounds, batch, describes=self._kernels is not None
-                )
+                traced_evaluation(self.task, stages, number, bounds, batch, describes=self.runs_kernels)
                 for number in range(len(stages))
             ]
-        return tuple(self._completed(trace, threads) for trace in traces)
+        return tuple(self._with_kernels(trace, threads) for trace in traces)
 
     def check_units(self) -> None:
         """Checks that a pipeline's units are the model, as far as it shows without values.
@@ -361,10 +349,10 @@ class FakeModel:
 
     @functools.cached_property
     def _units_problem(self) -> PlanError | None:
-        model = self._made()
+        model = self._build_model()
         try:
             with self.mode:
-                check_without_values(self.task, model, self._batch.inputs())
+                check_without_values(self.task, model, self.batches.inputs())
         except PlanError as error:
             return error
         except Exception:  # the model cannot run without values: its traces say why
@@ -372,7 +360,7 @@ class FakeModel:
         return None
 
     def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
-        model = self._made()
+        model = self._build_model()
         switch_off_caches(model, plan)
         units = pipeline_units(self.task, model)
         checkpoint_activations(units, plan)
@@ -392,12 +380,12 @@ class FakeModel:
 
         The first run finds out how each operator is split, on tensors which no training has.
         """
-        with explained(self.task, what):
+        with explaining_trace_errors(self.task, what):
             if plan.processes == 1:
-                return run(self._made(), World(process=ProcessRank(), device=CPU))
+                return run(self._build_model(), World(process=ProcessRank(), device=CPU))
             with pretended(plan) as world:
                 if plan.tensor == 1:
-                    return run(self._made(), world)
+                    return run(self._build_model(), world)
                 run(self._split(plan, world), world)
                 return run(self._split(plan, world), world)
 
@@ -408,7 +396,7 @@ class FakeModel:
             give_memory(model, CPU)
         return model.train()
 
-    def _completed(self, trace: Trace, threads: int) -> Trace:
+    def _with_kernels(self, trace: Trace, threads: int) -> Trace:
         return trace if self._kernels is None else with_kernels(trace, self._kernels, threads)
 
     @functools.cached_property
@@ -425,16 +413,11 @@ class FakeModel:
         """Returns the number of validation samples."""
         return self._validation.samples
 
-    @property
-    def batches(self) -> Batches:
-        """Returns the training batches."""
-        return self._batch
-
     def example(self) -> Any:
         """Returns the inputs of one or two samples, by which a pipeline's stages are cut."""
-        return self._batch.example
+        return self.batches.example
 
-    def _made(self) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         model = on_meta(self.task)
         with self.mode:
             give_memory(model, CPU)
