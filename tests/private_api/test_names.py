@@ -14,13 +14,12 @@ from types import ModuleType
 import pytest
 
 from grappe import private_api
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 from tests.private_api.accesses import accesses
 
 FILES: dict[str, ModuleType] = {
     one.name: importlib.import_module(f"grappe.private_api.{one.name}")
     for one in pkgutil.iter_modules(private_api.__path__)
-    if one.name != "name"
 }
 ENTRIES = [entry for file in FILES.values() for entry in file.USED]
 

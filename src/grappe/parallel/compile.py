@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +42,17 @@ def replaying(forward: Forward, plan: Plan, *, keeps: bool) -> Forward:
         keeps: whether an output may be used after the next call, as a metric's may be: then the output is copied, since
             a unit's output is in the memory of its graph.
     """
-    return functools.partial(_replay, forward, keeps) if plan.cuda_graphs else forward
+    if not plan.cuda_graphs:
+        return forward
+
+    def replay(inputs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        output = forward(inputs)
+        if not keeps:
+            return output
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
+
+    return replay
 
 
 def unsupported_reason(plan: Plan) -> str | None:
@@ -68,13 +77,3 @@ def remarks(plan: Plan) -> Sequence[str]:
     return (f"{left_out} compiled functions without a CUDA graph; TORCH_LOGS=cudagraphs says why",) * bool(
         left_out
     )
-
-
-def _replay(forward: Forward, keeps: bool, inputs: Any) -> Any:
-    torch.compiler.cudagraph_mark_step_begin()
-    output = forward(inputs)
-    return tree_map(_copied, output) if keeps else output
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

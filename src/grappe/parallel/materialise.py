@@ -22,20 +22,16 @@ def on_meta(task: Task) -> nn.Module:
     try:
         with torch.device("meta"):
             model = model_of(task)
-        if not _has_loose_tensors(model):
+        # A tensor that is neither parameter nor buffer would stay without values.
+        if not any(
+            isinstance(value, torch.Tensor) and value.is_meta
+            for module in model.modules()
+            for value in vars(module).values()
+        ):
             return model
     except (RuntimeError, NotImplementedError, TypeError):  # TypeError: .numpy()
         pass  # it computes with values while it is made; then it has to have them
     return model_of(task)
-
-
-def _has_loose_tensors(model: nn.Module) -> bool:
-    """Returns whether a module has a tensor that is neither parameter nor buffer, which would stay without values."""
-    return any(
-        isinstance(value, torch.Tensor) and value.is_meta
-        for module in model.modules()
-        for value in vars(module).values()
-    )
 
 
 def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded: bool = False) -> None:
@@ -72,11 +68,18 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
     Args:
         offloaded: sharded parameters get it on the host: FSDP2 offloads none that were made elsewhere.
     """
-    ties = _ties(model)
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for home in (module_parameters(module), module_buffers(module)):
+            for name, tensor in home.items():
+                if tensor is not None:
+                    sites.setdefault(id(tensor), []).append((module, name))
     model.to_empty(device="cpu" if offloaded else device)
     if offloaded and device.type != "cpu":
         _put_whole_tensors(model, device)
-    for first, *others in ties:
+    for first, *others in sites.values():
+        if not others:
+            continue
         tensor = module_parameters(first[0]).get(first[1], module_buffers(first[0]).get(first[1]))
         for module, name in others:
             parameters = module_parameters(module)
@@ -93,16 +96,6 @@ def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:
                     made: Any = torch.empty_like(tensor, device=device)
                     trained = isinstance(tensor, nn.Parameter)
                     home[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
-
-
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for home in (module_parameters(module), module_buffers(module)):
-            for name, tensor in home.items():
-                if tensor is not None:
-                    sites.setdefault(id(tensor), []).append((module, name))
-    return [places for places in sites.values() if len(places) > 1]
 
 
 def untied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:

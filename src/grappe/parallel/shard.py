@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from grappe.launch.world import World, gather_into
@@ -29,7 +28,9 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     """
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
-    mesh, scalars = _mesh(plan, world), set(_scalars(model))
+    assert world.mesh is not None
+    mesh = world.mesh["replicate", "shard"] if plan.replicate > 1 else world.mesh["shard"]
+    scalars = set(_scalars(model))
     for module in [*untied(model, units), model]:
         fully_shard(
             module,
@@ -69,12 +70,6 @@ def _summed(gradient: Tensor, group: dist.ProcessGroup, wire: torch.device) -> T
     # In the order of an exact plan's pieces; those have a power of two.
     total = tree_sum(everyone[:, None]) if len(everyone).bit_count() == 1 else everyone.sum(0, keepdim=True)
     return total.to(gradient.device).reshape(())
-
-
-def _mesh(plan: Plan, world: World) -> DeviceMesh:
-    mesh = world.mesh
-    assert mesh is not None
-    return mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
 
 
 def reshard(model: nn.Module) -> None:

@@ -2,3 +2,17 @@
 
 Each file lists its private names in USED; tests/private_api fails by name when a library no longer has one of them.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PrivateName(NamedTuple):
+    """A private name of a library, and the library's versions that have it."""
+
+    where: str
+    """The module or class with the name."""
+    name: str
+    versions: str
+    """Releases whose source contains the name; tests run with the pinned release."""

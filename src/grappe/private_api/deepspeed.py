@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,7 +6,7 @@ import gettext
 from collections.abc import Mapping
 from pathlib import Path
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 USED = (PrivateName("gettext.GNUTranslations", "_catalog", "Python 3.11"),)
 

@@ -6,7 +6,7 @@ import os
 import time
 from multiprocessing import forkserver
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 SEEN = "Python 3.11"
 

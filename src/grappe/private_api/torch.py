@@ -23,7 +23,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -31,41 +31,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "USED",
-    "BatchNormBase",
-    "TorchDispatchMode",
-    "TreeSpec",
-    "default_store",
-    "end_data_workers",
-    "fake_store",
-    "fake_tensors",
-    "flatten_mesh",
-    "foreach_add_",
-    "foreach_mul_",
-    "foreach_norm",
-    "forget_meshes",
-    "functional_collectives",
-    "is_schedulers_step",
-    "leaf_names",
-    "local_shape_and_offset",
-    "local_tensor",
-    "mark_step_called",
-    "module_buffers",
-    "module_children",
-    "module_parameters",
-    "operator_arguments",
-    "operator_mutates",
-    "run_backward",
-    "split_backward",
-    "step_is_observed",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
-    "unwrapped_step",
-]
+    "BatchNormBase", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
+    "treespec_dumps", "treespec_loads",
+]  # fmt: skip
+"""Of what is imported here, for other modules."""
 
 SEEN = "2.8 to 2.14"
 

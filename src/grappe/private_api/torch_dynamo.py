@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 DYNAMO = "torch._dynamo"
 MARK = "__dynamo_disable"  # where torch._disable_dynamo keeps what it made of a function

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 SEEN = "2.11 to 2.13"
 USED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 SEEN = "1.4 to 1.9"
 

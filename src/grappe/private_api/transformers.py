@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from grappe.private_api.name import PrivateName
+from grappe.private_api import PrivateName
 
 SEEN = "5.0 to 5.23"
 

@@ -68,11 +68,8 @@ def unsupported_reason(plan: Plan) -> str | None:
             f"{request},schedule={plan.schedule} with microbatches={plan.microbatches}: they go in {rounds} "
             f"rounds, which must be alike; use microbatches={plan.microbatches - plan.microbatches % plan.pipeline}"
         )
-    return _refuse_split_backward(plan) if rule.splits_backward else None
-
-
-def _refuse_split_backward(plan: Plan) -> str | None:
-    """Returns the reason why another key excludes a backward in two parts; None if there is no reason."""
+    if not rule.splits_backward:
+        return None
     name = f"schedule={plan.schedule}"
     if plan.compile:
         return (

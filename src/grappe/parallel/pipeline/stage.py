@@ -203,7 +203,11 @@ class Relay:
         boundary, source = stage.number - 1, self._rank_of(stage.number - 1)
         header = self._headers.get((boundary, *key))
         if header is None:
-            header = self._headers[boundary, *key] = self._receive_header(source)
+            length = torch.empty(1, dtype=torch.int64)
+            dist.recv(length, src=source, group=self._world.control)
+            text = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(text, src=source, group=self._world.control)
+            header = self._headers[boundary, *key] = Boundary.of(text.numpy().tobytes().decode())
         stage.entering = treespec_loads(header.nesting)
         leaves = header.empty(self._world.device)
         for leaf in leaves:
@@ -215,27 +219,17 @@ class Relay:
         if (stage.number, *key) not in self._headers:
             assert stage.leaving is not None
             header = self._headers[stage.number, *key] = _header(leaves, treespec_dumps(stage.leaving))
-            self._send_header(header, target)
+            # Asynchronously, to avoid a deadlock: the receiver may be blocked in a send to this process.
+            text = torch.frombuffer(bytearray(header.text().encode()), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(text)]), text):
+                work = dist.isend(tensor, dst=target, group=self._world.control)
+                assert work is not None
+                self._sending_headers.append((work, tensor))
         for leaf in leaves:
             work = dist.isend(leaf, dst=target, group=self.group)
             assert work is not None
             self._sending.append((work, leaf))
         self._wait(2 * len(self._ranks) * len(leaves))
-
-    def _send_header(self, header: Boundary, target: int) -> None:
-        """Sends a header asynchronously, to avoid a deadlock: the receiver may be blocked in a send to this process."""
-        text = torch.frombuffer(bytearray(header.text().encode()), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(text)]), text):
-            work = dist.isend(tensor, dst=target, group=self._world.control)
-            assert work is not None
-            self._sending_headers.append((work, tensor))
-
-    def _receive_header(self, source: int) -> Boundary:
-        length = torch.empty(1, dtype=torch.int64)
-        dist.recv(length, src=source, group=self._world.control)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(text, src=source, group=self._world.control)
-        return Boundary.of(text.numpy().tobytes().decode())
 
     def _wait(self, left: int) -> None:
         """Waits until at most `left` tensors are being sent; with 0, also for the headers."""

@@ -6,7 +6,7 @@ Shapes: V pieces of a global batch over W processes; S numbers of all calls' sta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,16 @@ class Statistics:
         self._begin()
         yield
         if self._recorded:
-            self._keep(index)
+            calls = [module for module, _ in self._recorded]
+            self._calls = self._calls or calls
+            if calls != self._calls:
+                raise TaskError(
+                    f"exact={self._pieces.pieces}: the model calls its batch normalisation {len(calls)} times for some "
+                    f"samples and {len(self._calls)} times for others, or in another order: statistics cannot be "
+                    "combined in order then: leave exact out"
+                )
+            self._rows[index] = torch.cat([row for _, row in self._recorded])
+            self._recorded = []
             for buffer, before in zip(self._buffers(), self._before, strict=True):
                 buffer.copy_(before)  # not before backward, which may still read them
 
@@ -81,27 +90,32 @@ class Statistics:
             assert module.running_mean is not None and module.running_var is not None
             self._recorded.append((module, torch.cat([module.running_mean, module.running_var])))
 
-    def _keep(self, index: int) -> None:
-        calls = [module for module, _ in self._recorded]
-        self._calls = self._calls or calls
-        if calls != self._calls:
-            raise TaskError(
-                f"exact={self._pieces.pieces}: the model calls its batch normalisation {len(calls)} times for some "
-                f"samples and {len(self._calls)} times for others, or in another order: statistics cannot be "
-                "combined in order then: leave exact out"
-            )
-        self._rows[index] = torch.cat([row for _, row in self._recorded])
-        self._recorded = []
-
     def combine(self, samples: int) -> None:
         """Updates the running statistics from all pieces of a step, one after the other. Collective."""
         self._check_others()
         self._begin()
         if self._modules and (calls := self._agreed_calls()):
-            rows = self._gathered(sum(2 * module.num_features for module in calls))
+            sizes = [2 * module.num_features for module in calls]
+            own = torch.zeros(
+                self._pieces.pieces // self._pieces.slices, sum(sizes), device=self._world.device
+            )
+            for index, row in self._rows.items():
+                own[index] = row
+            rows = self._pieces.gathered(own, self._world.data_group)
             for piece in range(self._pieces.pieces):
-                if range(*cut(samples, self._pieces.pieces, piece)):
-                    self._take_in(calls, rows[piece])
+                if not range(*cut(samples, self._pieces.pieces, piece)):
+                    continue
+                for module, statistics in zip(calls, rows[piece].split(sizes), strict=True):
+                    mean, variance, batches = (
+                        module.running_mean,
+                        module.running_var,
+                        module.num_batches_tracked,
+                    )
+                    assert mean is not None and variance is not None and batches is not None
+                    batches += 1
+                    weight = 1.0 / float(batches) if module.momentum is None else module.momentum
+                    mean.lerp_(statistics[: module.num_features], weight)
+                    variance.lerp_(statistics[module.num_features :], weight)
         self._before, self._rows = [], {}
 
     def _begin(self) -> None:
@@ -129,25 +143,6 @@ class Statistics:
             self._agreed = [self._all[place] for place in agreed]
             self._calls = self._calls or self._agreed
         return self._agreed
-
-    def _gathered(self, size: int) -> Tensor:
-        """Gathers every piece's statistics, [V, S], on every process."""
-        share = self._pieces.pieces // self._pieces.slices
-        rows = torch.zeros(share, size, device=self._world.device)
-        for index, row in self._rows.items():
-            rows[index] = row
-        return self._pieces.gathered(rows, self._world.data_group)
-
-    def _take_in(self, calls: Sequence[BatchNormBase], row: Tensor) -> None:
-        for module, statistics in zip(
-            calls, row.split([2 * module.num_features for module in calls]), strict=True
-        ):
-            mean, variance, batches = module.running_mean, module.running_var, module.num_batches_tracked
-            assert mean is not None and variance is not None and batches is not None
-            batches += 1
-            weight = 1.0 / float(batches) if module.momentum is None else module.momentum
-            mean.lerp_(statistics[: module.num_features], weight)
-            variance.lerp_(statistics[module.num_features :], weight)
 
     def _check_others(self) -> None:
         """Checks the other buffers once, after the first step."""

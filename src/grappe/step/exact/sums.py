@@ -295,9 +295,6 @@ class ShardedExact(Exact):
                     stride=parameter.stride(),
                 )
         self._statistics.combine(samples)
-        return Sums(self._loss_and_flags(flag))
-
-    def _loss_and_flags(self, flag: float) -> Tensor:
         sums = torch.cat([*self._losses, torch.full_like(self._losses[0], flag)])
         self._losses = []
         assert self._group is not None
@@ -305,7 +302,7 @@ class ShardedExact(Exact):
         gather_into(everyone, sums, self._group)
         rows = everyone.view(self._world.data_size, -1)
         losses = self._pieces.in_order(rows[:, :-1].reshape(-1))
-        return torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()])
+        return Sums(torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()]))
 
 
 def exact_sums(
