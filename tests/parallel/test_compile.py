@@ -91,10 +91,10 @@ def test_without_graphs_no_step_is_marked(calls: list[str]) -> None:
 def test_what_an_evaluation_keeps_is_a_copy() -> None:
     memory = torch.zeros(2)
     nested = {"logits": memory, "name": "a"}
-    copied = compilation._replay(lambda _: nested, True, None)
+    copied = compilation.replaying(lambda _: nested, GRAPHS, keeps=True)(None)
     assert copied["logits"].data_ptr() != memory.data_ptr()
     assert copied["name"] == "a"
-    assert compilation._replay(lambda _: memory, False, None) is memory
+    assert compilation.replaying(lambda _: memory, GRAPHS, keeps=False)(None) is memory
 
 
 @pytest.mark.parametrize(
