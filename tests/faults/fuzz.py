@@ -120,7 +120,7 @@ def told(verb: Callable[[], object]) -> str:
 def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed: bool) -> None:
     """Damages a run; with `sealed`, the newest checkpoint's manifest fits again, as an attacker would make it."""
     newest = sorted((run / "checkpoints").iterdir())[-1].name
-    origin = {"step": int(newest.partition("-")[2]), "run": Run(run).id, "samples": 0}
+    origin = {"step": int(newest.partition("-")[2]), "run": Run(run).read_id(), "samples": 0}
     for how, name, what in todo:
         file = run / name.replace("NEWEST", newest)
         if not file.parent.is_dir():

@@ -145,7 +145,7 @@ def test_a_run_that_was_trained_here_is_read_from_anywhere(
     for file in ("mine.py", "package/mine.py"):
         (place / file).write_text(TASK)
     run = trained(name, place / "runs/here")
-    assert ID.fullmatch(Run(run).id)
+    assert ID.fullmatch(Run(run).read_id())
     elsewhere = place.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.py").write_text(EVIL.format(up=0))
@@ -183,7 +183,7 @@ def test_records_are_the_users_alone(place: Path) -> None:
     run = trained("mine.py", place / "runs/here")
     folder = place.parent / "state/grappe/tasks"
     (file,) = folder.iterdir()
-    assert (file.name, file.stat().st_mode & 0o777) == (f"{Run(run).id}.json", 0o600)
+    assert (file.name, file.stat().st_mode & 0o777) == (f"{Run(run).read_id()}.json", 0o600)
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)  # others may have written in it
     with pytest.raises(TaskError, match="Say which task it is"):

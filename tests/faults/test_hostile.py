@@ -183,7 +183,7 @@ def seal(checkpoint: Path) -> None:
     """Makes a manifest that is right for the files there, as whoever sends them can."""
     files = {one.name: fingerprint(one) for one in checkpoint.iterdir() if one.name != MANIFEST}
     step = int(checkpoint.name.partition("-")[2])
-    content = {"step": step, "run": Run(checkpoint.parents[1]).id, "samples": 0, "files": files}
+    content = {"step": step, "run": Run(checkpoint.parents[1]).read_id(), "samples": 0, "files": files}
     (checkpoint / MANIFEST).write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))
 
 

@@ -16,9 +16,9 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
-from grappe.training.opening import Opened
 from grappe.training.options import Options
 from grappe.training.run import Run
+from grappe.training.start_run import StartedRun
 from grappe.training.watchers.base import RunInfo, Watcher
 from grappe.training.watchers.console import Console, sample_word
 from grappe.training.watchers.curves import Curves
@@ -63,7 +63,7 @@ def reporting(
 
 
 def announce(
-    terminal: UserStream, task: Task, info: RunInfo, plan: Plan, opened: Opened, world: World
+    terminal: UserStream, task: Task, info: RunInfo, plan: Plan, started: StartedRun, world: World
 ) -> None:
     """Shows the task, its plan, batch and run, and what is to be noted about them."""
     slices, micro = world.data_size, plan.microbatches
@@ -75,7 +75,7 @@ def announce(
         f"{type(task).__name__} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
         f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
         f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
-        + "".join(f"{note}\n" for note in (*opened.notes, *task.notes())),
+        + "".join(f"{note}\n" for note in (*started.notes, *task.notes())),
         terminal,
         end="",
     )

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,9 @@ class Run:
 
     def latest(self) -> checkpoint_format.Checkpoint | None:
         """Finds the run's newest checkpoint that verifies."""
-        return checkpoint_format.latest(self.checkpoints, self.id)
+        return checkpoint_format.latest(self.checkpoints, self.read_id())
 
-    @property
-    def id(self) -> str:
+    def read_id(self) -> str:
         """Reads the run's id, which its checkpoints carry, from run.json; "": unknown."""
         try:
             value = self.read_description().get("id")
@@ -84,19 +83,23 @@ class Run:
             return ""
         return value if isinstance(value, str) else ""
 
-    def choose(self, which: int | str | None = None) -> Choice:
+    def choose(
+        self, which: int | str | None = None, *, description: Mapping[str, Any] | None = None
+    ) -> Choice:
         """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
 
         Args:
             which: a step, "last" or "best": that one and no other. None: the newest that verifies.
+            description: the content of run.json; None: it is read, and may be damaged.
 
         Raises:
             RunError: the one that is asked for does not verify.
         """
-        try:
-            description = self.read_description()
-        except RunError:
-            description = {}
+        if description is None:
+            try:
+                description = self.read_description()
+            except RunError:
+                description = {}
         run, step, status = (description.get(name) for name in ("id", "step", "status"))
         return select(
             self.checkpoints,
@@ -133,7 +136,11 @@ class Run:
 
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
-        _write_description(self.folder, {**self.read_description(), **changes})
+        self.write_description({**self.read_description(), **changes})
+
+    def write_description(self, description: dict[str, Any]) -> None:
+        """Replaces the content of run.json."""
+        _write_description(self.folder, description)
 
     def finish(self) -> None:
         """Marks the training as finished."""

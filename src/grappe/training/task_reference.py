@@ -157,7 +157,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
         "__main__:"
     ):  # in this very script or notebook, which runs already; other processes lack it
         return TaskReference.of(tasks.make(tasks.find(name), texts))
-    record = _read(run.id)
+    record = _read(run.read_id())
     if record is None:
         shown = name if name.isprintable() and len(name) < 200 else repr(name[:200])
         why = (

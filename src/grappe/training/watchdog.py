@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+import torch.autograd
+import torch.distributed
+
 from grappe.errors import RunError, user_code
 from grappe.launch import files
 from grappe.launch.files import IN_PART
@@ -36,8 +40,8 @@ TICK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 LAST_LINES = 8
 WORK = {EVALUATION: "evaluation", CHECKPOINT: "save"}  # by phase; any other is a part of a step
-TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/")
-"""Parts of torch's files that a process waits for others in, where nothing says so."""
+TORCH_WAITS = tuple(Path(package.__file__).parent for package in (torch.distributed, torch.autograd))
+"""Folders of torch's packages in which a process waits for others, where nothing says so."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +218,7 @@ def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
     # DDP waits inside of backward, in C++, where no line of Python can say so: below ours or torch's there is no other.
     if phase == BACKWARD and Path(innermost).is_relative_to(user_code.PACKAGE):
         return True
-    return any(part in innermost for part in TORCH_WAITS)
+    return any(Path(innermost).is_relative_to(folder) for folder in TORCH_WAITS)
 
 
 def sentence(reports: dict[int, Standstill], size: int, folder: Path, silent: float) -> str:

@@ -40,13 +40,13 @@ from grappe.step.training_scores import TrainingScores
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
-from grappe.training.opening import Opened, OpenRequest, open_run
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
 from grappe.training.sample_log import SampleLog
+from grappe.training.start_run import RunRequest, StartedRun, start_run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
@@ -87,14 +87,14 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     prepare(task, request.data, world)
     data = read(task, request.data, world)
 
-    with open_run(_open_request(request, task, data, world), world) as opened:
+    with start_run(_run_request(request, task, data, world), world) as started:
         if process.launcher == "grappe":
-            log = opened.run.folder / "logs" / f"rank-{process.rank}.log"
+            log = started.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
         memory = reporting_out_of_memory(process.rank)
         baseline = _resident_before_model(task, options)
         clock = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        loading = loaders(task, data, plan, world, opened, None if options.steps_only else clock)
+        loading = loaders(task, data, plan, world, started, None if options.steps_only else clock)
         with (
             naming_user_line(task),
             memory as library_memory,
@@ -103,12 +103,12 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             inside(None),
             loading as (batches, validation),
         ):
-            info = _run_info(request, task, batches, opened, world)
+            info = _run_info(request, task, batches, started, world)
             if terminal is not None:
-                announce(terminal, task, info, plan, opened, world)
+                announce(terminal, task, info, plan, started, world)
 
             batches.phase = clock.switch
-            tensors = opened.checkpoint.read_tensors()
+            tensors = started.checkpoint.read_tensors()
             average = WeightAverage(task.ema)
             if options.steps_only:
                 _set_heap_limits(plan)
@@ -143,7 +143,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     samples=info.samples,
                 )
             )
-            report(facts, opened.run, terminal, world)
+            report(facts, started.run, terminal, world)
 
             meter = Meter(
                 world,
@@ -178,7 +178,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     rank=world.rank,
                     size=world.size,
                     folder=info.folder / "logs",
-                    token=opened.token,
+                    token=started.token,
                     limit=options.stall_limit,
                     end=functools.partial(end_now, rendezvous_folder, process),
                     phase=lambda: clock.phase,
@@ -186,11 +186,11 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 ),
                 stop_signal=stop_signal,
                 saver=Saver(
-                    opened.run.checkpoints,
+                    started.run.checkpoints,
                     world,
-                    opened.token,
+                    started.token,
                     Retention(last=options.keep),
-                    opened.check_lease,
+                    started.check_lease,
                     run=info.description.get("id", ""),
                 ),
                 average=average,
@@ -202,12 +202,12 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             )
             training = Training(session)
             if info.start:
-                training.resume(opened.checkpoint, tensors)
+                training.resume(started.checkpoint, tensors)
             hook = GradientsHook(watchers, lambda: training.step, clock)
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
-        _write_outcome(opened.run, outcome, info.total_steps, meter, world)
+        _write_outcome(started.run, outcome, info.total_steps, meter, world)
         engine.close()
         world.barrier()
     world.leave()
@@ -255,7 +255,7 @@ def read(task: Task, folder: Path, world: World) -> Data:
 
 @contextlib.contextmanager
 def loaders(
-    task: Task, data: Data, plan: Plan, world: World, opened: Opened, chronometer: Chronometer | None
+    task: Task, data: Data, plan: Plan, world: World, started: StartedRun, chronometer: Chronometer | None
 ) -> Iterator[tuple[loader.BatchLoader, loader.BatchLoader]]:
     """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
     batches = loader.training_loader(task, data.train, plan, world, data.order)
@@ -263,12 +263,12 @@ def loaders(
 
     def chosen(loading: Mapping[str, Any]) -> None:
         if world.rank == 0:
-            opened.check_lease()
+            started.check_lease()
             with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
-                opened.run.describe(loading=dict(loading))
+                started.run.describe(loading=dict(loading))
 
     if chronometer is not None and batches.loading is not None:
-        batches.sources.tune(chronometer.spent, opened.run.read_description().get("loading"), chosen)
+        batches.sources.tune(chronometer.spent, started.description.get("loading"), chosen)
         validation.sources.like = batches.sources
     try:
         with explaining_ended_workers():
@@ -278,7 +278,7 @@ def loaders(
         validation.sources.close()
 
 
-def _open_request(request: Request, task: Task, data: Data, world: World) -> OpenRequest:
+def _run_request(request: Request, task: Task, data: Data, world: World) -> RunRequest:
     drawn = data.order.sampling if world.rank == 0 else None
     with naming_user_line(task):
         dataset = fingerprint(data.train) if world.rank == 0 else ""
@@ -292,7 +292,7 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
             steps_per_epoch=data.order.steps_per_epoch,
             engine=request.plan.engine,
         )
-    return OpenRequest(
+    return RunRequest(
         name=request.task.name,
         task=task,
         plan=str(request.plan),
@@ -306,27 +306,27 @@ def _open_request(request: Request, task: Task, data: Data, world: World) -> Ope
 
 
 def _run_info(
-    request: Request, task: Task, batches: loader.BatchLoader, opened: Opened, world: World
+    request: Request, task: Task, batches: loader.BatchLoader, started: StartedRun, world: World
 ) -> RunInfo:
     order, options = batches.order, request.options
     total = task.epochs * order.steps_per_epoch
     if options.steps_only:
         total = max(total, options.steps or 0)
     return RunInfo(
-        folder=opened.run.folder,
+        folder=started.run.folder,
         task=request.task.name,
         plan=str(request.plan),
         engine=request.plan.engine,
         rank=world.rank,
         world_size=world.size,
         device=world.device.type,
-        start=opened.checkpoint.step,
+        start=started.checkpoint.step,
         last_step=options.last_step(total),
         total_steps=total,
         steps_per_epoch=order.steps_per_epoch,
         batch_size=order.batch_size,
         samples=order.length,
-        description=opened.run.read_description(),
+        description=started.description,
     )
 
 

@@ -34,7 +34,7 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
         except RunError:
             continue
         try:
-            run_id = run.id
+            run_id = run.read_id()
             # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
             verified = [
                 checkpoint

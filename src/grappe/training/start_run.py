@@ -1,4 +1,4 @@
-"""Opens a run: makes or checks its folder, takes its lease, finds or builds the checkpoint to start from."""
+"""Starts a run: makes or checks its folder, takes its lease, finds or builds the checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside t
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Opened:
+class StartedRun:
     """A run that this process may write."""
 
     run: Run
+    description: Mapping[str, Any]
+    """The content of run.json at this start."""
     checkpoint: Checkpoint
     """The checkpoint from which training begins; of step 0 in a new run."""
     token: str
@@ -55,8 +57,8 @@ class Opened:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OpenRequest:
-    """The input of opening a run: its task, plan, data and options."""
+class RunRequest:
+    """The input of starting a run: its task, plan, data and options."""
 
     name: str
     """The task's name, as the user wrote it."""
@@ -74,19 +76,19 @@ class OpenRequest:
 
 
 @contextlib.contextmanager
-def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
-    """Context with a run that process 0 opens, for all processes; closes the run at the end. Collective.
+def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
+    """Context with a run that process 0 starts or resumes, for all processes; releases it at the end. Collective.
 
     Raises:
-        GrappeError: the run cannot be opened; raised on every process.
+        GrappeError: the run cannot be started; raised on every process.
     """
     answer: tuple[Any, GrappeError | None] = (None, None)
     lease = None
     if world.rank == 0:
         try:
             with naming_user_line(request.task):
-                folder, step, notes, lease = _open(request, world)
-            answer = ((folder, step, notes, lease.token), None)
+                folder, described, step, notes, lease = _start(request, world)
+            answer = ((folder, described, step, notes, lease.token), None)
         except GrappeError as error:
             answer = (None, error)
     try:
@@ -94,35 +96,39 @@ def open_run(request: OpenRequest, world: World) -> Iterator[Opened]:
         if error is not None:
             raise error
         assert start is not None
-        folder, step, notes, token = start
+        folder, described, step, notes, token = start
         run = Run(folder)
         checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
-        yield Opened(run=run, checkpoint=checkpoint, token=token, notes=notes, lease=lease)
+        yield StartedRun(
+            run=run, description=described, checkpoint=checkpoint, token=token, notes=notes, lease=lease
+        )
     finally:
         if lease is not None:
             lease.release()
 
 
-def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...], Lease]:
+def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease]:
     made: Made | None = None
     new = request.folder is None or not Run.is_run(request.folder)
     now = description(request, world)
     if new:
         run, made = Run.begin(request.folder or new_folder(request.base, request.name), now)
+        before = now
     else:
         assert request.folder is not None
         run = Run(request.folder)
-        if not same_task(request.task, run.read_description()):
+        before = run.read_description()
+        if not same_task(request.task, before):
             raise RunError(
-                f"{run.folder} is a run of the task {run.read_description().get('task')}, not of {request.name}: "
+                f"{run.folder} is a run of the task {before.get('task')}, not of {request.name}: "
                 "give another folder with --run, or none for a new one"
             )
     lease = Lease(run.folder)
     lease.take()
     try:
-        step, notes = _begin(run, request, now, new)
-        unknown = write_record(run.id, request.name, request.task)
-        return run.folder, step, (*notes, unknown) if unknown else notes, lease
+        described, step, notes = _begin(run, request, before, now, new)
+        unknown = write_record(str(described.get("id", "")), request.name, request.task)
+        return run.folder, described, step, (*notes, unknown) if unknown else notes, lease
     except BaseException:
         lease.release()
         if made is not None:
@@ -130,13 +136,15 @@ def _open(request: OpenRequest, world: World) -> tuple[Path, int, tuple[str, ...
         raise
 
 
-def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tuple[int, tuple[str, ...]]:
+def _begin(
+    run: Run, request: RunRequest, before: dict[str, Any], now: dict[str, Any], new: bool
+) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     for name in PARTS:
         files.refuse_link(run.folder / name)
     for entry in leftovers(run.checkpoints):
         with contextlib.suppress(OSError):
             files.remove_tree(entry, IN_PART)
-    before, chosen = run.read_description(), run.choose()
+    chosen = run.choose(description=before)
     checkpoint, taken_over = chosen.checkpoint, ()
     if checkpoint is None and any(OLDER in why for why in chosen.passed_over):
         raise RunError(
@@ -145,8 +153,8 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
     if checkpoint is None:
         taken_over = build(request.task, run.checkpoints, request.begin, before.get("id", ""))
         if new:
-            return list_checkpoints(run.checkpoints)[0].step, taken_over
-        checkpoint = run.choose().checkpoint
+            return now, list_checkpoints(run.checkpoints)[0].step, taken_over
+        checkpoint = run.choose(description=before).checkpoint
         assert checkpoint is not None, "what was built just now verifies"
     changes = tuple(changed(before, now, defaults(type(request.task))))
     _refuse_another_order(run, before, now, checkpoint.step)
@@ -155,7 +163,8 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
     kept = {name: before[name] for name in ("started", "host", "id") if name in before}
     history = before.get("changes") if isinstance(before.get("changes"), list) else []
     history = [*history, *(f"restart {restarts} at step {checkpoint.step}: {change}" for change in changes)]
-    run.describe(**{**now, **kept, "restarts": restarts, "status": "running", "changes": history})
+    described = {**before, **now, **kept, "restarts": restarts, "status": "running", "changes": history}
+    run.write_description(described)
     run.cut_back(checkpoint.step)
     notes = (*chosen.passed_over, *taken_over)
     resumed = f"resuming from step {checkpoint.step}" if checkpoint.step else "starting again from step 0"
@@ -167,7 +176,7 @@ def _begin(run: Run, request: OpenRequest, now: dict[str, Any], new: bool) -> tu
         )
     if checkpoint.step and (broken := other_bits(before, now)):
         notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
-    return checkpoint.step, (resumed, *notes, *(f"changed since: {change}" for change in changes))
+    return described, checkpoint.step, (resumed, *notes, *(f"changed since: {change}" for change in changes))
 
 
 def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -227,7 +236,7 @@ def _refuse_another_order(run: Run, before: Mapping[str, Any], now: Mapping[str,
         )
 
 
-def description(request: OpenRequest, world: World) -> dict[str, Any]:
+def description(request: RunRequest, world: World) -> dict[str, Any]:
     """Returns the content of run.json."""
     task = request.task
     return {

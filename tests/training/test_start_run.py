@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grappe.training.opening import other_bits
+from grappe.training.start_run import other_bits
 
 BEFORE = {
     "plan": "replicate=2,exact=8",
