@@ -25,10 +25,11 @@ test: .venv/test  ## run the tests (WORKERS=1: one after the other)
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
 	@$(BIN)/python -m pytest -q -m "artefact and not soak" --durations 5 --numprocesses $(WORKERS) --no-loadscope-reorder
 
-lint: .venv/dev  ## style, import directions, README's generated parts
+lint: .venv/dev  ## style, names, import directions, README's generated parts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/python scripts/lint.py
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python -m docs.messages --check
 	@$(BIN)/python -m docs.translations || true  # named; their pages say so
