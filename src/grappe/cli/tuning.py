@@ -18,7 +18,7 @@ from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say
 from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
-from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, Trial, best_of, open_study
+from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -145,7 +145,10 @@ class _ProgressLines:
             complain(f"study {progress.study.folder}: {summary(progress)}")
             self._reported = set(ended)
         for number in sorted(ended.keys() - self._reported):
-            complain(_trial_line(ended[number], progress.study.search, progress.total))
+            trial, metric = ended[number], progress.study.search.metric
+            fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
+            result = f"failed: {trial.reason}" if trial.value is None else f"{metric} {trial.value:.6g}"
+            complain(f"trial {number} of {progress.total}: {fields}: {result}")
         self._reported |= ended.keys()
         if progress.waiting != self._waiting:
             self._waiting = progress.waiting
@@ -205,13 +208,6 @@ def summary(progress: SearchProgress) -> str:
     if progress.waiting:
         words.append(f"waiting: {progress.waiting}")
     return ", ".join(words)
-
-
-def _trial_line(trial: Trial, search: SearchDefinition, total: int) -> str:
-    """One line about a trial that has ended."""
-    fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
-    result = f"failed: {trial.reason}" if trial.value is None else f"{search.metric} {trial.value:.6g}"
-    return f"trial {trial.number} of {total}: {fields}: {result}"
 
 
 def train_command(study: Study, trial: Trial) -> str:

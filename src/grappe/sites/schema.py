@@ -30,6 +30,10 @@ LOADERS = re.compile(
     r"LD_\w*|DYLD_\w*|PYTHON\w*|BASH_\w*|GRAPPE_\w*|PATH|ENV|IFS|SHELLOPTS|PS4|PROMPT_COMMAND|HOME", re.ASCII
 )
 GPUS = "{gpus}"
+KINDS: dict[Any, str] = {
+    int: "a whole number", str: "a text", bool: "true or false", float: "a number", tuple: "a list",
+    datetime.date: "a date",
+}  # fmt: skip
 LONGEST, MOST_ENTRIES, LARGEST = 500, 100, 1e6  # of a text, of a list or table, of a number
 
 
@@ -223,7 +227,8 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(kind, type) or type(value) is not kind:
-        raise wrong(path, f"={_shown(value)} is not {_word(kind)}")
+        word = KINDS.get(get_origin(kind) or kind, "a table")
+        raise wrong(path, f"={_shown(value)} is not {word}")
     return _line(value, path, wrong) if kind is str else value
 
 
@@ -239,11 +244,6 @@ def _line(text: str, path: str, wrong: Wrong) -> str:
 def _shown(value: object) -> str:
     """A value as TOML nearly has it, for a message."""
     return printable(repr(value) if isinstance(value, str) else value, 80)
-
-
-def _word(kind: Any) -> str:
-    words = {int: "a whole number", str: "a text", bool: "true or false", float: "a number", tuple: "a list"}
-    return words.get(get_origin(kind) or kind, "a date" if kind is datetime.date else "a table")
 
 
 def _check(made: Site, wrong: Wrong) -> None:

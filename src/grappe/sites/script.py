@@ -188,11 +188,6 @@ def _head(script: Script) -> str:
     notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
     notes += [script.time_note] if script.time_note else []
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if fact != "storage"]
-    return "\n".join(["#!/bin/bash", *(f"# {printable(note, 10_000)}" for note in notes), *_options(script)])
-
-
-def _options(script: Script) -> list[str]:
-    layout, site = script.layout, script.site
     options = [f"--job-name={script.name}", *resource_options(site, layout, script.job.account)]
     options += [
         *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),
@@ -200,8 +195,9 @@ def _options(script: Script) -> list[str]:
         "--open-mode=append",
         f"--array=1-{script.job.chain}%1" if script.job.chain else "--requeue",
     ]
-    options = with_mps(options, site, layout, script.plan)
-    return [f"#SBATCH {option}" for option in merged(options, sbatch.options(script.job))]
+    options = merged(with_mps(options, site, layout, script.plan), sbatch.options(script.job))
+    comments = [f"# {printable(note, 10_000)}" for note in notes]
+    return "\n".join(["#!/bin/bash", *comments, *(f"#SBATCH {option}" for option in options)])
 
 
 def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list[str]:
