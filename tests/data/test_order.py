@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grappe.data import draw as drawing
 from grappe.data import order as module
-from grappe.data import permute as permuting
+from grappe.data.draw import permute
 from grappe.data.order import SampleOrder, cut
-from grappe.data.permute import permute
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -215,9 +215,9 @@ def test_seeking_far_evaluates_no_more_than_a_small_block(length: int) -> None:
 
 
 def test_walking_is_rare_for_every_length() -> None:
-    rounds = permuting._feistel
+    rounds = drawing._feistel
     for length in (10**12, 2**39 + 1, 1437, 50_000):
-        with mock.patch.object(permuting, "_feistel", side_effect=rounds) as spy:
+        with mock.patch.object(drawing, "_feistel", side_effect=rounds) as spy:
             permute(np.arange(1000), key=4, length=length)
         assert sum(len(call.args[0]) for call in spy.call_args_list) < 1100
 

@@ -93,7 +93,7 @@ def means_of_means() -> Any:
 
 def counts_of_slices() -> Any:
     """Each process divides by what counts in its own slice, twice over."""
-    return mock.patch("grappe.data.counts._total", lambda mine, exact, group: 2 * mine.sum(0))
+    return mock.patch("grappe.data.batch._total", lambda mine, exact, group: 2 * mine.sum(0))
 
 
 def silent_bf16() -> Any:

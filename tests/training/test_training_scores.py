@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from grappe.data.draw import mix
-from grappe.data.permute import permute
+from grappe.data.draw import mix, permute
 from grappe.errors import TaskError
 from grappe.plan import Plan
 from grappe.step.loss import values_of

@@ -13,9 +13,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from grappe.data.arrays import in_memory, one_by_one
-from grappe.data.draw import mix
+from grappe.data.draw import mix, permute
 from grappe.data.order import SampleOrder
-from grappe.data.permute import permute
 from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import at, line_of, user_call

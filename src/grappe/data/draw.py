@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # SampleOrder needs `mix` where torch is not imported
+if TYPE_CHECKING:
     import torch
+
 
 _ONE_THREAD = 1 << 15  # numbers: torch's operators take no second thread for fewer
 _WORD = (1 << 64) - 1
@@ -146,3 +148,56 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 def _signed(word: int) -> int:
     """Returns the int64 with the same bits: torch rejects larger numbers, and its product keeps the low 64 bits."""
     return word - (1 << 64)
+
+
+_ROUNDS = 8
+_ROUNDS_SMALL = 24  # a grid of few rows and columns has few round functions to choose from
+_SMALL = 64
+_HALF = np.uint64(32)
+
+
+def permute(positions: NDArray[np.int64], *, key: int, length: int) -> NDArray[np.int64]:
+    """Evaluates a permutation of range(length), chosen by `key`, at `positions`: int64 (n,) to int64 (n,).
+
+    A Feistel network over the cells of a nearly square grid that holds `length` (1 to 2^62), walked along its
+    cycle until it is back in range (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    One cell in sqrt(length) is out of range, so few walk, and the cost depends on neither position nor length; over
+    a power of two up to half would. The permutation shuffles; it is no encryption.
+    """
+    columns = isqrt(length - 1) + 1
+    rows = -(-length // columns)
+    rounds = _ROUNDS if length > _SMALL else _ROUNDS_SMALL
+    keys = [np.uint64(mix(key, index)) for index in range(rounds)]
+    image = _feistel(positions.astype(np.uint64), keys, rows, columns)
+    outside = np.flatnonzero(image >= length)
+    while outside.size:
+        walked = _feistel(image[outside], keys, rows, columns)
+        image[outside] = walked
+        outside = outside[walked >= length]
+    return image.view(np.int64)
+
+
+def _feistel(cells: NDArray[np.uint64], keys: list[np.uint64], rows: int, columns: int) -> NDArray[np.uint64]:
+    """Evaluates a permutation of range(rows * columns) at `cells`, uint64 (n,); the number of `keys` is even."""
+    width, other_width = np.uint64(rows), np.uint64(columns)
+    half = cells // other_width
+    other = cells - half * other_width
+    hashed, spare = np.empty_like(half), np.empty_like(half)
+    for key in keys:
+        # in place throughout: new arrays would take longer than the arithmetic
+        np.add(other, key, out=hashed)
+        hashed *= _FIRST_FACTOR
+        np.right_shift(hashed, _HALF, out=spare)
+        hashed ^= spare
+        hashed *= _SECOND_FACTOR
+        hashed >>= _HALF
+        hashed *= width
+        hashed >>= _HALF
+        half += hashed
+        # modulo the width: the subtraction wraps to something huge where it was not due
+        np.subtract(half, width, out=spare)
+        np.minimum(half, spare, out=half)
+        half, other, width, other_width = other, half, other_width, width
+    half *= other_width
+    half += other
+    return half

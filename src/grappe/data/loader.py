@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import Batch, Microbatch, SampleIds
-from grappe.data.collate import augment, augments, collated
-from grappe.data.counts import as_weights, counts_of, divided
+from grappe.data.batch import Batch, Microbatch, SampleIds, as_weights, counts_of, divided
+from grappe.data.collate import at_rows, augment, augments, collated
 from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
@@ -22,7 +21,6 @@ from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
 from grappe.data.rand_like import inside
-from grappe.data.rows import at_rows
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
 from grappe.errors import PlanError

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.draw import mix
-from grappe.data.permute import permute
+from grappe.data.draw import mix, permute
 from grappe.data.sampling import DrawnSamples
 
 _FIRST_BLOCK = 256  # ids: a seek evaluates no more than this (or one batch)

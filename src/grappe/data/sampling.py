@@ -14,8 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from grappe.data.draw import mix
-from grappe.data.permute import permute
+from grappe.data.draw import mix, permute
 from grappe.errors import TaskError
 
 _OFFSET, _WINDOW = 0x6F66, 0x7769  # words of keys, so that they are no sample's

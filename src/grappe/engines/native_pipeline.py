@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.collate import at_rows
 from grappe.data.order import cut
-from grappe.data.rows import at_rows
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.microbatch import MicrobatchRunner, nothing_changed
 from grappe.engines.shared.state import ModelState, State, export, trained_parameters

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.collate import at_rows
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.order import cut
-from grappe.data.rows import at_rows
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.kernels import Kernels

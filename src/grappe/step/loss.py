@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch
-from grappe.data.counts import flat
+from grappe.data.batch import Batch, Microbatch, flat
 from grappe.data.rand_like import first_rows
 from grappe.errors import TaskError
 from grappe.errors.user_code import at, calls_users

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from grappe import Arrays, Download, Task, normalise
+from grappe import Arrays, Download, normalise
 from grappe.data.formats import locate, mnist
-from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
-
-if TYPE_CHECKING:
-    import torchmetrics
+from grappe.optimizers.batch_scaling import LrScaling, warmed_up
+from grappe.tasks.digits import Digits
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"
 LARGEST = 60_000  # images
@@ -52,13 +49,14 @@ def lenet() -> nn.Sequential:
     return network
 
 
-class FashionMnist(Task):
+class FashionMnist(Digits):
     """LeNet on Fashion-MNIST; the last twelfth of the training images is kept for validation."""
 
     downloads: ClassVar[tuple[Download, ...]] = FILES
     epochs: int = 10
     batch_size: int = 256
     lr: float = 0.2
+    momentum: float = 0.0
     lr_scaling: LrScaling = "none"
     """Rule for lr when batch_size is k times 256: linear (k times lr) or sqrt; warmed up over a tenth of the steps."""
 
@@ -68,30 +66,8 @@ class FashionMnist(Task):
     def data(self, split: str, folder: Path) -> Arrays:
         return idx_files(split, folder, PLACES, SOURCE, "fashion_mnist")
 
-    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
-        return torch.optim.SGD(named_parameters, lr=self.lr * self._factor)
-
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
         return warmed_up(optimizer, None, factor=self._factor, steps=total_steps // 10)
-
-    @property
-    def _factor(self) -> float:
-        return scale_factor(self.lr_scaling, batch_size=self.batch_size, base=type(self).batch_size)
-
-    def prediction(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
-        probability, number = output.softmax(1).max(1)
-        return {"class": number, "probability": probability}
-
-    def metrics(self) -> dict[str, torchmetrics.Metric]:
-        from torchmetrics.classification import MulticlassAccuracy  # takes seconds, in evaluations alone
-
-        return {"accuracy": MulticlassAccuracy(10, average="micro")}
-
-    def units(self, model: Any) -> list[nn.Module]:
-        return list(model)
 
 
 def idx_files(split: str, folder: Path, places: Sequence[str], source: str, task: str) -> Arrays:

@@ -84,10 +84,10 @@ def test_the_same_bytes_each_time(source: Path, packed: Path, tmp_path: Path) ->
 def test_killed_at_any_moment_it_goes_on(source: Path, packed: Path, tmp_path: Path) -> None:
     """With a real kill, from before the first shard is there to behind the last."""
     code = (
-        "import sys, time; from pathlib import Path; from grappe.verbs.data import pack, shard_writer\n"
-        "real = shard_writer.files.replace\n"
+        "import sys, time; from pathlib import Path; from grappe.verbs.data import pack\n"
+        "real = pack.files.replace\n"
         "def slow(*a, **k):\n time.sleep(0.05); real(*a, **k); print(a[0].name, flush=True)\n"
-        "shard_writer.files.replace = slow\n"
+        "pack.files.replace = slow\n"
         "pack.pack(Path(sys.argv[1]), Path(sys.argv[2]), pack.Packing(short=64, per_shard=7))\n"
     )
     for lines in (1, 4):

@@ -19,7 +19,7 @@ from grappe.errors import TaskError
 from grappe.private_api.lightning import set_trainer
 from grappe.private_api.torch import module_parameters
 from grappe.task import Task
-from grappe.tasks.lightning_module import trial, unsupported
+from grappe.tasks.lightning_module import unsupported
 from grappe.tasks.lightning_module.steps import (
     EachEpoch,
     Loaders,
@@ -203,7 +203,7 @@ def from_lightning(
     steps = epochs * -(-length // size)
     copied = _fresh(module, NoTrainer(epochs, steps))
     unsupported.optimizers(copied.configure_optimizers(), refusals)
-    trial_result = trial.tried(copied, train, refusals, without)
+    trial_result = unsupported.tried(copied, train, refusals, without)
     refusals.check()
     refusals.check_without(trial_result.left_out)
     shuffle = not isinstance(train.sampler, SequentialSampler)

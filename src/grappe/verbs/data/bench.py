@@ -13,19 +13,17 @@ import numpy as np
 import torch
 
 from grappe.data.arrays import Arrays
-from grappe.data.draw import mix
+from grappe.data.draw import mix, permute
 from grappe.data.images.dataset import Images
 from grappe.data.images.views import CentreCrop, RandomResizedCrop
 from grappe.data.loading import Loading
-from grappe.data.permute import permute
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Samples, source_of
 from grappe.errors import DataError
 from grappe.launch.terminal import progress
 from grappe.launch.world import cores
 from grappe.task import Task
-from grappe.verbs.data.pack import Packing, pack
-from grappe.verbs.data.shard_writer import shard_name, write_shard
+from grappe.verbs.data.pack import Packing, pack, shard_name, write_shard
 from grappe.words import format_bytes
 
 _BATCH = 32

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import Arrays, in_memory
+from grappe.data.batch import counts_of
 from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
-from grappe.data.counts import counts_of
 from grappe.data.datasets import dataset_of
 from grappe.data.sampling import Sampling
 from grappe.data.seeded import missing

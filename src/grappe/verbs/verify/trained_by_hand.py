@@ -30,10 +30,9 @@ from grappe.data.batch import SampleIds
 from grappe.data.collate import augment, collated
 from grappe.data.datasets import drawn_samples, prepare
 from grappe.data.device_copy import on_device
-from grappe.data.draw import mix, sample_keys
+from grappe.data.draw import mix, permute, sample_keys
 from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
-from grappe.data.permute import permute
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DivergedError
