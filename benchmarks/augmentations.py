@@ -12,12 +12,12 @@ from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+from benchmarks.photos import photographs
 from grappe.data import augment
 from grappe.data.augment import geometry, policies
 from grappe.data.augment.colour import turned
 from grappe.data.augment.numbers import numbers
 from grappe.data.draw import sample_keys
-from grappe.verbs.data.photos import photographs
 
 SIDE, COUNT = 64, 3000
 SCORES = {

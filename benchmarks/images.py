@@ -25,6 +25,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from benchmarks.figures import machine, spread, table
+from benchmarks.photos import photographs
 from benchmarks.torchvision_recipe import ImageFolder
 from grappe import Plan, Task
 from grappe.data import Images, Normalise, RandomResizedCrop
@@ -32,7 +33,6 @@ from grappe.data.loader import training_loader
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.verbs.data.pack import Packing, pack
-from grappe.verbs.data.photos import photographs
 
 BATCH = 32
 CLASSES = 4

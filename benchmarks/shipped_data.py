@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import cifar_files
+from benchmarks.photos import make_photos
 from grappe.training.request import DATA_FOLDER
-from grappe.verbs.data.photos import make_photos
 
 IMAGES = 4096
 PHOTOGRAPHS = 512

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import photos
 
 from grappe.cli.commands import app
 from tests.patience import PATIENCE_SECONDS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = re.findall(r"^grappe .*", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^(?:grappe|python -m) .*", PAGE, re.MULTILINE)
 
 
 def run(command: str, folder: Path, *more: str) -> None:
@@ -25,6 +26,9 @@ def run(command: str, folder: Path, *more: str) -> None:
     for many, few in less.items():
         command = command.replace(many, few)
     plain = shlex.split(command)
+    if plain[0] == "python":
+        photos.main(plain[3:])
+        return
     if plain[1] == "data":
         assert app(plain[1:], exit_on_error=False, print_error=False) == 0
         return
@@ -39,7 +43,7 @@ def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos.py").write_text(CODE[0])
     assert [line.split()[1:3] for line in COMMANDS] == [
-        ["data", "make-photos"],
+        ["-m", "benchmarks.photos"],
         ["train", "photos.py"],
         ["measure", "photos.py"],
         ["data", "bench"],

@@ -51,7 +51,7 @@ SYSTEM = (
 """Errors of files, as the system calls them."""
 LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
 """Lines of the user's code, which are written by a `__str__` of which the sources' messages know nothing."""
-METER = ("checking", "packing", "copying", "fetching {name}", "cutting {split}", "images", "bytes")
+METER = ("checking", "packing", "copying", "fetching {name}", "images", "bytes")
 """What a meter of grappe.verbs.data.walk says that it does, and to what: its own line has places for them."""
 GROUP = re.compile(r"\\(\d)")
 

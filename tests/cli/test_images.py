@@ -38,12 +38,6 @@ def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypa
     assert "2, left out" in capsys.readouterr().out
 
 
-def test_photos_are_made(tmp_path: Path, capsys) -> None:
-    assert run("data", "make-photos", str(tmp_path / "photos"), "--images", "8") == 0
-    assert "8 train, 2 validation" in capsys.readouterr().out
-    assert run("data", "check", str(tmp_path / "photos/train")) == 0
-
-
 def test_an_archive_with_a_file_of_labels(tmp_path: Path, capsys) -> None:
     (tmp_path / "val.tar").write_bytes(tar([("b.JPEG", jpeg(part(0))), ("a.JPEG", jpeg(part(1)))]))
     (tmp_path / "labels.txt").write_text("2\n1\n")

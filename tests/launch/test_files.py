@@ -63,7 +63,6 @@ ELSEWHERE = {
     "training/run.py": "the folder of runs, and new runs in it",
     "training/task_reference.py": "the task's file, of the user's own records",
     "training/watchers/profile.py": "gzip of a file that grappe.launch.files has made",
-    "verbs/data/photos.py": "pictures of installed packages, and the new folder that the user names",
     "verbs/data/pack.py": "the folder of shards that the user names, and a lock in it",
     "verbs/doctor/checks/__init__.py": "the source's own files",
     "verbs/doctor/checks/allocation.py": "a temporary folder of its own",

@@ -128,7 +128,7 @@ COMMANDS = {
     "measure": (("digits", "--plan", PLAIN), "samples/s"),
     "lr-find": (("digits", "--plan", PLAIN), "suggested"),
     "tune": (("digits", "lr=0.1|0.2", "epochs=1", "--sampler", "grid", "--plan", PLAIN), "best: trial"),
-    "data": (("make-photos", "photos"), "photos"),
+    "data": (("stage", __file__, "--to", "staged"), "staged"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Defines grappe data and its commands: index, check, pack, stage, bench, make-photos."""
+"""Defines grappe data and its commands: index, check, pack, stage, bench."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def register(app: App) -> None:
         help="Index, check, pack, stage and time folders and archives of images.",
         help_format="plaintext",
     )
-    for command in (index, check, pack, stage, bench, make_photos):
+    for command in (index, check, pack, stage, bench):
         group.command(command)
     app.command(group)
 
@@ -185,24 +185,6 @@ def bench(
     show(table)
     for sentence in done.advice:
         say(sentence)
-    return EXIT_OK
-
-
-def make_photos(
-    to: Annotated[Path, Parameter(help="A new folder.")],
-    /,
-    *,
-    images: Annotated[int, Parameter(help="Photos for training; a fifth as many for validation.")] = 1000,
-    seed: Annotated[int, Parameter(help="Another seed cuts other photos.")] = 0,
-) -> int:
-    """Cut a small labelled set of photos from pictures that come with Python packages, to try things on."""
-    from grappe.verbs.data.photos import make_photos as verb
-
-    done = verb(to, images, seed)
-    written = f"{done.folder}: {', '.join(f'{n:,} {split}' for split, n in done.images.items())}"
-    show_facts(
-        [("written", written), ("classes", f"{done.classes}: halves of {', '.join(done.photographs)}")]
-    )
     return EXIT_OK
 
 

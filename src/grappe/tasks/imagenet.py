@@ -192,6 +192,6 @@ def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
             return place
     raise DataError(
         f"not found in {folder.absolute()}: {' or '.join(path.name for path in places)}. ImageNet's archives come from "
-        "https://www.image-net.org, behind a registration; name their folder with --data. To try without them: "
-        "grappe data make-photos FOLDER"
+        "https://www.image-net.org, behind a registration; name their folder with --data. To try without them, "
+        "in grappe's repository: python -m benchmarks.photos FOLDER"
     )

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from benchmarks.photos import photographs
 from PIL import Image, ImageEnhance, ImageOps
 
 from grappe.data.augment.colour import turned
 from grappe.data.augment.policies import Operation, apply_operations
-from grappe.verbs.data.photos import photographs
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.photos import make_photos
 
 from grappe import Task
 from grappe.tasks.cifar10 import Cifar10
@@ -23,7 +24,6 @@ from grappe.tasks.imagenet import ImageNet
 from grappe.tasks.mnist import Mnist
 from grappe.tasks.pysource import PySource
 from grappe.training.run import Run
-from grappe.verbs.data.photos import make_photos
 from grappe.verbs.export.export import export
 from tests.training.test_training import train
 
