@@ -1,8 +1,9 @@
 """Measures what `imagenet` loses to loading JPEG files: `python -m benchmarks.imagenet_compute FOLDER`.
 
 FOLDER has photographs: `python -m benchmarks.photos FOLDER` cuts some. Two trainings of one process and one thread,
-without data workers, take turns of a step: one reads the files, the other has images in memory, as bytes.
-The share is the CPU time of a step from memory, over that of a step from files; where data workers have cores of their own, it is higher.
+without data workers, take turns of a step: one reads the files, the other has images in memory, as bytes. The share is
+the CPU time of a step from memory, over that of a step from files; where data workers have cores of their own, it is
+higher.
 """
 
 from __future__ import annotations
