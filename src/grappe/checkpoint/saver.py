@@ -107,27 +107,26 @@ class Saver:
             streamed = self._stream(beside, uncopied, own, stream)
         self._saving = True
         try:
-            self._start(step, pieces, dict(values), streamed)
+            thread = threading.Thread(
+                target=self._write,
+                args=(step, pieces, dict(values), streamed),
+                name="grappe-save",
+                daemon=True,
+            )
+            thread.start()
+            self._thread = thread
         except RuntimeError:  # for want of memory for a thread
             self._snapshots.clear()
             self._write(step, uncopied, dict(values), streamed)
             copied = False
         if not copied:  # for want of memory: the training must not go on before they are written
             self._written.wait()
-            self._say_why()
+            if not self._said and self._world.rank == 0:
+                say(
+                    "a checkpoint is written without a copy in memory, which has no room: the training waits for it"
+                )
+                self._said = True
         return before
-
-    def _say_why(self) -> None:
-        if not self._said and self._world.rank == 0:
-            say(
-                "a checkpoint is written without a copy in memory, which has no room: the training waits for it"
-            )
-            self._said = True
-
-    def _start(self, *arguments: Any) -> None:
-        thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
-        thread.start()
-        self._thread = thread
 
     def wait(self) -> str | None:
         """Waits for the running save, if there is one; returns that save's error, on any process."""
@@ -274,7 +273,12 @@ class Snapshots:
             return self._without(originals)
         try:
             taken = [piece._replace(data=self._buffer(piece)) for piece in originals]
-            beside = bool(on_gpu) and peak_known and self._start_beside(on_gpu, processes)
+            beside = False
+            if on_gpu and peak_known and gpu_has_room(sum(piece.data.nbytes for piece in on_gpu), processes):
+                self._device = self._device or DeviceCopies()
+                beside = self._device.start(
+                    [piece.data for piece in on_gpu], [self._buffer(piece) for piece in on_gpu]
+                )
             for piece in originals:
                 if not (beside and piece.data.is_cuda):
                     self._buffer(piece).copy_(piece.data, non_blocking=True)
@@ -298,13 +302,6 @@ class Snapshots:
     def _without(self, originals: list[Piece]) -> tuple[list[Piece], bool]:
         self.clear()  # all of it: what the process needs to write must have room as well
         return originals, False
-
-    def _start_beside(self, pieces: list[Piece], processes: int) -> bool:
-        """Starts a copy within the GPU on another stream if memory allows; returns whether it did."""
-        if not gpu_has_room(sum(piece.data.nbytes for piece in pieces), processes):
-            return False
-        self._device = self._device or DeviceCopies()
-        return self._device.start([piece.data for piece in pieces], [self._buffer(piece) for piece in pieces])
 
     def _buffer(self, piece: Piece) -> Tensor:
         if not self._kept(piece):

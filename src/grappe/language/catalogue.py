@@ -214,15 +214,8 @@ def encodable(text: str, encoding: str) -> str:
 
 def _ends(text: str) -> Iterable[tuple[int, str]]:
     """The first places where a sentence may end, and what ends it."""
-    places = ((place, end) for end in ENDS for place in _places(text, end))
+    places = ((match.start(), end) for end in ENDS for match in re.finditer(re.escape(end), text))
     return sorted(places)[:PLACES]
-
-
-def _places(text: str, end: str) -> Iterable[int]:
-    place = text.find(end)
-    while place >= 0:
-        yield place
-        place = text.find(end, place + 1)
 
 
 LETTER = 16  # a letter's weight; a sign's is 1

@@ -71,14 +71,11 @@ def checked_watchers(watchers: Iterable[Watcher | str]) -> tuple[Watcher | str, 
     Raises:
         UsageError: one of `watchers` is no watcher, or names a file that does not exist.
     """
-    return tuple(map(_checked, watchers))
-
-
-def _checked(watcher: Watcher | str) -> Watcher | str:
-    if isinstance(watcher, str):
-        return check_name(watcher)
-    if not isinstance(watcher, Watcher):
-        raise UsageError(
-            f"{watcher!r} is not a watcher: give an instance of a class derived from grappe.Watcher"
-        )
-    return watcher
+    checked = []
+    for watcher in watchers:
+        if not isinstance(watcher, Watcher | str):
+            raise UsageError(
+                f"{watcher!r} is not a watcher: give an instance of a class derived from grappe.Watcher"
+            )
+        checked.append(check_name(watcher) if isinstance(watcher, str) else watcher)
+    return tuple(checked)

@@ -93,11 +93,11 @@ def _metrics(record: Record) -> str:
     """Formats the training metrics that --print-every shows; the steps between have none."""
     if not record.metrics:
         return ""
-    return ", " + json.dumps({name: _as_json(value) for name, value in record.metrics.items()})[1:-1]
-
-
-def _as_json(value: float | list[float]) -> Any:
-    return [as_json(entry) for entry in value] if isinstance(value, list) else as_json(value)
+    values = {
+        name: [as_json(entry) for entry in value] if isinstance(value, list) else as_json(value)
+        for name, value in record.metrics.items()
+    }
+    return ", " + json.dumps(values)[1:-1]
 
 
 def _number(value: float) -> str:
@@ -126,15 +126,6 @@ class NoiseWatcher(Watcher):
         self._file, self._batch_size = files.appender(info.folder / "metrics.jsonl"), info.batch_size
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        self._write(step)
-
-    def ended(self, outcome: Outcome | None) -> None:
-        if self._file is not None:
-            self._file.close()
-        if outcome is not None and self._stream is not None and self._last is not None:
-            say(sentence(self._last, self._batch_size, self._first), self._stream)
-
-    def _write(self, step: int) -> None:
         noise = self._meter.take()
         if noise is None:
             return
@@ -144,6 +135,12 @@ class NoiseWatcher(Watcher):
         with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
             assert self._file is not None, "a watcher is started first"
             self._file.write(json.dumps(record(noise, step)).encode() + b"\n")
+
+    def ended(self, outcome: Outcome | None) -> None:
+        if self._file is not None:
+            self._file.close()
+        if outcome is not None and self._stream is not None and self._last is not None:
+            say(sentence(self._last, self._batch_size, self._first), self._stream)
 
 
 def record(noise: Noise, step: int) -> dict[str, Any]:
