@@ -1,4 +1,4 @@
-"""Where files lie on a site, by its innermost storage, and which precision suits a GPU."""
+"""Advice about a site: a folder is judged by its innermost storage, a precision by its GPU."""
 
 from __future__ import annotations
 
