@@ -70,7 +70,7 @@ def _leaves_at_once(code: int) -> bool:
         return distributed.is_available() and distributed.is_initialized()
     try:
         return rank_from_environment() is not None
-    except UsageError:  # `doctor` says so, and goes on
+    except UsageError:  # `doctor` reports it, and goes on
         return False
 
 

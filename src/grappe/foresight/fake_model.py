@@ -67,7 +67,7 @@ class Batches:
                 inputs, targets, weights = at_rows(
                     (micro.inputs, micro.targets, micro.weights), places, count
                 )
-            except PlanError:  # a batch of graphs, say: it has to be read
+            except PlanError:  # a batch of graphs, for example: it must be read
                 read = self._rehearsed(rows)
             else:
                 ids = micro.sample_ids
@@ -233,7 +233,7 @@ class FakeModel:
         tensor: int = 1,
         slices: Slices = ALONE,
     ) -> Trace:
-        """Traces a microbatch of `rows` samples, in a process of so many threads.
+        """Traces a microbatch of `rows` samples, in a process of `threads` threads.
 
         Args:
             tensor: processes that share the model's matrices.
@@ -339,7 +339,7 @@ class FakeModel:
         return tuple(self._with_kernels(trace, threads) for trace in traces)
 
     def check_units(self) -> None:
-        """Checks that a pipeline's units are the model, as far as it shows without values.
+        """Checks that a pipeline's units make up the model, as far as can be seen without values.
 
         Raises:
             PlanError: they are not.
@@ -376,7 +376,7 @@ class FakeModel:
         return batch._replace(microbatches=micros, samples=slices.samples, count=count)
 
     def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], Trace]) -> Trace:
-        """Runs a model as the first process of the replicate and tensor axes has it; twice where it is split.
+        """Runs a model as on the first process of the replicate and tensor axes; twice where it is split.
 
         The first run finds out how each operator is split, on tensors which no training has.
         """

@@ -62,7 +62,7 @@ UNFORESEEN = ("exact", "compile", "config")
 """Keys under which a process keeps what the model of memory does not know."""
 
 UNCOPIED = frozenset({"pipeline", "tensor", "offload"})
-"""Keys of plans of which it is not known what is copied for a checkpoint."""
+"""Keys of plans for which the bytes copied for a checkpoint are unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def memory_forecast(
 def with_libraries(
     forecast: MemoryForecast, fake_model: FakeModel, plan: Plan, *, batch: int | None = None
 ) -> MemoryForecast:
-    """Returns the needs of `plan`, whose peak is known, with what libraries keep on this machine: kernels are run."""
+    """Returns the needs of `plan`, whose peak is known, with the memory that libraries keep; runs kernels."""
     libraries = library_memory(fake_model, plan, batch or fake_model.task.batch_size)
     return dataclasses.replace(forecast, libraries=libraries)
 
@@ -178,7 +178,7 @@ def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int, gpu: bool)
     several = plan.tensor > 1 or slices_of(task, plan, samples, fake_model.samples).ways > 1
     if several and not fake_group_possible():
         return False
-    if plan.offload != "none" and gpu:  # which of it a GPU holds, and when, was never measured
+    if plan.offload != "none" and gpu:  # how much of it a GPU holds, and when, was never measured
         return False
     if plan.pipeline == 1:
         return True
@@ -201,14 +201,14 @@ class BalancedWriters:
         """Bytes of each process's copies."""
 
     def add(self, size: int, copied: int) -> None:
-        """Adds a tensor of `size` bytes, of which a process copies `copied`."""
+        """Adds a tensor of `size` bytes; a process copies `copied` bytes of it."""
         load, number = self._loads[0]
         heapq.heapreplace(self._loads, (load + size + 1, number))
         self.copied[number] += copied
 
 
 def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
-    """Computes the bytes of the process that copies most; of a plan that is replicated and sharded at most."""
+    """Computes the bytes of the process that copies most; for plans that only replicate and shard."""
     split, unsplit = BalancedWriters(plan.replicate), BalancedWriters(plan.replicate * plan.shard)
 
     def add(parameter: Parameter, size: int) -> None:
@@ -231,7 +231,7 @@ def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
 
 
 class _AlikeProcesses:
-    """Processes that each run all units: replicated, sharded, offloaded, split; of them the one that has most."""
+    """Processes that each run all units: replicated, sharded, offloaded, split; the neediest one counts."""
 
     def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
         self._fake_model, self._plan, task = fake_model, plan, fake_model.task
@@ -250,11 +250,11 @@ class _AlikeProcesses:
 
     @property
     def traces(self) -> list[tuple[tuple[Trace, ...], Trace]]:
-        """Returns the traces of an evaluation and of a step, of each process that differs from others: of one."""
+        """Returns an evaluation's and a step's trace of each process that differs from others: here one."""
         return [((self._scored,), self._trained)]
 
     def peaks(self, copies: CommunicationBuffers) -> Peaks:
-        """Computes the peaks; each is None where what some kernels take is not counted."""
+        """Computes the peaks; each is None where the memory of some kernels is unknown."""
         return Peaks(
             step=self._step(copies) if self._trained.complete else None,
             evaluation=self._evaluation(copies) if self._scored.complete else None,
@@ -294,7 +294,7 @@ class _AlikeProcesses:
         )
 
     def _forward_memory(self, copies: CommunicationBuffers) -> PlanMemory:
-        """Returns what the plan takes in a forward without a backward: between two steps no gradient is there."""
+        """Returns the plan's memory in a forward without backward: between steps there are no gradients."""
         plan = self._plan
         if uses_shard(plan):
             return FsdpMemory(self._own, plan.shard, plan.zero, there=False, reduces=False, copies=copies)
@@ -323,7 +323,7 @@ class _Pipeline:
         return list(zip(scored, self._steps, strict=True))
 
     def peaks(self, copies: CommunicationBuffers) -> Peaks:
-        """Computes the peaks of the process that needs most; None where what some kernels take is not counted."""
+        """Computes the peaks of the neediest process; None where the memory of some kernels is unknown."""
         if not all(trace.complete for trace in (*self._steps, *self._scored)):
             return UNKNOWN
         places = range(self._plan.pipeline)
@@ -342,7 +342,7 @@ class _Pipeline:
         if plan.replicate > 1 and not uses_shard(plan):
             summed = states(parts, 0).gradients  # flat copies, all at once
         temporary = int(self._fake_model.together * max((part.temporary for part in parts), default=0))
-        waiting = most_waiting = 0  # units whose forward is to run again, each with a random state
+        waiting = most_waiting = 0  # units whose forward will run again, each with a random state
         for kind, stage, _ in order_of(plan, place) if plan.recompute else ():
             waiting += len(self._cut[stage]) * (1 if kind == "forward" else -1)
             most_waiting = max(most_waiting, waiting)
@@ -352,12 +352,12 @@ class _Pipeline:
         return self._kept(place) + most + RANDOM_STATE * most_waiting + batches
 
     def _evaluation(self, place: int, copies: CommunicationBuffers) -> int:
-        """Computes the most bytes of an evaluation on a process: of its stages, and of what it has sent."""
+        """Computes the most bytes of an evaluation on a process: its stages', and its sent tensors'."""
         plan, scored, step = self._plan, self._scored, self._steps[place]
         number = -(-self._fake_model.validation_samples // (self._rows * plan.data_parallel))
         own = [scored[stage] for stage in self._stages[place]]
         sent = max((trace.boundaries[0] for trace in own if trace is not scored[-1]), default=0)
-        # What was sent is let go when as much more has been sent.
+        # Sent tensors are freed when as many more have been sent.
         waiting = min(number - 1, 2 * plan.pipeline) * sent
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         marks = [mark for trace in own for mark in trace.marks] * min(2, number)
@@ -365,7 +365,7 @@ class _Pipeline:
         most = peak(marks, self._memory(place, copies)) + sum(
             bytes_kept(number, trace.numbers) for trace in own
         )
-        # What a step receives into stays from step to step.
+        # The buffers into which a step receives stay from step to step.
         memory = self._memory(place, copies)
         peak(step.marks, memory)
         received = step.marks[-1].level + memory.now - states(self._parts[place], 0).gradients

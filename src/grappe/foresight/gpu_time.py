@@ -88,7 +88,7 @@ class Fabric:
         """Computes the seconds of a ring's all-reduce of `size` bytes (Patarasuk and Yuan 2009).
 
         A ring crosses each node's border once in each direction, so that its slowest link is the node's network
-        (as nccl-tests has bus bandwidth, doc/PERFORMANCE.md).
+        (bus bandwidth in nccl-tests, doc/PERFORMANCE.md).
 
         Args:
             degree: processes that reduce together.
@@ -146,7 +146,7 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     host = STEP + plan.microbatches * (launches + split_modules(fake_model, plan) * SPLIT)
     host += _launches(update, "update")
     compute = max(busy, host)
-    # What comes next waits for each message of a module that is split.
+    # The next operator waits for each message of a split module.
     split = plan.microbatches * sum(
         LEAST + PART_OF_ALL_REDUCE[operator.collective] * fabric.all_reduce(operator.message, plan.tensor)
         for operator in trace.operators

@@ -81,7 +81,7 @@ class KernelRequest:
 
 
 def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
-    """Describes an operator whose kernel is of a library; None: it is none of those."""
+    """Describes an operator whose kernel is in a library; None: its kernel is torch's own."""
     if not str(operator).startswith(OF_LIBRARIES):
         return None
     return Call(
@@ -104,9 +104,9 @@ class Kernels:
         self._known: dict[tuple[int, Call], int] = {}
 
     def sizes(self, calls: Iterable[Call], threads: int) -> dict[Call, int]:
-        """Returns the bytes of each of `calls` in a process of so many threads; those too large to try are left out.
+        """Returns the bytes of each of `calls` with `threads` threads; calls too large to try are left out.
 
-        What is not known yet is measured, in a process of its own.
+        Calls that were not measured yet are run in a process of its own.
         """
         measurable = [call for call in dict.fromkeys(calls) if not call.too_large]
         if not self._scratch:
@@ -163,7 +163,7 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def nested(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yields what is of `kind` in a nested tuple."""
+    """Yields the elements of type `kind` in a nested tuple."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, tuple):

@@ -41,7 +41,7 @@ class Parameter:
 
 
 def sharded_with(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
-    """Returns the unit with which fully_shard has each parameter, by its id; without those that the root has."""
+    """Returns the unit in which fully_shard has each parameter, by its id; without the root's parameters."""
     alone = {id(unit) for unit in untied(model, units)}
     return {parameter: number for parameter, number in homes_of(units).items() if id(units[number]) in alone}
 
@@ -117,10 +117,10 @@ def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
 
 
 def _settled(optimizer: Optimizer, parameter: nn.Parameter, more: int) -> list[Tensor]:
-    """Returns the state after two steps, of which the second has made `more` bytes.
+    """Returns the state after two steps; `more` is the bytes that the second step has added.
 
     Raises:
-        TaskError: the third makes still more.
+        TaskError: the third step adds bytes, too.
     """
     values = _state(optimizer, parameter)
     if more:
@@ -135,7 +135,7 @@ def _settled(optimizer: Optimizer, parameter: nn.Parameter, more: int) -> list[T
 
 
 class PlanMemory(Protocol):
-    """Memory that a plan takes during a microbatch, beside what the plain model takes."""
+    """Memory that a plan takes during a microbatch, besides what the plain model takes."""
 
     @property
     def now(self) -> int:
@@ -309,8 +309,8 @@ class FsdpMemory:
         self._reducing = 0  # what the last reduce-scatter read
         self._late: list[
             tuple[bool, int]
-        ] = []  # what a thread of the library may have yet; is it of the last call?
-        self._traced = 0  # of all this, what the trace has in its own bytes
+        ] = []  # buffers that a thread of the library may still hold; whether they are the last call's
+        self._traced = 0  # the bytes of all this that the trace has counted already
         self._there = there
         self._shards = sum(self._trained.values()) // ways if there and zero != 1 else 0  # reduced gradients
         self._done: set[int] = set()
@@ -360,8 +360,8 @@ class FsdpMemory:
         return max(self._most, self.now)
 
     def _end(self) -> None:
-        """Ends a backward: reduces what has not been yet, and frees what was gathered ahead in vain."""
-        for unit in sorted(self._full):  # as torch goes through them: the root first
+        """Ends a backward: reduces the remaining gradients, frees units that were gathered ahead in vain."""
+        for unit in sorted(self._full):  # in torch's order: the root first
             self._reduce(unit)
         self._reducing = 0
         self._buffers.clear()
@@ -372,7 +372,7 @@ class FsdpMemory:
         self._there = True
 
     def _enter(self, unit: int) -> None:
-        """Gathers a unit; what the one before was gathered into is kept until then."""
+        """Gathers a unit; the buffer of the unit before it is kept until then."""
         if unit not in self._full or unit in self._gathered:
             return
         before = list(self._buffers)

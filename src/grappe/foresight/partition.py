@@ -45,7 +45,7 @@ def processes(fake_model: FakeModel, plan: Plan) -> Iterator[list[ParameterShard
 
 
 def first_parameters(fake_model: FakeModel, plan: Plan) -> list[Parameter]:
-    """Returns the parameters as the first process of the tensor axis has them, before they are sharded."""
+    """Returns the parameters of the first process of the tensor axis, before they are sharded."""
     shapes = tensor_parts(fake_model, plan)[0]
     return [
         dataclasses.replace(parameter, shape=shapes.get(parameter.name, parameter.shape))
@@ -92,7 +92,7 @@ def largest_rows(fake_model: FakeModel, plan: Plan, batch: int) -> int:
 
 
 def _lengths(rows: int, parts: int) -> set[int]:
-    """Returns the different lengths of the parts into which so many rows are cut."""
+    """Returns the different lengths of the parts into which `rows` rows are cut."""
     bounds = (rows_cut(rows, parts, number) for number in range(parts))
     return {last - first for first, last in bounds}
 

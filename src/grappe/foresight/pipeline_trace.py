@@ -141,7 +141,7 @@ class _Process:
         return gradients
 
     def backward_of_inputs(self, stage: Stage, micro: int) -> Leaves:
-        """Runs the half of a backward that gives the gradients of the inputs; the first stage leaves all to the other.
+        """Runs the input-gradient half of a backward; the first stage leaves all to the other half.
 
         These gradients stay on the inputs until the next step.
         """
@@ -158,7 +158,7 @@ class _Process:
         return tuple(gradient for gradient in gradients if gradient is not None)
 
     def backward_of_weights(self, stage: Stage, micro: int) -> Leaves:
-        """Runs the other half."""
+        """Runs the weight-gradient half."""
         if stage.is_first:
             self.backward(stage, micro)
             return ()
@@ -202,7 +202,7 @@ def traced_step(
             ledger.mark(START, number)
             (handed if kind == "forward" else sent).append(process.run(kind, own[number], which))
             if kind == "forward" and index == begins - 2:
-                # What 1F1B sends before its last warm-up is let go with the cool-down's first send.
+                # Tensors that 1F1B sends before its last warm-up are freed with the cool-down's first send.
                 late = handed[-1]
             ledger.mark(LEFT if kind == "forward" else END)
         sent.clear()

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: each process's passes in their order, and a simulation of a step of them."""
+"""Schedules of pipelines: each process's passes in their order, and a simulation of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grappe.parallel.pipeline.rules import stages_each
 from grappe.plan import Plan
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
-"""Kind of a pass; zero_bubble's backward is two: of the gradients of a stage's inputs, and of those of its weights."""
+"""Kind of a pass; zero_bubble splits the backward: first the inputs' gradients, then the weights'."""
 Pass = tuple[Kind, int, int]
 """Kind, stage, microbatch."""
 

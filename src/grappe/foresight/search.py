@@ -39,7 +39,7 @@ class MemoryBudget:
     size: int
     """Bytes."""
     besides: int = CONTEXT_BYTES
-    """Bytes of it that a process takes beside what torch allocates and what libraries keep."""
+    """Bytes of it that a process takes besides torch's allocations and what libraries keep."""
     libraries: LibraryMemory = NOTHING_KEPT
     """Memory that libraries keep where it is not measured of the plan itself; its `evaluation` is counted at least."""
     margin: float = MARGIN
@@ -51,7 +51,7 @@ class MemoryBudget:
     """Whether it is a GPU's."""
 
     def fits(self, needs: MemoryForecast, processes: int = 1) -> bool | None:
-        """Returns whether a process has room; None: its peak is not known, and its states alone have room."""
+        """Returns whether a process has room; None: its peak is unknown, but its states alone have room."""
         sharing = processes if self.shared else 1
         if self._most(needs) is None:
             return None if (needs.states.total + self.fixed) * sharing <= self.size else False
@@ -67,7 +67,7 @@ class MemoryBudget:
 
     @property
     def fixed(self) -> int:
-        """Computes the bytes that a process takes beside what torch allocates, where libraries are not measured."""
+        """Computes the bytes of a process besides torch's allocations, where libraries are not measured."""
         return self.besides + self.libraries.total
 
     def _most(self, needs: MemoryForecast) -> int | None:
@@ -76,7 +76,7 @@ class MemoryBudget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """A plan, and what it needs."""
+    """A plan, and the memory that it needs."""
 
     plan: str
     processes: int
@@ -136,7 +136,7 @@ def fitting(
 ) -> Foreseen | None:
     """Finds another plan that learns the same as `plan`, and fits: the first of those that cost least.
 
-    On as many processes; where none fits for sure, on 2, 4, or 8 times as many.
+    Searches plans on as many processes; where none fits for sure, on 2, 4, or 8 times as many.
 
     Args:
         more: the memory that each of more processes may have; None: as much.

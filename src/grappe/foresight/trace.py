@@ -286,7 +286,7 @@ def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: B
 
 
 def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
-    """Returns the trace with what its kernels take besides their output, in a process of so many threads."""
+    """Returns the trace, with the bytes that its kernels take besides their output with `threads` threads."""
     calls = [call for call in trace.calls if call[2].with_scratch]
     sizes = kernels.sizes((call for _, _, call in calls), threads)
     marks = list(trace.marks)
@@ -328,7 +328,7 @@ def watch(unit: nn.Module, number: int, ledger: Ledger) -> None:
 
 
 def ordered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
-    """Orders marks of one moment: a unit's backward has ended before that of the unit before it begins.
+    """Orders marks of one moment: a unit's backward ends before the backward of the previous unit begins.
 
     Both are hooks of the tensor between the two, which run in the order of the forward.
     """

@@ -1,4 +1,4 @@
-"""Has processes prove to each other that they are of one start, over the very connections that they use.
+"""Has processes prove to each other that they belong to one start, over the same connections that they use.
 
 A port is open to all who reach the machine, and torch's stores and gloo ask nobody who they are. So each process shows
 each other one that it knows a secret: the command's, or one in a file that only the user can read
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from grappe.launch.rank import ProcessRank
 
 PATIENCE = timedelta(seconds=120)
-KEY = "grappe/secret"  # of the store: the name of the file that has it
+KEY = "grappe/secret"  # key of the store: the name of the file with the secret
 BYTES = hashlib.sha256().digest_size
 
 
@@ -71,7 +71,7 @@ def authenticate(process: ProcessRank, secret: str, group: ProcessGroup | None =
     """Exchanges proofs with every other process of a group, by default of all, and checks theirs. Collective over it.
 
     Raises:
-        ProcessDied: one has none that holds: it is not of this start.
+        ProcessDied: a process has no valid proof: it does not belong to this start.
     """
     import torch
     import torch.distributed as dist

@@ -36,7 +36,7 @@ from grappe.launch.terminal import TERMINAL, complain
 from grappe.private_api import torch_dynamo
 from grappe.words import host_name
 
-MOST_WORDS = 2000  # of an error's text: its first lines say what it was
+MOST_WORDS = 2000  # of an error's text: its first lines name the error
 STARTED = "--- started "  # opens each start's part of a log
 
 

@@ -1,4 +1,4 @@
-"""Opens, makes, replaces and removes what lies below a run, and follows no link there (docs/decisions/security.md).
+"""Opens, makes, replaces and removes files below a run, follows no link there (docs/decisions/security.md).
 
 A run may come from somebody else, or lie where others write. So the last names of a path are each opened from the
 folder before, without following links: as many of them as `levels` says. What stands before them is the user's to
@@ -21,7 +21,7 @@ from typing import BinaryIO
 from grappe.errors import RunError
 
 IN_RUN = 1
-"""Levels of `RUN/run.json`, and of what stands beside it."""
+"""Levels of `RUN/run.json`, and of the files next to it."""
 IN_PART = 2
 """Levels of `RUN/logs/rank-0.log`, and of what else stands in a folder of a run."""
 IN_CHECKPOINT = 3
@@ -38,7 +38,7 @@ def reader(file: Path, levels: int = IN_RUN) -> BufferedReader:
         RunError: the file, or a folder on the way, is a link; or it is a pipe or a device, which may have no end.
         OSError: it cannot be opened.
     """
-    # Without O_NONBLOCK a pipe would be waited for before anyone could see that it is one.
+    # Without O_NONBLOCK, opening a pipe would wait before it can be seen that it is a pipe.
     handle = _open(file, os.O_RDONLY | os.O_NONBLOCK, levels)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -53,14 +53,14 @@ def read_bytes(file: Path, levels: int = IN_RUN) -> bytes:
 
 
 def read_text(file: Path, levels: int = IN_RUN) -> str:
-    """Reads a regular file whole, as text; bytes that are none are shown as �. Raises as `reader` does."""
+    """Reads a regular file whole, as text; bytes that are no text are shown as �. Raises as `reader` does."""
     return read_bytes(file, levels).decode(errors="replace")
 
 
 def appender(file: Path, levels: int = IN_RUN) -> BinaryIO:
     """Opens a file for appending without a buffer, and makes the file where there is none.
 
-    A file with a second name (a hard link) is copied first: what has the other name stays as it is.
+    A file with a second name (a hard link) is copied first: the file of the other name stays as it is.
 
     Raises:
         RunError: as `reader` does.
@@ -102,7 +102,7 @@ def replace(
 
     Args:
         durable: whether to wait until it is on disk.
-        new: whether the file must not be there yet, made by another process a moment ago, say.
+        new: whether the file must not exist yet: another process may have made it a moment ago.
 
     Raises:
         FileExistsError: with `new`, there is something of that name.
@@ -135,7 +135,7 @@ def _rename_to_new(old: str, new: str, folder: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        # A file system without hard links: two that look at the same moment both find nothing.
+        # A file system without hard links: two processes that look at the same moment both find nothing.
         with contextlib.suppress(FileNotFoundError):
             os.stat(new, dir_fd=folder, follow_symlinks=False)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from error
@@ -189,7 +189,7 @@ def remove_empty(folder: Path, levels: int = IN_RUN) -> bool:
 def remove_tree(folder: Path, levels: int = IN_RUN) -> None:
     """Removes a folder with all that it holds; links in it are removed, never followed.
 
-    For folders of which grappe has made every part: whoever calls it knows that, or has looked.
+    For folders that grappe alone has filled: the caller knows that, or has checked.
     """
     with contextlib.suppress(FileNotFoundError), _parent(folder, levels) as (parent, name):
         shutil.rmtree(name, dir_fd=parent)
@@ -210,7 +210,7 @@ def names(folder: Path, levels: int = IN_RUN) -> list[str]:
 
 
 def kind(path: Path) -> str:
-    """Tells what has a name: "file", "folder", "link", "other" (a pipe, a device), or "" where there is nothing."""
+    """Returns "file", "folder", "link", "other" (a pipe, a device), or "" where there is nothing."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

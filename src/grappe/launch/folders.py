@@ -13,7 +13,7 @@ from grappe.launch import files
 from grappe.launch.rank import ProcessRank, rank_from_environment
 
 RUNS = Path("runs")
-"""The folder of runs, of which all nodes of a job see the same."""
+"""The folder of runs; all nodes of a job see the same folder."""
 
 
 def rendezvous_folder_of(process: ProcessRank, run: Path | None) -> Path:
@@ -41,7 +41,7 @@ def private_folder() -> Path | None:
 def state_base() -> Path | None:
     """Returns XDG_STATE_HOME, ~/.local/state where it is not set, None where there is no home."""
     state_home = os.environ.get("XDG_STATE_HOME", "")
-    if state_home.startswith("/"):  # the standard has a relative one ignored
+    if state_home.startswith("/"):  # the standard asks to ignore a relative path
         return Path(state_home)
     try:
         return Path.home() / ".local/state"
@@ -50,7 +50,7 @@ def state_base() -> Path | None:
 
 
 def own_folder(folder: Path) -> Path | None:
-    """Makes `folder`, readable by the user alone; returns None where it cannot be, or others can write in it."""
+    """Makes `folder`, readable by the user alone; returns None if that fails, or others can write in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.lstat()

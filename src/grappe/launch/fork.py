@@ -35,8 +35,8 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The child must not collect its parent's garbage: a process group of an earlier training, say, whose end waits
-    # for threads that are not there.
+    # The child must not collect its parent's garbage: the end of an earlier training's process group, for
+    # example, waits for threads that do not exist in the child.
     gc.freeze()
     parent = os.getpid()
     pid = os.fork()
@@ -109,12 +109,12 @@ PAGE = resource.getpagesize()
 
 
 class LimitReached(GrappeError):
-    """The process needed more than it may have; the message says of what, and how much that is."""
+    """The process needed more than its limit; the message names the limit and its size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most that a process may take beyond what it has when it is forked."""
+    """The most that a process may take beyond its memory at the fork."""
 
     memory: int
     """Bytes of its own."""
@@ -149,7 +149,7 @@ class Limits:
         return False
 
     def reached(self, exit_code: int, killed: bool) -> LimitReached | None:
-        """Returns the limit that ended a process that said nothing; None where it was no limit."""
+        """Returns the limit that ended a process without a report; None where no limit did."""
         if killed or exit_code == -signal.SIGABRT:  # how C++ ends where memory is refused
             return LimitReached(f"it needs more than {self.memory / 1e6:,.0f} MB of memory")
         if exit_code == -signal.SIGXCPU:
@@ -158,7 +158,7 @@ class Limits:
 
 
 def _own_memory(pid: int) -> int:
-    """Bytes that a process holds and that are neither files nor shared; 0 where that cannot be known."""
+    """Bytes that a process holds, without files and shared memory; 0 where the system does not tell."""
     resident, shared = _statm(pid)[1:3]
     return (resident - shared) * PAGE
 

@@ -74,7 +74,7 @@ class Launch:
         function: "package.module:name", called as function(argument, process, rendezvous_folder).
         signals: what forwards this command's signals to `started`.
         started: gets each process as it is started, and loses them all in `close`.
-        environment: variables that these processes have beside this one's.
+        environment: variables that these processes get besides this one's.
         from_training: whether a process that was launched itself may start them.
     """
 
@@ -128,7 +128,7 @@ class Launch:
             )
             self._mine.append(process)
             self._all.append(process)
-            # Lost would be what reaches a process that cannot save yet: StopSignal.install lifts the mask.
+            # A signal would be lost before the process can save: StopSignal.install lifts the mask.
             with signals_blocked():
                 process.start(payload, self._folder, context)
             self._living[process.process.sentinel] = process
@@ -137,7 +137,7 @@ class Launch:
     @property
     def handles(self) -> list[Any]:
         """Lists objects for multiprocessing.connection.wait."""
-        # A report may be larger than its pipe holds, so it is read while its process waits to be rid of it.
+        # A report may be larger than its pipe holds, so it is read while its process still writes it.
         return [*self._living, *(process.pipe for process in self._living.values() if process.reporting)]
 
     @property
@@ -159,7 +159,7 @@ class Launch:
         )
 
     def advance(self, ready: Sequence[Any]) -> None:
-        """Takes in what is ready of `handles`; if one process fails, the others get a short time to report."""
+        """Reads what is ready in `handles`; if a process fails, the others get a short time to report."""
         for process in list(self._living.values()):
             if process.pipe in ready:
                 process.read_report()
@@ -190,7 +190,7 @@ class Launch:
 
 
 def advance(launches: Sequence[Launch], seconds: float) -> None:
-    """Waits until something happens in one of `launches`, but at most `seconds`, and takes it in."""
+    """Waits at most `seconds` until something happens in one of `launches`, and handles it."""
     patience = min((launch.patience for launch in launches if launch.patience is not None), default=seconds)
     ready = wait([handle for launch in launches for handle in launch.handles], min(patience, seconds))
     for launch in launches:
@@ -349,7 +349,7 @@ def signal_name(number: int) -> str:
 
 
 def hint(code: int, killed_before: int | None = None) -> str:
-    """Says what an exit code mostly comes from, without a full stop.
+    """Returns the usual cause of an exit code, without a full stop.
 
     Args:
         killed_before: how many processes the system had killed for want of memory when this one was started; None: not
@@ -421,12 +421,12 @@ def _how_late(process: LocalProcess) -> tuple[bool, bool, float]:
 
 
 def _end(process: LocalProcess) -> str:
-    """Returns the sentence that says how a process has ended."""
+    """Returns a sentence on how a process ended."""
     who, why, number = process.name, process.why, process.exit_code
     if number < 0:
         name = signal_name(-number)
         return f"{who} was killed by {name} ({why})" if why else f"{who} was killed by {name}"
-    # What multiprocessing says where the server cannot tell any more.
+    # The exit code that multiprocessing reports where the server cannot tell any more.
     if number == UNKNOWN and (end := server_end()):
         return f"{who} was ended with what had started it: {end}"
     if process.report.kind == "crashed":

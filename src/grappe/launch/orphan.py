@@ -50,7 +50,7 @@ def end_with_starter() -> None:
         return
     if os.getppid() != int(pid):  # it ended before
         os.kill(os.getpid(), signal.SIGKILL)
-    with contextlib.suppress(OSError):  # no /proc: the server ends by itself, after its imports
+    with contextlib.suppress(OSError):  # no /proc: the server ends on its own, after its imports
         end_with_writer(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK))
 
 
@@ -69,7 +69,7 @@ def end_with_parent() -> None:
 
 
 def end_with_writer(pipe: int) -> bool:
-    """Has the kernel kill this process once nobody holds the other end of `pipe`, or ends it now if so already.
+    """Has the kernel kill this process once nobody holds the other end of `pipe`; ends it now if nobody does.
 
     Returns whether the kernel will.
 

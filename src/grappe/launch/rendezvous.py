@@ -59,7 +59,7 @@ def start(
         store.set_timeout(timeout)
     else:
         store = _published_store(process, address, timeout)
-    # FSDP's offload and our own objects need CPU collectives beside NCCL's.
+    # FSDP's offload and our own objects need CPU collectives besides NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
     dist.init_process_group(
         backends,

@@ -26,7 +26,7 @@ from grappe.words import host_name
 
 LEAVING_SECONDS = 2.0
 FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
-WHY = ".why"  # of the file beside it, with the error
+WHY = ".why"  # suffix of the file next to it, with the error
 
 
 def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, saves: bool = False) -> Any:
@@ -87,7 +87,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
 
 
 def leave_error(error: GrappeError) -> None:
-    """Writes what the error was, for whoever has submitted the job that this process belongs to."""
+    """Writes the error for the command that submitted this process's job."""
     if file := os.environ.get(FAILURE):
         killed = isinstance(error, ProcessDied) and error.killed
         why = {"error": type(error).__name__, "message": str(error), "killed": killed}

@@ -48,7 +48,7 @@ def misplaced(
 
 
 def storage_of(site: Site, folder: Path, environment: Mapping[str, str]) -> Storage | None:
-    """Returns the storage that a folder is in: of several, the innermost."""
+    """Returns the storage that a folder is in; the innermost where several match."""
     inside = []
     for storage in site.storage:
         name, _, rest = storage.place.removeprefix("$").partition("/")
@@ -80,7 +80,7 @@ class UnfitPrecision(NamedTuple):
 
 
 def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None) -> UnfitPrecision | None:
-    """Returns why a precision brings nothing on a GPU, or costs time; None if it fits.
+    """Returns why a precision gains nothing on a GPU, or costs time; None if it fits.
 
     Args:
         gpu: the GPU's name, for the message.

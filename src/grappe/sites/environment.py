@@ -20,7 +20,7 @@ MADE_ON_NODES = ("virtualenv", "module")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packages:
-    """The packages of an environment: files beside the run, which jobs install without network."""
+    """The packages of an environment: files in the run's logs, which jobs install without network."""
 
     files: Mapping[str, bytes]
     """The wheel of grappe, and the requirements; by name."""
@@ -98,8 +98,8 @@ def made(
     Args:
         kind: virtualenv, of wheels alone, or module, on top of what the modules hold.
         local: the site's local scratch; "": the system's.
-        python: the interpreter of the submitting command, which stands in where no module brings one.
-        wheels: a folder of wheels beside the site's.
+        python: the interpreter of the submitting command, which is used where no module brings one.
+        wheels: a folder of wheels besides the site's.
     """
     base = "python" if modules else shlex.quote(python)
     make = f'{base} -m venv --system-site-packages "$new"'
@@ -126,7 +126,7 @@ def own_wheel() -> tuple[str, bytes]:
     """Packs this installation, editable or not; returns the wheel's file name and content.
 
     Raises:
-        UsageError: the package was never installed, so that nobody knows what it needs.
+        UsageError: the package was never installed, so that its requirements are unknown.
     """
     try:
         distribution = importlib.metadata.distribution(PACKAGE.name)

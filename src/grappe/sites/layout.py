@@ -242,7 +242,7 @@ def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
 
 
 def _memory(node: Node, gpus: int, cores: int) -> int | None:
-    """Gigabytes on a node for so many GPUs, or for so many cores where there are none."""
+    """Gigabytes on a node for this number of GPUs, or of cores where there are no GPUs."""
     if node.memory_gb is None:
         return None
     if gpus == node.gpus > 0:

@@ -1,4 +1,4 @@
-"""Defines the options of a job; checks those that are sbatch's own, and merges them with those that grappe sets."""
+"""Defines the options of a job; checks sbatch's own options, and merges them with grappe's."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class JobOptions:
 
     @property
     def own_queue(self) -> bool:
-        """True if the user names a partition or quality of service that the site's file need not know."""
+        """True if the user names a partition or quality of service, which the site's file may lack."""
         return bool(self.partition or self.qos)
 
 
@@ -146,7 +146,7 @@ def options(job: JobOptions) -> tuple[str, ...]:
     """Checks the options that are sbatch's own, and returns them in its form.
 
     Raises:
-        UsageError: a value has not its form, or an option is one that grappe sets by itself.
+        UsageError: a value does not have its form, or grappe itself sets the option.
     """
     if job.queue and job.own_queue:
         raise UsageError(

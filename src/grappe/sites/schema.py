@@ -17,7 +17,7 @@ MODULE = re.compile(r"\w[\w.+-]*(/[\w.+-]+)*", re.ASCII)
 PLACE = re.compile(r"(\$[A-Za-z_]\w*|/\w[\w.-]*)(/\w[\w.-]*)*", re.ASCII)
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 PARTITION = re.compile(r"\w[\w.-]*", re.ASCII)
-# Of sbatch's options those that describe resources: none that writes, mails, runs, or changes the environment.
+# sbatch's options that describe resources: none that writes, mails, runs, or changes the environment.
 RESOURCES = frozenset(re.findall(r"\S+", """
     cluster-constraint clusters comment constraint contiguous core-spec cores-per-socket cpus-per-gpu distribution
     exclude exclusive extra-node-info gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags
@@ -233,7 +233,7 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
 
 
 def _line(text: str, path: str, wrong: Wrong) -> str:
-    """A text that is one printable line: what a script quotes it in, a comment too, ends with the line."""
+    """A text that is one printable line: it cannot end the quotes or the comment that a script puts it in."""
     if printable(text, LONGEST) != text:
         raise wrong(
             path, f"={_shown(text)} is not one line of at most {LONGEST} printable characters: write it so"
@@ -242,7 +242,7 @@ def _line(text: str, path: str, wrong: Wrong) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as TOML nearly has it, for a message."""
+    """A value nearly in TOML's form, for a message."""
     return printable(repr(value) if isinstance(value, str) else value, 80)
 
 

@@ -39,7 +39,7 @@ class Script:
     kind: str = TRAIN
     """The name of a command of grappe, or SCRIPT."""
     arguments: tuple[str, ...]
-    """Arguments of grappe: train, a task, its fields and options, without --run and --data; or those of a script."""
+    """Arguments of grappe: train, a task, its fields and options, without --run and --data; or a script's."""
     task: tuple[str, ...]
     """The task's name and its fields, for the doctor; empty without a task."""
     run: Path
@@ -117,7 +117,7 @@ def resource_options(site: Site, layout: Layout, account: str | None) -> list[st
     """Returns the options of sbatch and salloc for a layout's resources.
 
     Raises:
-        UsageError: the account has not the form of a name.
+        UsageError: the account does not have the form of a name.
     """
     options = []
     if account is not None:
@@ -520,7 +520,7 @@ def command_words(words: Sequence[str]) -> Iterator[str]:
     """Yields the quoted words of a command of grappe; a plan keeps its variables, since each process expands them.
 
     Raises:
-        UsageError: a variable is that of one process, and the shell is none.
+        UsageError: a variable exists in processes only, not in the shell.
     """
     before = ""
     for word in words:

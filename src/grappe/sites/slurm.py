@@ -106,7 +106,7 @@ SQUEUE_FORMAT = "%i|%j|%T|%r|%S|%L|%D"
 
 
 def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
-    """Lists the user's jobs in the queue, or those of `jobs` still in it; one query."""
+    """Lists the user's jobs in the queue, or the ones of `jobs` that are still in it; one query."""
     which = ("--me",) if jobs is None else (f"--jobs={','.join(jobs)}",)
     try:
         text = run("squeue", "--noheader", *which, "--format", SQUEUE_FORMAT)

@@ -60,7 +60,7 @@ class Device:
     def kernel(self, operator: Operator, precision: str) -> float:
         """Computes the seconds of an operator's kernel: by the roofline of Williams et al. (2009).
 
-        Views and collectives take 0: a collective's time is its message's.
+        Views and collectives take 0: a collective's time is counted with its message.
         """
         if operator.view or operator.collective:
             return 0.0
